@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from headrace.transforms import BatchError, pack, split_microbatches, weighted_loss
 from headrace.transforms.table import resolve_group
@@ -23,6 +26,11 @@ from headrace.transforms.table.tokens import loss_tokens
 from .optimiser_record import OptimiserRecord
 
 SAMPLER, OLD, WEIGHTS = ("log_probs", "full"), ("old_log_probs", "full"), "importance_weight"
+AVERAGE = {
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "FSDPModule",
+}  # classes that average gradients
 CLOSE = 1e-3  # relative tolerance of a step's sum of weights; float32 sums differ by about 1e-6
 Packed = Literal["pack", "tree"]
 Transform = Callable[[TensorDictBase], TensorDictBase]
@@ -75,6 +83,11 @@ def optimise(
     Returns:
         The number of optimiser steps taken.
 
+    Warns:
+        UserWarning: the weights are for gradients that are summed over the ranks, and DDP or FSDP averages
+            them, or the reverse (`gradients` of LossWeight). Weights under ``unit="constant"``, and folded
+            ones, do not show it.
+
     Raises:
         TypeError: `minibatches` is a single TensorDict.
         ValueError: `max_grad_norm` is not above 0; or `transform` is an unknown word.
@@ -99,10 +112,11 @@ def optimise(
         cut = has_key(minibatch, MICROBATCH)
         # A rank without rows runs no forward pass, but takes part in the collectives below.
         microbatches = list(split_microbatches(minibatch)) if cut else [minibatch][: len(minibatch)]
-        tokens = count_step(minibatch, group=group, **keys)
+        tokens, weights = count_step(minibatch, group=group, **keys)
         del minibatch  # so that only one is in memory when the next is gathered
         if not tokens:
             continue
+        averaging = set[Averaging]()
         optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)  # the loss of the step
         while microbatches:
@@ -111,13 +125,15 @@ def optimise(
             if transform is not None:
                 microbatch = transform(microbatch)
             check_loss(loss, microbatch)
-            terms = loss(microbatch)
+            with noting(averaging):
+                terms = loss(microbatch)
             scalar = reduce(terms, microbatch)
             scalar.backward()
             total += scalar.detach()
             if record is not None and trains is not None:
                 record.add_terms(terms, trains)
             del microbatch, terms, scalar, trains
+        check_gradients(weights, averaging, group)
         for parameter in parameters if group is not None else ():
             if parameter.requires_grad:
                 if parameter.grad is None:  # it may have one on another rank
@@ -222,6 +238,57 @@ def check_loss(loss: Callable, rows: TensorDictBase) -> None:
         )
 
 
+class Averaging(NamedTuple):
+    """A module that averages the gradients of ranks."""
+
+    name: str
+    ranks: int
+
+
+@contextmanager
+def noting(averaging: set[Averaging]) -> Iterator[None]:
+    """Note the modules of DDP and FSDP that run inside, also within a function. None for one process."""
+    if not dist.is_initialized():
+        yield
+        return
+
+    def note(module: nn.Module, _: Any) -> None:
+        if named := AVERAGE.intersection(base.__name__ for base in type(module).__mro__):
+            averaging.add(Averaging(min(named), dist.get_world_size(getattr(module, "process_group", None))))
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def check_gradients(
+    weights: float, averaging: Collection[Averaging], group: dist.ProcessGroup | None
+) -> None:
+    """Warn, once, if a step's weights are for another way to combine the gradients of ranks.
+
+    The weights of a step sum to 1 if gradients are summed, and to the number of ranks if they are averaged.
+
+    Args:
+        weights: Σ weight × tokens of the step, over all ranks.
+        averaging: the modules that ran.
+        group: ranks over which the gradients are summed; None: over none.
+    """
+    ranks = 1 if group is None else dist.get_world_size(group)
+    needed, combined = 1, "summed, by optimise(process_group=...)"
+    if group is None and averaging:
+        (name, ranks), *_ = sorted(averaging)
+        needed, combined = ranks, f"averaged, by {name}"
+    if ranks > 1 and weights in (1, ranks) and weights != needed:
+        warnings.warn(
+            f"the gradients of {ranks} ranks are {combined}, and the loss weights of a step sum to "
+            f"{weights:g}, so the gradient is {weights / needed:g} times that of the mean: set "
+            f"pipeline.stages.weight.gradients={'sum' if needed == 1 else 'mean'}",
+            stacklevel=3,
+        )
+
+
 def count_step(
     minibatch: TensorDictBase,
     *,
@@ -229,12 +296,15 @@ def count_step(
     log_prob_key: NestedKey | None,
     weight_key: NestedKey,
     group: dist.ProcessGroup | None,
-) -> float:
-    """Count the tokens in the loss of an optimiser step, over all ranks.
+) -> tuple[float, float]:
+    """Count the tokens in the loss of an optimiser step, over all ranks, and its weights.
 
     Weighted rows carry their step's number of tokens and its sum of weights (``num_tokens`` and
     ``("headrace", "step_weight")``). The rows must then have these sums, and no row may be there twice. This
     reads the device once, and needs two collectives if there is a group.
+
+    Returns:
+        The number of tokens, and Σ weight × tokens of the step; −∞ if the rows do not carry it.
 
     Raises:
         BatchError: the rows are not those of one step, as in a sample of a replay buffer.
@@ -274,7 +344,7 @@ def count_step(
             "pipeline.halves(), and run the second on each sample"
         )
     # With DDP, a rank that has none of the step's tokens must take part in the step, too.
-    return max(found, most)
+    return max(found, most), heaviest
 
 
 def _differs(found: float, most: float, least: float, share: float, part: bool) -> bool:

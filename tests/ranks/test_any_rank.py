@@ -8,6 +8,7 @@ from any_rank import (
     carry_at_random,
     carry_masked,
     compare_with_one_process,
+    factors_of_gradients,
     fold_stream,
     gradients_of_ddp,
     lack_groups,
@@ -79,6 +80,22 @@ def test_a_rank_without_rows_trains_with_ddp_and_with_optimise(world, tmp_path):
     for off in results_of(gradients_of_ddp, world, tmp_path):
         assert len(off) == 4
         assert max(off) < 1e-12
+
+
+@pytest.mark.slow
+def test_weights_for_another_way_to_combine_gradients_are_named_with_the_factor(tmp_path):
+    """DDP averages; `optimise` sums, also over what DDP has averaged, which is equal on all ranks."""
+    right = {"ddp": "mean", "optimise": "sum", "both": "sum"}
+    for found in results_of(factors_of_gradients, 2, tmp_path):
+        sizes = {(combined, gradients): size for combined, gradients, size, _ in found}
+        for combined, gradients, size, said in found:
+            factor = size / sizes["optimise", "sum"]
+            assert factor == pytest.approx(
+                1.0 if gradients == right[combined] else 2.0 if gradients == "mean" else 0.5
+            )
+            assert len(said) == (gradients != right[combined])
+            assert all(f"is {factor:g} times that of the mean" in each for each in said)
+            assert all(each.endswith(f"weight.gradients={right[combined]}") for each in said)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import os
 import random
 import socket
 import time
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -463,6 +464,34 @@ def gradients_of_ddp(rank: int, world: int) -> list[float]:
             assert float(expected.weight.detach().abs().max()) > 1e-3
             off.append(float((model.weight - expected.weight).detach().abs().max()))
     return off
+
+
+def factors_of_gradients(rank: int, world: int) -> list[tuple[str, str, float, list[str]]]:
+    """For each way to combine gradients and each `gradients`: the size of the gradient, and warnings."""
+    batch, found = collected("uniform", "grpo"), []
+    for combined in ("ddp", "optimise", "both"):
+        sums = {}
+        for gradients in ("sum", "mean"):
+            model = torch.nn.Embedding(50, 1, dtype=torch.float64)
+            torch.nn.init.zeros_(model.weight)
+            stages = {"advantage": GroupRelativeAdvantage(), "split": ShuffleSplit(minibatches=1)}
+            pipeline = Pipeline({**stages, "weight": LossWeight(gradients=gradients)}, **TOGETHER)
+            net = model if combined == "optimise" else torch.nn.parallel.DistributedDataParallel(model)
+            group, rows = (
+                None if combined == "ddp" else "world",
+                take_rows(batch, spread(batch, "in turn", world)[rank]),
+            )
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                optimise(
+                    pipeline.minibatches(rows), partial(linear_loss, net), optimizer, process_group=group
+                )
+            said = [str(each.message) for each in caught if "gradients of" in str(each.message)]
+            sums[gradients] = float(model.weight.detach().abs().sum()), said
+        for gradients, (size, said) in sums.items():
+            found.append((combined, gradients, size, said))
+    return found
 
 
 def linear_loss(model: torch.nn.Module, rows: TensorDict) -> TensorDict:
