@@ -293,22 +293,30 @@ class Decider:
         ]
         return self.pipeline if names == self.pipeline.order else part_of(self.pipeline, names, None)
 
-    def decide(self, columns: Mapping[str, Any] | TensorDictBase) -> Decision:
+    def decide(self, columns: Mapping[str, Any] | TensorDictBase, *, extra: Sequence[str] = ()) -> Decision:
         """Run the recipe on one batch.
 
         Args:
             columns: see :func:`headrace.pipeline.decide`.
+            extra: see :func:`headrace.pipeline.decide`.
 
         Raises:
             BatchError: see :func:`headrace.pipeline.decide`.
             MissingKeyError: see :func:`headrace.pipeline.decide`.
-            ValueError: the recipe does not read one of the columns.
+            ValueError: the recipe does not read one of the columns, or `extra` names one that is missing.
         """
         if isinstance(columns, TensorDictBase):
             return self._decide(columns, _rows_of(columns), {})
         refuse_other_arguments(columns)
+        if isinstance(extra, str) or (lacking := [name for name in extra if name not in columns]):
+            found = (
+                f"the text {extra!r}" if isinstance(extra, str) else f"{listing(lacking)}, which are missing"
+            )
+            raise ValueError(
+                f"extra must list names of columns; found {found}. The columns are {listing(columns)}"
+            )
         try:
-            return self._decide(None, *self._read(columns))
+            return self._decide(None, *self._read(columns, extra))
         except BatchError as err:
             names = {key: name for name, key in self._keys.items()} | {STATUS_KEYS[0]: "status"}
             names |= {mask: count for count in COUNTS for mask in self._masks(count)}
@@ -350,7 +358,9 @@ class Decider:
             or any(key in getattr(stage, "in_keys", (key,)) for stage in self.pipeline.stages.values())
         )
 
-    def _read(self, columns: Mapping[str, Any]) -> tuple[TensorDict, dict[NestedKey, list[str]]]:
+    def _read(
+        self, columns: Mapping[str, Any], extra: Sequence[str]
+    ) -> tuple[TensorDict, dict[NestedKey, list[str]]]:
         """Return the columns as a batch, and the texts of ids that are text, by key."""
         if lacking := [name for name, values in columns.items() if values is None]:
             raise BatchError(
@@ -383,7 +393,7 @@ class Decider:
                     write_entry(batch, number_of(mask), counts)
                 continue
             key = self._keys.get(name, name)
-            if not self.reads(name):
+            if not self.reads(name) and name not in extra:
                 unread.append(name)
             if key in self._ids:
                 ids = _as_numbers(values, name, "one id for each row, an integer or a text")
@@ -436,7 +446,8 @@ class Decider:
             ]
             raise ValueError(
                 f"the recipe does not read the columns {listing(unread)}{suggest(unread[0], readable)}; "
-                f"it can read {', '.join(sorted(readable))}. Leave out the others"
+                f"it can read {', '.join(sorted(readable))}. Leave out the others, or name those that a "
+                "function of yours reads in extra=(...)"
             )
         return batch, texts
 
@@ -560,6 +571,7 @@ def decide(
     /,
     recipe: Recipe | str = "grpo",
     *overrides: str,
+    extra: Sequence[str] = (),
     **options: Unpack[PipelineOptions],
 ) -> Decision:
     """Decide which rows train, with which advantage and loss weight, from a few plain columns.
@@ -575,6 +587,8 @@ def decide(
             as for a pipeline.
         recipe: its name.
         overrides: see :func:`load_pipeline`.
+        extra: names of further columns, which only a function of yours reads, such as a criterion. It gets
+            a TensorDict that has them under these names.
         options: keywords of :func:`load_pipeline`, which explains them. `stages` has all other options of
             stages, such as ``{"advantage": {"clip": [-5, 5]}, "filter": None}``. `seed` is 0 if you leave it
             out. Composed recipes are cached.
@@ -611,7 +625,7 @@ def decide(
             _composed.popitem(last=False)
         if decider.split is not None:
             decider.split.restart(seed)
-        return decider.decide(data)
+        return decider.decide(data, extra=extra)
 
 
 def columns_of_tokens(pipeline: Pipeline) -> list[NestedKey]:

@@ -354,3 +354,24 @@ def test_rows_without_rollout_ids_are_carried_as_rollouts_of_their_own():
         ids = [first, first, first, first + 3, first + 3, first + 3]
         found = decider.decide({"group_id": ids, "reward": [1.0, 0.0, 0.5] * 2, "tokens": [2] * 6})
         assert [len(rows) for rows in found.steps] == sizes
+
+
+def test_extra_columns_reach_a_function_of_the_caller_and_no_stage():
+    columns = {"group_id": [0] * 4 + [1] * 4, "rollout_id": range(8), "reward": [1.0, 0, 0, 4, 1, 0, 1, 0]}
+    more = {"flag": [True, True, False, True] * 2, "note": ["", "", "", "bad", "", "", "", ""]}
+
+    def sound(rows: TensorDict) -> torch.Tensor:
+        return rows["flag"] & torch.tensor([text != "bad" for text in rows["note"]])
+
+    options = {"group_size": 4, "scale": "none"}
+    stages = {"filter": {"also": sound, "action": "exclude"}}
+    found = decide(columns | more, "grpo", extra=("flag", "note"), stages=stages, **options)
+    assert found.reason == ["", "", "filter/sound", "filter/sound", "", "", "filter/sound", ""]
+    # By hand: the mean of 1 and 0; that of 1, 0 and 0.
+    expected = torch.tensor([0.5, -0.5, 0, 0, 2 / 3, -1 / 3, 0, -1 / 3], dtype=torch.float64)
+    torch.testing.assert_close(found.advantage, expected)
+    for extra, message in ((("flag",), "columns note"), (("flag", "tone"), "tone, which are missing")):
+        with pytest.raises(ValueError, match=message):
+            decide(columns | more, "grpo", extra=extra, **options)
+    with pytest.raises(ValueError, match="extra must list names of columns; found the text 'flag'"):
+        decide(columns | more, "grpo", extra="flag", **options)
