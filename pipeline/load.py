@@ -25,7 +25,7 @@ from .composing.compose import (
     for_hydra,
     usual_stage,
 )
-from .composing.nodes import as_typed, build_node, name_parts, resolved
+from .composing.nodes import as_typed, build_node, by_column, name_parts, resolved
 from .composing.recipe_names import Recipe
 from .pipeline import MaskedLogProb, Pipeline
 from .wording import suggest
@@ -235,7 +235,7 @@ def build_pipeline(config: DictConfig) -> Pipeline:
     add_usual_stages(config)
     config = name_parts(config)
     try:
-        plain = resolved(config)
+        plain, of_values = resolved(config), by_column(config)
     except OmegaConfBaseException as err:
         raise ConfigError(f"the pipeline is not complete: {explain_composition(err)}") from err
     plain = plain if isinstance(plain, dict) else {}
@@ -244,6 +244,7 @@ def build_pipeline(config: DictConfig) -> Pipeline:
     stages = plain.get("stages") or {}
     if not isinstance(stages, dict):
         raise ConfigError(f"pipeline.stages must map names to nodes with a _target_; got {stages!r}")
+    stages |= of_values
     for name, node in stages.items():
         if not (node is None or callable(node) or (isinstance(node, dict) and "_target_" in node)):
             meant = suggest(name, [other for other in stages if other != name])

@@ -102,13 +102,19 @@ def check_comparison(stages: Mapping[str, Any]) -> None:
     Raises:
         ValueError: the message names the stages and the option.
     """
-    several = {name: stage.several for name, stage in stages.items() if hasattr(stage, "several")}
-    for name, stage in stages.items():
-        for part in stage_parts(stage)[1:]:
-            by_sum = getattr(part, "by", "") == "variance"
+    pairs = [
+        (name, other, own, compares)
+        for name, stage in stages.items()
+        for value, own in _of_values(stage).items()
+        for other, behind in stages.items()
+        for of, compares in _of_values(behind).items()
+        if hasattr(compares, "several") and (value == of or None in (value, of))
+    ]
+    for name, other, own, compares in pairs:
+        for part in stage_parts(own)[1:]:
+            by_sum, meant = getattr(part, "by", "") == "variance", compares.several
             judges = "sum" if by_sum else getattr(part, "several", None)
-            if odd := [other for other, compares in several.items() if judges not in (None, compares)]:
-                meant = several[odd[0]]
+            if judges not in (None, meant):
                 todo = (
                     "Under several='decoupled' each reward has an advantage of its own: keep rollouts by "
                     "another measure than the variance of the sum"
@@ -116,9 +122,14 @@ def check_comparison(stages: Mapping[str, Any]) -> None:
                     else f"Set {type(part).__name__}(several={meant!r})"
                 )
                 raise ValueError(
-                    f"stage {name!r} judges groups by several={judges!r}, and {odd[0]!r} compares them by "
+                    f"stage {name!r} judges groups by several={judges!r}, and {other!r} compares them by "
                     f"several={meant!r}, so groups with an advantage would leave, or others stay. {todo}"
                 )
+
+
+def _of_values(stage: Any) -> Mapping[Any, Any]:
+    """The stages of a :class:`ByColumn`, by value; the stage itself, by None, which is for all values."""
+    return getattr(stage, "of_values", {None: stage})
 
 
 def check_order(stages: Mapping[str, Callable]) -> None:

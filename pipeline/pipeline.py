@@ -277,7 +277,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         stages, asked, options = dict(self.stages.items()), self.asked, self.rank_options
         ranks = connect(options.process_group, options.shared_ids, options.patience, asked.ids)
         with ExitStack() as locks:
-            with ranks.block(), labels_in_errors(batch, list(asked.ids)):
+            with ranks.block(), labels_in_errors(batch, [*asked.ids, *asked.columns]):
                 # 1. Read the table. A second half accepts only rows of the first half.
                 given = batch if self._half is None else check_half(batch, self._half)
                 flat = enter_rows(given, list(asked.ids), reader=type(self).__name__)

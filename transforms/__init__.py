@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from .stages.advantage.turns import RewardsToGo, TurnDiscount, rewards_to_go, turns_to_go
     from .stages.advantage.whitening import BatchWhitening, whiten
+    from .stages.by_column import ByColumn
     from .stages.collapse import Collapsed, FanOutCollapse, collapse_fan_out
     from .stages.correction.diverged import Diverged, divergence
     from .stages.correction.importance import importance_weight
@@ -87,6 +88,7 @@ __all__ = [
     "BatchTransform",
     "BatchWhitening",
     "BestOf",
+    "ByColumn",
     "Collapsed",
     "CombineIds",
     "CompletenessGate",

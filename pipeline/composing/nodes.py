@@ -15,14 +15,14 @@ from operator import getitem
 from typing import Any, Literal, Union, get_args, get_origin
 
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, flag_override, open_dict
 
 from headrace.pipeline.wording import suggest
 from headrace.transforms.table.options import annotations_of, described, fits, is_default
 
 from .compose import ConfigError
 
-__all__ = ["YAML", "as_typed", "build_node", "misfit", "name_parts", "resolved"]
+__all__ = ["YAML", "as_typed", "build_node", "by_column", "misfit", "name_parts", "resolved"]
 
 OF_SIBLINGS = re.compile(r"\$\{(\.+)([\w.]+)\}")  # such as ${...columns.reward}
 
@@ -140,6 +140,41 @@ def name_parts(pipeline: Any) -> Any:
                 part, PARTS[option], f"pipeline.stages.{name}.{option}"
             )
     return pipeline
+
+
+def by_column(pipeline: DictConfig) -> dict[str, Any]:
+    """The nodes of :class:`ByColumn`, by name, for the stages with `by_column` and `values`.
+
+    Each value's stage is composed as if the pipeline had this one in place of the stage.
+
+    Raises:
+        ConfigError: one of the two options is missing, or `values` does not map values to options.
+    """
+    found: dict[str, Any] = {}
+    for name, node in (pipeline.get("stages") or {}).items():
+        if not isinstance(node, DictConfig) or not {"by_column", "values"} & set(node):
+            continue
+        column, values, path = node.get("by_column"), node.get("values"), f"pipeline.stages.{name}"
+        if column is None or not isinstance(values, DictConfig) or not values:
+            raise ConfigError(
+                f"{path} needs by_column, a column, and values, which maps each value of the column to "
+                f"options, as in {{math: {{scale: none}}, code: {{}}}}; got by_column={as_typed(column)} and "
+                f"values={as_typed(values)}"
+            )
+        stages = {}
+        for value, options in values.items():
+            if not isinstance(options, DictConfig):
+                raise ConfigError(f"{path}.values.{value!s} must map options; got {as_typed(options)}")
+            one = deepcopy(pipeline)
+            one._set_parent(pipeline._get_parent())
+            with open_dict(one), flag_override(one, "allow_objects", True):
+                del one.stages[name]["by_column"], one.stages[name]["values"]
+                for option in options:
+                    one.stages[name][option] = deepcopy(options._get_node(option))
+            stages[value] = resolved(name_parts(one))["stages"][name]
+        column = OmegaConf.to_container(column) if OmegaConf.is_config(column) else column
+        found[str(name)] = {"_target_": "headrace.transforms.ByColumn", "column": column, "stages": stages}
+    return found
 
 
 def _node_named(name: str, folder: str, where: str) -> DictConfig:

@@ -20,6 +20,7 @@ from headrace.transforms import (
     BatchTransform,
     BatchWhitening,
     BestOf,
+    ByColumn,
     CombineIds,
     CompletenessGate,
     DenseRows,
@@ -118,6 +119,10 @@ STAGES: dict[str, Callable[[], BatchTransform]] = {
     ),
     "token-advantage": lambda: TokenAdvantage(term=LogRatio(centre="batch"), factor=0.5),
     "token-advantage-multiply": lambda: TokenAdvantage(term=TopShare(share=0.5), how="multiply"),
+    "by-column": lambda: ByColumn(
+        column="group_id",
+        stages={group: GroupRelativeAdvantage(shift=group / 8, rollout_key=None) for group in range(40)},
+    ),
     "pipeline": lambda: Pipeline(
         {
             "gate": CompletenessGate(group_size=3, on_incomplete="drop"),
@@ -354,6 +359,7 @@ NEEDED = {
     "filter-exclude": [("next", "reward"), "rollout_id"],
     "filter-drop": [("next", "reward"), "group_id"],
     "advantage": [("next", "reward"), "group_id"],
+    "by-column": [("next", "reward"), "group_id"],
     "score": [("tokens", "full"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")],
     "split": ["rollout_id"],
     "split-microbatches": [("masks", "all_attention_mask")],
@@ -412,7 +418,7 @@ def test_a_missing_column_is_named_with_what_to_do(name):
         if name.startswith("weight"):
             batch = batch.exclude(("log_probs", "full"))
         STAGES[name]()(batch)  # with the column all is well
-        with pytest.raises(MissingKeyError, match=r"keys?\)|put \w+ before it") as info:
+        with pytest.raises(MissingKeyError, match=r"(keys?|column)\)|put \w+ before it") as info:
             STAGES[name]()(batch.exclude(key))
         assert repr(key) in str(info.value)
 
@@ -568,7 +574,8 @@ def undeclared(stage: BatchTransform, batch: TensorDict) -> list[str]:
             stage.work_on(table.seen_by(stage))
         else:
             stage(batch)
-    parts = {type(part).__name__: part for part in (getattr(stage, "criterion", None), stage)}
+    own = [*getattr(stage, "of_values", {}).values(), stage]
+    parts = {type(part).__name__: part for part in (getattr(stage, "criterion", None), *own)}
     lacking = []
     columns = set(batch.keys(True, True))
     for reader, role in sorted(read, key=repr):
@@ -577,7 +584,7 @@ def undeclared(stage: BatchTransform, batch: TensorDict) -> list[str]:
             lacking.append(f"{reader}: add {role!r} to its columns")
             continue
         reads = getattr(part, f"{role}_key") if is_role else role
-        if reads in columns and reads not in part.in_keys and (part is not stage or role == "reward"):
+        if reads in columns and reads not in part.in_keys and (part not in own or role == "reward"):
             lacking.append(f"{reader}: add {f'self.{role}_key' if is_role else repr(role)} to its in_keys")
     return lacking
 

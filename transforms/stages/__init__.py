@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from headrace.faces import lazy
 
 if TYPE_CHECKING:
+    from .by_column import ByColumn
     from .collapse import Collapsed, FanOutCollapse, Reduction, collapse_fan_out
     from .gate import CompletenessGate, IncompleteGroups, OnIncomplete, incomplete_groups
     from .shaping import (
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .weight import LossWeight, Mean, Weighed, loss_weight, turn_weight, weighted_loss
 
 __all__ = [
+    "ByColumn",
     "Collapsed",
     "CompletenessGate",
     "FanOutCollapse",

@@ -745,8 +745,9 @@ class Rows:
 
 
 def stage_parts(stage: Any) -> list[Any]:
-    """A stage, and its criteria and its token term, if it has them."""
-    parts = (getattr(stage, option, None) for option in ("criterion", "also", "term"))
+    """A stage, and its criteria and its token term, if it has them; of a ByColumn those of each value."""
+    own = [*getattr(stage, "of_values", {"": stage}).values()]
+    parts = (getattr(each, option, None) for each in own for option in ("criterion", "also", "term"))
     return [stage, *(part for part in parts if part is not None)]
 
 

@@ -71,6 +71,7 @@ from .options import takes_options
 from .tensordicts import any_row_has, entries_of
 
 __all__ = [
+    "COMPARED",
     "COUNTED",
     "DISPATCHED",
     "DONE",
@@ -120,6 +121,11 @@ IS_FIRST_SEGMENT = ("headrace", "is_first_segment")
 RETURN = ("headrace", "return")
 FINISHED = ("headrace", "finished")
 COUNTED = ("headrace", "counted")
+COMPARED = "compared"
+"""A note of the table for a report: a function of the number N of rows that the table then has. It returns
+(N, 2) float64: how many rollouts the advantage compared with the row's, itself included; and the baseline,
+or NaN.
+"""
 IN_LOSS = ("headrace", "in_loss")
 SEGMENTS = ("headrace", "segments")
 LENGTH = ("headrace", "length")

@@ -10,10 +10,9 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from headrace.pipeline.account_keys import OF_TOKENS
-from headrace.transforms.stages.advantage import COMPARED
 from headrace.transforms.stages.sequences import with_merged
 from headrace.transforms.table import TokenCount, weighted_reward
-from headrace.transforms.table.schema import REWARD
+from headrace.transforms.table.schema import COMPARED, REWARD
 from headrace.transforms.table.tensordicts import flat_rows
 
 if TYPE_CHECKING:

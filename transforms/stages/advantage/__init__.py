@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .by_token import TokenAdvantage, token_advantage
     from .by_turn import TurnAdvantage, dtype_of_reward, turn_advantage
     from .factors import DifficultyWeight, SignFactors, difficulty_weight
-    from .group_relative import COMPARED, GroupRelativeAdvantage, group_relative_advantage, require_fit
+    from .group_relative import GroupRelativeAdvantage, group_relative_advantage, require_fit
     from .peers import CombineIds, combine_ids
     from .running import RunningBaseline
     from .states import StateAdvantage, state_groups
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from .whitening import BatchWhitening, whiten
 
 __all__ = [
-    "COMPARED",
     "Baseline",
     "BatchWhitening",
     "CombineIds",

@@ -27,7 +27,7 @@ from headrace.transforms.table import (
 from headrace.transforms.table.ids import mean_of
 from headrace.transforms.table.options import as_dtype, takes_options
 from headrace.transforms.table.rewards import Several, factors_of
-from headrace.transforms.table.schema import COUNTED, REWARD, REWARDS
+from headrace.transforms.table.schema import COMPARED, COUNTED, REWARD, REWARDS
 from headrace.transforms.table.votes import note_votes_only
 
 from .baselines import (
@@ -46,10 +46,8 @@ from .baselines import (
 )
 from .reshape_formula import reshaped
 
-COMPARED = "compared"  # the name of a `Compared` in the notes of the table, for a report
 Compared = Callable[[int], Tensor]
-"""A function of the number N of rows that the table then has: (N, 2) float64, how many rollouts the advantage
-compared with the row's, itself included, and the baseline ``b + δ`` or NaN."""
+"""See :data:`COMPARED`."""
 
 
 @takes_options

@@ -1,0 +1,183 @@
+"""A batch of several environments is decided as if each environment had a batch of its own."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from batches import batch_of
+from tensordict import TensorDict
+
+from headrace.pipeline import Pipeline, load_pipeline, make_report
+from headrace.transforms import (
+    BatchError,
+    ByColumn,
+    FanOutCollapse,
+    GroupRelativeAdvantage,
+    LengthPenalty,
+    RewardScale,
+    RewardsVary,
+    RewardWithin,
+    RunningBaseline,
+    SampleFilter,
+    SignFactors,
+    TokenFilter,
+)
+
+ENVIRONMENTS = ("math", "code", "games")
+ADVANTAGES = [
+    {"baseline": "mean", "scale": "group"},
+    {"baseline": "leave_one_out", "scale": "none"},
+    {"baseline": "median", "scale": "none", "shift": 0.25},
+    {"baseline": "mean", "scale": "batch"},
+    {"baseline": "batch", "scale": "none"},
+]
+FILTERS = [
+    {"criterion": RewardsVary(), "action": "exclude"},
+    {"criterion": RewardWithin(high=0.8), "action": "exclude"},
+]
+
+
+def drawn(seed: int) -> tuple[TensorDict, dict[str, dict]]:
+    """Groups of the environments in any order, with fan-out; and the options of each environment."""
+    rng = random.Random(seed)
+    rewards, groups, rollouts, homes = [], [], [], []
+    for group in range(rng.randint(3, 9)):
+        home = rng.choice(ENVIRONMENTS)
+        for number in range(rng.randint(1, 5)):
+            reward = rng.choice([0.0, 1.0, rng.random()])
+            for _ in range(rng.choice([1, 1, 2, 3])):
+                rewards.append(reward)
+                groups.append(group)
+                rollouts.append(10 * group + number)
+                homes.append(home)
+    order = rng.sample(range(len(rewards)), len(rewards))
+    rewards, groups, rollouts, homes = (
+        [column[at] for at in order] for column in (rewards, groups, rollouts, homes)
+    )
+    batch = batch_of(rewards, groups, rollouts, tokens=4)
+    batch["next", "reward"] = batch["next", "reward"].double()
+    batch["environment"] = homes if seed % 2 else torch.tensor([ENVIRONMENTS.index(home) for home in homes])
+    options = {
+        home: {
+            "penalty": {"coefficient": rng.choice([0.0, 0.1])},
+            "filter": rng.choice(FILTERS),
+            "advantage": rng.choice(ADVANTAGES),
+        }
+        for home in ENVIRONMENTS
+    }
+    return batch, options
+
+
+def of_one(options: dict) -> dict:
+    return {
+        "penalty": LengthPenalty(**options["penalty"]),
+        "filter": SampleFilter(**options["filter"]),
+        "advantage": GroupRelativeAdvantage(**options["advantage"]),
+    }
+
+
+def test_a_batch_of_several_environments_is_that_of_each_alone():
+    excluded = 0
+    for seed in range(100):
+        batch, options = drawn(seed)
+        names = {home: home if seed % 2 else number for number, home in enumerate(ENVIRONMENTS)}
+        stages = {
+            stage: ByColumn(
+                column="environment", stages={names[home]: of_one(options[home])[stage] for home in names}
+            )
+            for stage in ("penalty", "filter", "advantage")
+        }
+        run = Pipeline({"collapse": FanOutCollapse(), **stages}).run(batch)
+        column = batch["environment"]
+        for home, value in names.items():
+            rows = torch.tensor([each == value for each in column]).nonzero().flatten()
+            if not len(rows):
+                continue
+            alone = Pipeline({"collapse": FanOutCollapse(), **of_one(options[home])}).run(batch[rows])
+            assert torch.equal(run.batch["advantage"][rows], alone.batch["advantage"])
+            reasons = [run.ledger.names[code] for code in run.ledger.reason[rows].tolist()]
+            assert reasons == [alone.ledger.names[code] for code in alone.ledger.reason.tolist()]
+            for name in ("advantage/abs_mean", "filter/kept"):
+                stage, _, number = name.partition("/")
+                assert run.metrics[f"{stage}/{value}/{number}"] == alone.metrics[name]
+            excluded += len(reasons) - reasons.count("")
+            for name in ("compared", "baseline"):
+                said, own = (torch.from_numpy(make_report(each).columns[name]) for each in (run, alone))
+                assert said[rows].allclose(own, equal_nan=True)
+    assert excluded > 100
+
+
+def test_yaml_gives_each_environment_its_baseline_and_its_criterion():
+    """By hand: less 1/4; 1 less 0 of the others, 0 less 1/2; 9 leaves before the mean of 1 and 0."""
+    batch = batch_of([1.0, 0, 0, 0, 1, 0, 0, 9, 1, 0], [0] * 4 + [1] * 3 + [2] * 3)
+    batch["environment"] = ["math"] * 4 + ["code"] * 3 + ["games"] * 3
+    advantage = {"math": {}, "code": {"baseline": "leave_one_out"}, "games": {}}
+    bounds = {"_target_": "headrace.transforms.RewardWithin", "high": 5.0}
+    filters = {"math": {}, "code": {}, "games": {"criterion": bounds, "also": "rewards_vary"}}
+    stages = {
+        "gate": None,
+        "advantage": {"by_column": "environment", "values": advantage, "scale": "none"},
+        "filter": {"by_column": "environment", "values": filters, "action": "exclude"},
+    }
+    out = load_pipeline("grpo", shuffle=False, stages=stages)(batch)["advantage"].flatten()
+    assert out.tolist() == [0.75, -0.25, -0.25, -0.25, 1.0, -0.5, -0.5, 0.0, 0.5, -0.5]
+
+
+def test_what_cannot_be_decided_by_column_is_refused():
+    batch = batch_of([1.0, 0, 1, 0], [0, 0, 1, 1])
+    stage = ByColumn(
+        column="environment", stages={"a{b}": GroupRelativeAdvantage(), "b": GroupRelativeAdvantage()}
+    )
+    for column, message in (
+        (["b", "b", "c", "c"], r"each value of 'environment' needs an entry; 'c' has none.* are a\{b\}, b"),
+        (["b", "a{b}", "b", "b"], "all rows of a group need the same value of 'environment'.*group 0"),
+        (["b", "b", "", ""], "every row needs an? (label|environment)"),
+        (None, "needs the key 'environment'"),
+    ):
+        rows = batch.clone()
+        if column is not None:
+            rows["environment"] = column
+        for run in (stage, Pipeline({"advantage": stage})):
+            with pytest.raises(BatchError, match=message):
+                run(rows)
+    for stages, message in (
+        ({}, "one class"),
+        ({"a": RewardScale(), "b": LengthPenalty(coefficient=0.1)}, "LengthPenalty, RewardScale"),
+        ({"a": RunningBaseline(baseline_key="x")}, "RunningBaseline keeps a state"),
+        ({"a": TokenFilter(criterion=RewardsVary())}, "TokenFilter changes tokens"),
+        ({"a": GroupRelativeAdvantage(), "b": GroupRelativeAdvantage(group_key="g")}, "differ in group_key"),
+        (
+            {action: SampleFilter(criterion=RewardsVary(), action=action) for action in ("mask", "exclude")},
+            "leave for 'zero_variance' in one way",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ByColumn(column="environment", stages=stages)
+
+
+def test_a_filter_must_judge_what_the_advantage_of_its_value_compares():
+    several = {"a": GroupRelativeAdvantage(), "b": GroupRelativeAdvantage(several="decoupled")}
+    for judged, wrong in ((("sum", "decoupled"), False), (("sum", "sum"), True)):
+        filters = {
+            name: SampleFilter(criterion=RewardsVary(several=by))
+            for name, by in zip("ab", judged, strict=True)
+        }
+        stages = {
+            "filter": ByColumn(column="env", stages=filters),
+            "advantage": ByColumn(column="env", stages=several),
+        }
+        if wrong:
+            with pytest.raises(ValueError, match="judges groups by several='sum'"):
+                Pipeline(stages)
+        else:
+            Pipeline(stages)
+
+
+def test_an_advantage_by_token_cannot_be_changed_by_column():
+    rows = batch_of([1.0, 0], [0, 1], tokens=3)
+    rows["advantage"], rows["environment"] = torch.ones(2, 3, 1), torch.tensor([0, 1])
+    stage = ByColumn(column="environment", stages={0: SignFactors(positive=0.5), 1: SignFactors()})
+    with pytest.raises(TypeError, match="put it before the stages that give each token"):
+        stage(rows)
