@@ -115,6 +115,7 @@ class Run:
     options: dict[str, Any] = field(default_factory=dict)
     paced: bool = True
     announces: bool = True
+    make: Callable[..., Any] = GroupAssembler
 
     def __post_init__(self) -> None:
         world, options = (
@@ -123,7 +124,7 @@ class Run:
         )
         if "refill" in options.values():
             options["refill"] = self.refill
-        self.assembler = GroupAssembler(version_key="version", max_idle=10**9, **options)
+        self.assembler = self.make(version_key="version", max_idle=10**9, **options)
         self.assembler._now = lambda: self.now / 1000  # a tick is a millisecond
         self.known: dict[int, Group] = {}
         self.step = self.now = self.since = 0

@@ -43,6 +43,10 @@ class QueuedGroups:
             run = pipeline.run(batch)
             keys = source.keys_of(batch)
 
+    If groups are to wait instead of being dropped for their age, give the assembler as `announce_to`. Then it
+    knows them as soon as their prompts are in the queue. A prompt that is deleted by others before its
+    rollouts have finished is a group whose rollouts failed.
+
     Args:
         partition: of the queue.
         key: a regular expression for the keys of rows. It needs the named groups ``group`` and ``rollout``,
@@ -54,10 +58,11 @@ class QueuedGroups:
             is the status of the group. None: all rows of a group are put at once.
         over: the statuses of groups whose rollouts have finished.
         group_size: rollouts of a group; None: as many as there are.
+        announce_to: the assembler, under ``on_stale="wait"``. It needs `prompt`, `version` and `group_size`.
 
     Raises:
         ImportError: the extra `tq` is not installed.
-        ValueError: an option has an invalid value.
+        ValueError: an option has an invalid value, or needs another one.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class QueuedGroups:
         prompt: str | None = None,
         over: Sequence[str] = (),
         group_size: int | None = None,
+        announce_to: Any = None,
     ):
         tq()
         self.partition, self.key, self.reward, self.version = partition, re.compile(key), reward, version
@@ -77,10 +83,18 @@ class QueuedGroups:
             raise ValueError(f"key needs the groups (?P<group>…) and (?P<rollout>…); got {key!r}")
         self.prompt, self.over = prompt, tuple(over)
         self.group_size = at_least("group_size", group_size, 1)
+        if announce_to is not None and None in (prompt, version, group_size):
+            raise ValueError(
+                "announce_to needs prompt and version, the tags of a group that is not whole yet, and "
+                f"group_size; got {prompt!r}, {version!r} and {group_size}. A queue without such prompts "
+                "(NeMo RL's) shows a group only when it is whole: call assembler.announce() where you "
+                "dispatch, or set on_stale='drop', 'mask' or 'refill'"
+            )
+        self.announce_to = announce_to
         self.keys: dict[int, str] = {}
         """The keys of rows that were read and whose group is still in the queue, by row number."""
-        self.waiting: dict[str, int] = {}
-        """Prompts with unfinished rollouts at the last read, and the versions with which they started."""
+        self.unread: dict[str, int] = {}
+        """Prompts that were announced, with their versions, and whose groups were not read."""
         self.groups: dict[int, tuple[str, range]] = {}
         """Groups that were read and are still in the queue, by id: name and row numbers."""
         self._places = 0
@@ -122,14 +136,18 @@ class QueuedGroups:
         tags = tq().kv_list(self.partition).get(self.partition, {})
         found: dict[str, dict[int, list[tuple[int, str]]]] = defaultdict(lambda: defaultdict(list))
         ended: dict[str, int] = {}
-        self.waiting = {}
+        waiting: dict[str, int] = {}
         for key, tag in tags.items():
             if self.prompt is not None and tag.get(self.prompt):
-                where = ended if tag.get("status") in self.over else self.waiting
+                where = ended if tag.get("status") in self.over else waiting
                 where[key] = int(tag.get(self.version, 0))
             elif tag and (match := self.key.fullmatch(key)) is not None:  # without a tag, data may be missing
                 segment = int(match["segment"]) if "segment" in self.key.groupindex else 0
                 found[match["group"]][int(match["rollout"])].append((segment, key))
+        if self.announce_to is not None:
+            self._announce(waiting | ended)
+            ended |= {name: version for name, version in self.unread.items() if name not in waiting}
+            self.unread = waiting
         names = list(found if self.prompt is None else ended)
         numbers = dict(zip(names, as_ids(names, "group").tolist(), strict=True)) if names else {}
         for number in self.groups.keys() - set(numbers.values()):
@@ -154,6 +172,16 @@ class QueuedGroups:
                     lines.append((number, own, 0, size, True, failed, version, MISSING))
             self.groups[number] = name, range(begin, self._places)
         return self._rows(lines) if lines else None
+
+    def _announce(self, prompts: Mapping[str, int]) -> None:
+        """Announce the groups of these prompts, with their versions, if the assembler does not know them."""
+        read = {name for name, _ in self.groups.values()}
+        if not (new := [name for name in prompts if name not in self.unread and name not in read]):
+            return
+        draws = TensorDict({"group_id": as_ids(new, "group")}, batch_size=[len(new)])
+        draws["expected_rollouts"] = torch.full((len(new),), self.group_size)
+        draws["next", "policy_version"] = torch.tensor([prompts[name] for name in new])
+        self.announce_to.announce(self.announce_to.never_announced(draws))
 
     def _forget(self, group: int) -> tuple[str, list[str]]:
         """Forget a group. Returns its name and the keys of its rows."""
@@ -227,9 +255,15 @@ class GroupReplayBuffer:
     the assembler's options; groups that are too old; and groups of which the recipe trains no row. In the
     partition ``val`` every group is used with the rollouts that it has.
 
+    With ``max_off_policy_strategy=wait``, or ``on_stale: wait`` in `sampler_kwargs`, no group is too old: a
+    step takes the groups that were dispatched first, and waits for a slow one before that would be too old
+    (``on_stale="wait"`` of :class:`GroupAssembler`). The version is verl's global step, and `steps_ahead` is
+    its `num_warmup_batches`: verl dispatches as many batches ahead.
+
     Args:
         trainer_mode: of verl's trainer.
-        trainer_config: configuration of verl's trainer.
+        trainer_config: configuration of verl's trainer. `num_warmup_batches` and `parameter_sync_step` are
+            read.
         max_off_policy_threshold: steps that a rollout may span, its own included, ≥ 1.
         max_off_policy_strategy: ``drop`` groups that span more steps, or ``wait`` for groups that would.
         sampler_kwargs: options of :class:`GroupAssembler` (``on_failure``, ``min_rollouts``, …);
@@ -241,7 +275,8 @@ class GroupReplayBuffer:
 
     Raises:
         ImportError: the extra `tq` is not installed.
-        ValueError: as :class:`GroupAssembler`.
+        ValueError: as :class:`GroupAssembler`; or ``wait`` lacks what it needs: `group_size`, `refill_fn`,
+            and fewer `num_warmup_batches` than `max_off_policy_threshold`.
     """
 
     def __init__(
@@ -256,25 +291,53 @@ class GroupReplayBuffer:
     ):
         self.trainer_mode, self.trainer_config = trainer_mode, trainer_config
         self.max_off_policy_threshold = at_least("max_off_policy_threshold", max_off_policy_threshold, 1)
-        self.waits = max_off_policy_strategy == "wait"
         self.refill_fn, self.poll_interval = refill_fn, above_zero("poll_interval", poll_interval)
         options = dict(sampler_kwargs)
         self.group_size, recipe = options.pop("group_size", None), options.pop("recipe", None)
-        self.options = {"segment_key": "segment", **options}
+        self.options = {
+            "segment_key": "segment",
+            "max_staleness": self.max_off_policy_threshold - 1,
+            "on_stale": max_off_policy_strategy,
+            **options,
+        }
+        self.waits = self.options["on_stale"] == "wait"
         self.pipeline = None if recipe is None else load_pipeline(*recipe).halves()[0]
         self.partitions: dict[str, tuple[QueuedGroups, GroupAssembler]] = {}
-        self._of_train()  # raises errors of options here, not in the first step
+        self._check_wait()
+        self._of_train(1)  # raises errors of options here, not in the first step
 
-    def _of_train(self) -> GroupAssembler:
-        options: dict[str, Any] = {} if self.waits else {"max_staleness": self.max_off_policy_threshold - 1}
+    def _check_wait(self) -> None:
+        warmup, bound = self.trainer_config.get("num_warmup_batches", 0), self.options["max_staleness"]
+        if not self.waits:
+            return
+        if self.group_size is None or self.refill_fn is None:
+            raise ValueError(
+                "max_off_policy_strategy=wait needs group_size in sampler_kwargs (verl's rollout.n), because "
+                "groups are counted before their rollouts finish, and a refill_fn, which replaces groups "
+                "that fail; set them, or max_off_policy_strategy=drop"
+            )
+        if bound is not None and warmup > bound:
+            raise ValueError(
+                "max_off_policy_strategy=wait needs num_warmup_batches < max_off_policy_threshold, or groups "
+                f"are too old before they can be trained; got {warmup} batches, and groups may be {bound} "
+                "steps old. Set trainer.v1.sampler.max_off_policy_threshold to more"
+            )
+
+    def _of_train(self, groups: int) -> GroupAssembler:
+        ahead = self.trainer_config.get("num_warmup_batches", 0)
+        options: dict[str, Any] = {"groups": groups, "steps_ahead": ahead} if self.waits else {}
         return GroupAssembler(**{**options, **self.options})
 
-    def _partition(self, name: str) -> tuple[QueuedGroups, GroupAssembler]:
+    def _partition(self, name: str, batch_size: int) -> tuple[QueuedGroups, GroupAssembler]:
         if name not in self.partitions:
-            size = self.group_size if name != "val" else None
-            every: dict[str, Any] = {"segment_key": "segment", "on_failure": "keep", "min_rollouts": 1}
-            assembler = GroupAssembler(**every) if name == "val" else self._of_train()
-            self.partitions[name] = QueuedGroups.of("verl", partition=name, group_size=size), assembler
+            own: dict[str, Any] = {"partition": name}
+            if name == "val":
+                assembler = GroupAssembler(segment_key="segment", on_failure="keep", min_rollouts=1)
+            else:  # verl takes the groups of a step in several parts
+                parts = self.trainer_config.get("parameter_sync_step", 1)
+                assembler = self._of_train(batch_size * parts)
+                own |= {"group_size": self.group_size, "announce_to": assembler if self.waits else None}
+            self.partitions[name] = QueuedGroups.of("verl", **own), assembler
         return self.partitions[name]
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
@@ -292,7 +355,7 @@ class GroupReplayBuffer:
         Raises:
             BatchError: as :meth:`QueuedGroups.read` and :meth:`GroupAssembler.put`.
         """
-        (source, assembler), validates = self._partition(partition_id), partition_id == "val"
+        (source, assembler), validates = self._partition(partition_id, batch_size), partition_id == "val"
         assembler.version = max(assembler.version, global_steps)
         evicted = {"rollout_failure": 0, "filter_groups": 0}
         keys: list[str] = []
@@ -300,8 +363,7 @@ class GroupReplayBuffer:
         while True:
             if (rows := source.read()) is not None:
                 assembler.put(rows)
-            due = self.waits and not validates and self._is_due(source, global_steps)
-            while not due and taken + left < batch_size and (batch := assembler.take(1)) is not None:
+            while taken + left < batch_size and (batch := assembler.take(1)) is not None:
                 group = int(batch["group_id"][0])
                 if validates or self.pipeline is None:
                     kept: TensorDictBase | None = batch
@@ -309,6 +371,7 @@ class GroupReplayBuffer:
                     kept = self._decided(batch)
                 if kept is None:
                     source.clear([group])
+                    assembler.reject(1)
                     evicted["filter_groups"] += 1
                     left += self._refill(1, validates)
                 else:
@@ -337,11 +400,6 @@ class GroupReplayBuffer:
             (run.known_rows.table.fates.here & run.known_rows.table.fates.in_loss).nonzero().flatten()
         ]
         return rows if len(rows) else None
-
-    def _is_due(self, source: QueuedGroups, global_steps: int) -> bool:
-        """Whether an unfinished group would be too old in the next step."""
-        oldest = min(source.waiting.values(), default=global_steps + 1)
-        return global_steps - oldest + 1 >= self.max_off_policy_threshold
 
     def _refill(self, groups: int, validates: bool) -> int:
         """Request prompts for deleted groups. Returns how many groups are not replaced."""

@@ -74,10 +74,19 @@ def group_sampler(assembler: GroupAssembler) -> Any:
 
     Raises:
         ImportError: the extra `tq` is not installed.
+        ValueError: the assembler has `max_staleness`. TransferQueue does not tell its sampler the policy
+            version, and its dispatcher cannot ask the sampler how many groups it may dispatch.
 
     Example:
         >>> sampler = group_sampler(GroupAssembler(segment_key="segment"))  # doctest: +SKIP
     """
+    if assembler.max_staleness is not None:
+        raise ValueError(
+            f"max_staleness={assembler.max_staleness} needs the policy version, which TransferQueue does not "
+            "tell its sampler. So it cannot wait for slow groups either, nor limit the dispatch. Read the "
+            "queue with RolloutStream(sampler, source=RolloutQueue(...)), which does all of it, or leave "
+            "max_staleness out"
+        )
     base = import_extra("transfer_queue", "group_sampler").BaseSampler
 
     class GroupSampler(base):  # type: ignore[misc, valid-type]  # the base is from an extra

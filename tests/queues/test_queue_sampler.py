@@ -118,6 +118,11 @@ def test_rows_without_ids_have_no_tags():
         sampler([0], 1, partition=partition_of(tags))
 
 
+def test_limits_that_need_the_policy_version_are_refused():
+    with pytest.raises(ValueError, match=r"max_staleness=2 needs the policy version.*source=RolloutQueue"):
+        group_sampler(GroupAssembler(groups=4, max_staleness=2, on_stale="wait"))
+
+
 # -- in TransferQueue itself ------------------------------------------------------------------------------
 
 

@@ -6,12 +6,15 @@ import sys
 import warnings
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
 
 import pytest
+from ray_here import ray_here
 
+from headrace.pipeline import RayAssembler
 from headrace.transforms import GroupAssembler, StreamWarning
 from headrace.transforms.streams import assembler as assembler_module
 from headrace.transforms.streams.steps import Steps
@@ -84,6 +87,24 @@ def test_nothing_is_lost_and_nothing_stops_in_any_world(part):
         assert not broken_laws(run), (seed, run.world, run.options)
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:no group may take longer")
+def test_an_assembler_on_ray_follows_the_same_law():
+    pytest.importorskip("ray", reason="the extra `ray` is not installed")
+
+    class OnRay(RayAssembler):
+        max_staleness = property(lambda self: self._local.max_staleness)
+        on_failure = property(lambda self: self._local.on_failure)
+        on_stale = property(lambda self: self._local.on_stale)
+
+    with ray_here():
+        for seed in range(8):
+            run = random_run(seed)
+            run = Run(run.world, run.options, make=partial(OnRay, max_ready=10**6))
+            assert not broken_laws(run), (seed, run.world, run.options)
+
+
 def too_few(steps, whole, waiting, size, options):
     """The check without rule 3."""
     return [] if not steps.taken and len(list(whole)) < size else None
@@ -152,6 +173,22 @@ def test_the_slowest_group_is_waited_for_only_when_it_must_be():
     assembler.put(rows(0))
     assert [assembler.take()["group_id"].item() for _ in range(3)] == [0, 3, 4]
     assert assembler.ages == {0: 4, 2: 1}
+
+
+def test_a_group_that_is_announced_late_is_as_old_as_its_dispatch():
+    """k = 2: a run goes on at version 5, and group 1 was dispatched at 3, so it is due now."""
+    assembler = GroupAssembler(groups=1, group_size=1, max_staleness=2, steps_ahead=1, version_key="version")
+    assembler.version = 5
+    assembler.announce(columns(group_id=[0, 1], rollout_id=[0, 1], version=[5, 3]))
+    assembler.put(rows(0, 5))
+    assert assembler.take() is None
+    assert [each.split(" has")[0] for each in assembler.blocked_by] == ["group 1"]
+    assert "announced at step -2; this is step 0" in assembler.blocked_by[0]
+    again = GroupAssembler(groups=1, group_size=1, max_staleness=2, steps_ahead=1, version_key="version")
+    again.load_state_dict(assembler.state_dict())
+    for each in (assembler, again):
+        each.put(rows(1, 3))
+        assert [each.take()["group_id"].item() for _ in range(2)] == [1, 0]
 
 
 def test_groups_that_were_never_announced_are_dropped_if_they_are_too_old():

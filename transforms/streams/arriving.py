@@ -93,7 +93,10 @@ def find_columns(
     keys = {name: options[f"{name}_key"] for name in (GROUP_NAMES if groups_only else NAMES)}
     if options["group_size"] is not None:
         keys["expected"] = existing(keys["expected"])
-    if not groups_only:
+    if groups_only:
+        version = options["version_key"]
+        keys["version"] = None if version is None else existing(version)
+    else:
         keys["status"] = keys["status"] or existing(*STATUS_KEYS)
         if keys["done"] is not None:
             keys |= {"begins": existing(INIT), "ends": existing(EXPECTED_SEGMENTS)}
@@ -256,7 +259,9 @@ def announce(
         elif not least <= row.expected == group.expected:
             broken["expected"].append(f"group {row.group}: {sorted({row.expected, group.expected})}")
         else:
-            group.born, group.draw = plan.stream.steps.over, draws[group.key]
+            steps, dated = plan.stream.steps, "version" in row.piece.columns
+            group.born = min(steps.over, steps.of(row.version)) if dated else steps.over
+            group.draw = draws[group.key]
     _refuse(broken, least, options.version)
 
 

@@ -608,7 +608,7 @@ class GroupAssembler(
                 self._wait.note_missed(plan.now)
         if self.max_staleness is not None and self.on_stale != "mask":
             oldest, refilled = self.version - self.max_staleness, []
-            whole = (g for g in stream.whole_groups() if not self.waits or g.born < 0)
+            whole = (g for g in stream.whole_groups() if not (self.waits and g.announced))
             stale = [g for g in whole if g.oldest < oldest]
             if stale:
                 self._note("expire", plan.now, puts=plan.puts)
@@ -701,7 +701,8 @@ class GroupAssembler(
 
         Args:
             draws: the output of ``RepeatSampler.draws()``: group ids, and expected rollouts if `group_size`
-                is None.
+                is None. With `max_staleness`, groups that are announced after their dispatch need the policy
+                version of the dispatch, as `version_key`.
 
         Raises:
             BatchError: a group was announced before, has rows or is closed; or its expected rollouts differ.

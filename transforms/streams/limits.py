@@ -166,7 +166,7 @@ def waiting_for(groups: Iterable[Group], plan: StreamPlan) -> list[str]:
         words = group.describe(plan.puts)
         if stream.workers:  # rows are stamped: worker w of W runs the groups w, w + W, …
             words += f", of worker {group.group % stream.workers}"
-        if group.born >= 0:
+        if group.announced:
             words += f", announced at step {group.born}; this is step {stream.steps.over}"
         found.append(words)
     return found

@@ -19,6 +19,8 @@ Key = tuple[int, int]
 """The partition and the id of a group or a rollout."""
 NOWHERE = RowPiece(TensorDict({}, batch_size=[0]), ())
 """The piece of rows that have left."""
+NEVER = -(2**62)
+"""The birth of groups that were not announced. A birth before the first step is negative."""
 Lane = tuple[int, int, int]
 """An environment: its partition, its worker, and its number in the worker."""
 
@@ -155,8 +157,8 @@ class Group:
     """Rollouts that left because they were lost or stale."""
     enough: bool = True
     """Once it is ready, further rollouts are surplus (True), or late because it was kept after a timeout."""
-    born: int = -1
-    """The step at which it was announced, which a refill does not change; −1: it was not announced."""
+    born: int = NEVER
+    """The step at which it was dispatched, which a refill does not change."""
     draw: Draw | None = None
     """Its rows in the announcement."""
     members: dict[int, int | Rollout] = field(default_factory=dict)
@@ -184,6 +186,11 @@ class Group:
     def dispatched(self) -> int:
         """Rollouts that were dispatched, with refills."""
         return self.expected + self.refilled
+
+    @property
+    def announced(self) -> bool:
+        """Whether it was announced."""
+        return self.born > NEVER
 
     @property
     def is_ready(self) -> bool:

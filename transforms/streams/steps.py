@@ -91,7 +91,7 @@ class Steps:
     def in_order(self, groups: Iterable[Group]) -> list[Group]:
         """Groups by deadline. Those that were never announced are last, as they became whole."""
         return sorted(
-            groups, key=lambda group: (math.inf if group.born < 0 else self.born(group), group.order)
+            groups, key=lambda group: (self.born(group) if group.announced else math.inf, group.order)
         )
 
     def take(self, oldest: Collection[int | None]) -> None:
@@ -146,15 +146,15 @@ def waits_for(
         return None
     first = steps.over - options.max_staleness  # groups that were born before it are late whatever happens
     whole = steps.in_order(whole)
-    unfinished = steps.in_order(group for group in waiting if group.born >= 0)
+    unfinished = steps.in_order(group for group in waiting if group.announced)
     if len(whole) < size:
         return unfinished[: size - len(whole)]
     taken, left = whole[:size], whole[size:] + unfinished
     born_taken, born_left = (
-        sorted(born for group in groups if group.born >= 0 and (born := steps.born(group)) >= first)
+        sorted(born for group in groups if group.announced and (born := steps.born(group)) >= first)
         for groups in (taken, left)
     )
-    late = sum(group.born >= 0 for group in taken) - len(born_taken)
+    late = sum(group.announced for group in taken) - len(born_taken)
     for number, born in enumerate(range(first, steps.over + 1)):
         over = bisect_right(born_left, born) - number * options.groups  # left, and cannot be trained in time
         at_best = over + bisect_right(born_taken, born) - (size - late)  # if all of them were whole now

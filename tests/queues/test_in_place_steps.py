@@ -1,0 +1,234 @@
+"""verl's training loop around the sampler: slow groups are trained like others, and none is too old."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import count
+from math import exp
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from headrace.pipeline import GroupReplayBuffer, QueuedGroups, assembled
+from headrace.pipeline.queues import in_place
+from headrace.transforms import GroupAssembler
+
+SEEDS, PARTS = 60, 4
+
+
+class Queue:
+    """TransferQueue's functions on a dict: the same keys, tags and fields, in this process."""
+
+    KVBatchMeta = SimpleNamespace
+
+    def __init__(self) -> None:
+        self.tags: dict[str, dict[str, Any]] = {}
+        self.rewards: dict[str, float] = {}
+
+    def kv_list(self, partition: str) -> dict[str, dict[str, Any]]:
+        return {partition: {key: dict(tag) for key, tag in self.tags.items()}}
+
+    def kv_clear(self, keys: list[str], partition: str) -> None:
+        for key in keys:
+            self.tags.pop(key, None)
+
+    def kv_batch_get(self, keys: list[str], partition: str, select_fields: list[str]) -> TensorDict:
+        scores = torch.tensor([[0.0, self.rewards[key]] for key in keys])
+        return TensorDict({"rm_scores": scores}, batch_size=[len(keys)])
+
+
+@dataclass
+class Trainer:
+    """The loop of PPOTrainer (1dda039b): warm-up batches, then a batch is dispatched before each step."""
+
+    seed: int
+    groups: int
+    parts: int = 1
+    warmup: int = 1
+    bound: int = 2
+    size: int = 2
+    steps: int = 30
+    ticks: int = 20
+    failing: float = 0.0
+    equal: float = 0.0
+    queue: Queue = field(default_factory=Queue)
+
+    def __post_init__(self) -> None:
+        self.step, self.now, self.numbers = 1, 0, count()
+        self.events: list[tuple[int, int]] = []
+        self.born: dict[int, int] = {}
+        self.ages: dict[int, list[int]] = {}
+        options = {"group_size": self.size} | ({"recipe": ["pipeline=grpo"]} if self.equal else {})
+        self.buffer = GroupReplayBuffer(
+            trainer_mode="separate_async",
+            trainer_config={"num_warmup_batches": self.warmup, "parameter_sync_step": self.parts},
+            max_off_policy_threshold=self.bound + 1,
+            max_off_policy_strategy="wait",
+            sampler_kwargs=options,
+            refill_fn=self.submit,
+        )
+
+    def submit(self, prompts: int) -> None:
+        for number in [next(self.numbers) for _ in range(prompts)]:
+            self.born[number] = self.step
+            self.queue.tags[f"p{number}"] = self.prompt(number, "running")
+            heapq.heappush(self.events, (self.now + self.latency(number), number))
+
+    def latency(self, number: int) -> int:
+        return max(1, round(20 * exp(1.5 * Random(f"{self.seed} {number}").gauss(0, 1))))
+
+    def prompt(self, number: int, status: str) -> dict[str, Any]:
+        return {"is_prompt": True, "status": status, "global_steps": self.born[number]}
+
+    def sleep(self, _: float) -> None:
+        """Until the next rollouts finish; a loop that waits for nothing has stopped."""
+        assert self.events, "the step waits, and nothing is generated"
+        self.run_until(self.events[0][0])
+
+    def run_until(self, tick: int) -> None:
+        self.now = tick
+        while self.events and self.events[0][0] <= tick:
+            _, number = heapq.heappop(self.events)
+            dice = Random(f"{self.seed} {number} end")
+            failed, equal = dice.random() < self.failing, dice.random() < self.equal
+            for session in range(self.size - failed):
+                self.queue.tags[f"p{number}_{session}_0"] = {"global_steps": self.born[number]}
+                self.queue.rewards[f"p{number}_{session}_0"] = 0.0 if equal else float(session)
+            self.queue.tags[f"p{number}"] = self.prompt(number, "failure" if failed else "finished")
+
+    def go(self) -> Trainer:
+        for _ in range(self.warmup):
+            self.submit(self.groups)
+        for step in range(1, self.steps + 1):
+            self.step = step
+            self.submit(self.groups)
+            for _ in range(self.parts):
+                meta, _ = self.buffer.sample(self.step, "train", self.groups // self.parts)
+                taken = dict.fromkeys(int(key[1:].split("_")[0]) for key in meta.keys)
+                assert len(taken) == self.groups // self.parts
+                assert len(meta.keys) == len(taken) * self.size
+                for number in taken:
+                    self.ages.setdefault(number, []).append(self.step - self.born[number])
+                self.queue.kv_clear(meta.keys, "train")
+            self.run_until(self.now + self.ticks)
+        return self
+
+
+def random_trainer(seed: int) -> Trainer:
+    dice = Random(seed)
+    parts, bound = dice.choice([1, 1, 2, 4]), dice.randint(0, 4)
+    return Trainer(
+        seed,
+        groups=parts * dice.randint(1, 3),
+        parts=parts,
+        bound=bound,
+        warmup=dice.randint(0, bound),
+        ticks=dice.choice([1, 20, 60]),
+        failing=dice.choice([0.0, 0.2]),
+        equal=dice.choice([0.0, 0.0, 0.3]),
+    )
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Run a trainer with its own queue and clock."""
+
+    def run(trainer: Trainer) -> Trainer:
+        monkeypatch.setattr(in_place, "tq", lambda: trainer.queue)
+        monkeypatch.setattr(in_place, "time", SimpleNamespace(sleep=trainer.sleep))
+        return trainer.go()
+
+    monkeypatch.setattr(in_place, "tq", Queue)
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:no group may take longer")
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_group_is_trained_once_or_failed_and_none_is_too_old(here, part):
+    for seed in range(part, SEEDS, PARTS):
+        trainer = here(random_trainer(seed))
+        _, assembler = trainer.buffer.partitions["train"]
+        assert all(len(ages) == 1 for ages in trainer.ages.values()), seed
+        assert max(age for ages in trainer.ages.values() for age in ages) <= trainer.bound, seed
+        assert not assembler.counts["stale"], seed
+        outstanding = {number for number in trainer.born if f"p{number}" in trainer.queue.tags}
+        assert len(outstanding) == trainer.warmup * trainer.groups, seed
+        if not (trainer.failing or trainer.equal):
+            assert trainer.ages.keys() | outstanding == set(trainer.born), seed
+
+
+@pytest.mark.filterwarnings("ignore:no group may take longer")
+def test_slow_groups_are_trained_as_often_as_others(here):
+    """The slowest quarter of what was dispatched, but for the groups that may still be outstanding."""
+    trainer = here(Trainer(0, groups=4, warmup=1, bound=3, steps=60))
+    over = [number for number, born in trainer.born.items() if born < trainer.steps - trainer.bound]
+    slow = sorted(over, key=trainer.latency)[-len(over) // 4 :]
+    assert trainer.latency(slow[0]) > 2 * trainer.ticks
+    assert set(slow) <= trainer.ages.keys()
+    assert {trainer.ages[number][0] for number in slow} > {1}
+
+
+def test_a_prompt_that_others_delete_is_a_failed_group(here):
+    trainer = Trainer(0, groups=2, warmup=1, bound=2, steps=6)
+    whole = trainer.sleep
+
+    def sleep(seconds):
+        trainer.sleep = whole
+        here_now = next(iter(trainer.queue.tags))
+        deleted.append(int(here_now[1:]))
+        trainer.queue.kv_clear([here_now], "train")
+        trainer.events = [event for event in trainer.events if event[1] != deleted[0]]
+        in_place.time.sleep = whole
+
+    deleted: list[int] = []
+    trainer.sleep = sleep
+    here(trainer)
+    assert deleted[0] not in trainer.ages
+    assert trainer.buffer.partitions["train"][1].lost_groups == {"failed": 1}
+    assert len(trainer.ages) == 12
+
+
+def test_a_loop_over_the_queue_waits_for_the_group_that_was_announced_first(monkeypatch):
+    queue = Queue()
+    monkeypatch.setattr(in_place, "tq", lambda: queue)
+    assembler = GroupAssembler(groups=1, max_staleness=1, steps_ahead=0, segment_key="segment")
+    source = QueuedGroups.of("verl", group_size=1, announce_to=assembler)
+
+    def put(name: str, step: int, status: str = "finished") -> None:
+        queue.tags[name] = {"is_prompt": True, "status": status, "global_steps": step}
+        if status == "finished":
+            queue.tags[f"{name}_0_0"], queue.rewards[f"{name}_0_0"] = {"global_steps": step}, 1.0
+
+    assembler.version = 4
+    put("slow", 3, "running")
+    put("fast", 4)
+    rows = iter(assembled(source, assembler))
+    monkeypatch.setattr(in_place.time, "sleep", lambda _: put("slow", 3))
+    found = [source.keys_of(next(rows)) for _ in range(2)]
+    assert found == [["slow_0_0"], ["fast_0_0"]]
+    assert assembler.ages == {0: 1, 1: 1}
+
+
+def test_what_waiting_needs_is_said_before_the_first_step(monkeypatch):
+    monkeypatch.setattr(in_place, "tq", Queue)
+    given: dict[str, Any] = {"trainer_mode": "separate_async", "trainer_config": {"num_warmup_batches": 2}}
+    given |= {"max_off_policy_threshold": 2, "max_off_policy_strategy": "wait", "refill_fn": Counter}
+    with pytest.raises(ValueError, match="num_warmup_batches < max_off_policy_threshold"):
+        GroupReplayBuffer(**given, sampler_kwargs={"group_size": 2})
+    given |= {"max_off_policy_strategy": "drop"}
+    with pytest.raises(ValueError, match="num_warmup_batches < max_off_policy_threshold"):
+        GroupReplayBuffer(**given, sampler_kwargs={"group_size": 2, "on_stale": "wait"})
+    given |= {"max_off_policy_strategy": "wait", "max_off_policy_threshold": 3}
+    with pytest.raises(ValueError, match="needs group_size in sampler_kwargs"):
+        GroupReplayBuffer(**given, sampler_kwargs={})
+    with pytest.raises(ValueError, match="and a refill_fn"):
+        GroupReplayBuffer(**given | {"refill_fn": None}, sampler_kwargs={"group_size": 2})
+    with pytest.raises(ValueError, match=r"without such prompts \(NeMo RL's\)"):
+        QueuedGroups.of("nemo_rl", group_size=2, announce_to=GroupAssembler(groups=1, max_staleness=1))
