@@ -35,6 +35,19 @@ class ThreeEpochs(RepeatSampler):
             yield next(every)
 
 
+class Groups:
+    """Stands for the weights: the groups that they have trained."""
+
+    def __init__(self) -> None:
+        self.trained: list[int] = []
+
+    def state_dict(self) -> dict[str, list[int]]:
+        return {"trained": list(self.trained)}
+
+    def load_state_dict(self, state: dict[str, list[int]]) -> None:
+        self.trained = state["trained"]
+
+
 class Killed(BaseException):
     """The process is gone, with all that is in its memory."""
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from lives import Groups
 from processes import process_context
 from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
@@ -104,19 +105,6 @@ SOURCES: dict[str, Callable[[RolloutStream], Any]] = {
     "MultiSyncCollector": partial(in_workers, MultiSyncCollector),
     "MultiAsyncCollector": partial(in_workers, MultiAsyncCollector),
 }
-
-
-class Groups:
-    """Stands for the weights: the groups that they have trained."""
-
-    def __init__(self) -> None:
-        self.trained: list[int] = []
-
-    def state_dict(self) -> dict[str, list[int]]:
-        return {"trained": list(self.trained)}
-
-    def load_state_dict(self, state: dict[str, list[int]]) -> None:
-        self.trained = state["trained"]
 
 
 def train(folder: Path, source: str, journal: bool, every: int) -> None:
