@@ -16,12 +16,58 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
-from ray_grpo import PROMPTS, Weights, collect
 from tensordict import TensorDict
+from torchrl.collectors import Collector
 from torchrl.objectives.llm import GRPOLoss
 
-from headrace.pipeline import RayAssembler, load_pipeline, on_every_rank, optimise
-from headrace.pipeline.reverse import DigitPolicy
+from headrace.pipeline import RayAssembler, RepeatSampler, load_pipeline, on_every_rank, optimise
+from headrace.pipeline.reverse import DigitPolicy, ReverseEnv
+
+GROUP_SIZE, PROMPTS = 8, 8  # rollouts of a group, groups of a step
+
+
+@ray.remote(num_cpus=0)
+class Weights:
+    """The newest weights."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]):
+        self.weights = weights
+
+    def set(self, weights: dict[str, torch.Tensor]) -> None:
+        self.weights = weights
+
+    def get(self) -> dict[str, torch.Tensor]:
+        return self.weights
+
+
+@ray.remote(max_retries=0)  # one that Ray began anew would send its rows twice, and be refused
+def collect(
+    writer: int, writers: int, assembler: RayAssembler, weights: ray.actor.ActorHandle, batches: int
+) -> None:
+    """Collect this writer's share of the prompts, in batches that end in the middle of rollouts."""
+    torch.set_num_threads(1)
+    torch.manual_seed(writer)
+    sampler = RepeatSampler(
+        1110,
+        group_size=GROUP_SIZE,
+        prompts_per_batch=PROMPTS,
+        remainder="drop",
+        rank=writer,
+        ranks=writers,
+    )
+    env, policy = ReverseEnv(sampler), DigitPolicy()
+    collector = Collector(
+        env,
+        policy,
+        frames_per_batch=env.frames_per_batch // 2,  # one of the two turns of each slot
+        total_frames=env.frames_per_batch * batches,
+        auto_register_policy_transforms=False,
+    )
+    policy.load_state_dict(ray.get(weights.get.remote()))
+    for rows in collector:
+        assembler.put(rows)
+        policy.load_state_dict(ray.get(weights.get.remote()))
+    collector.shutdown()
 
 
 @ray.remote(num_cpus=0, max_retries=0)

@@ -459,9 +459,9 @@ def test_errors_of_writers_and_counts_of_the_actor_reach_the_trainer():
         each.close()
 
 
-def test_the_example_trains_on_what_two_writers_collect():
-    rewards = importlib.import_module("ray_grpo").main(batches=3)
-    assert len(rewards) == 3  # two writers, three batches of half as many groups as a step has
+def test_the_example_trains_on_what_tasks_generate():
+    rewards = importlib.import_module("ray_grpo").main(steps=3)
+    assert len(rewards) == 3
     assert all(0 < reward < 1 for reward in rewards)
 
 
