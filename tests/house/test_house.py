@@ -58,6 +58,7 @@ INNER = {
     "pipeline.collect.stored_rows",
     "pipeline.main",
     "pipeline.public_names",
+    "pipeline.queues.in_place",
     "pipeline.queues.queues",
     "pipeline.tools.audit.logged",
     "pipeline.tools.certify.certify_task",
