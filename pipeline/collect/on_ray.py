@@ -14,11 +14,11 @@ from tensordict import TensorDict, TensorDictBase
 
 from headrace.installed import import_extra
 from headrace.transforms import GroupAssembler, StalledError
-from headrace.transforms.streams import RowPiece, columns_to_send, joined_plain, kinds_of
+from headrace.transforms.streams import RowPiece, columns_to_send, joined_plain, kinds_of, measures
 from headrace.transforms.table import enter_rows, labels_in_errors, listing
 from headrace.transforms.table.options import at_least, takes_options
 from headrace.transforms.table.schema import ORIGIN, has_key
-from headrace.transforms.table.tensordicts import device_of, number_column
+from headrace.transforms.table.tensordicts import device_of, number_column, number_of
 
 from .assembling import Leftovers, check_patience, rest_of
 from .ray_actor import MANY_CALLS, AssemblerActor, Reply, on_node
@@ -154,6 +154,9 @@ class RayAssembler:
         rows = rows if device_of(rows).type == "cpu" else rows.cpu()
         columns = columns_to_send(rows, self._local._options)
         table = TensorDict(columns, batch_size=[len(rows)])
+        keys = {"lengths": number_of(self._local.loss_mask_key), "rewards": self._local.reward_key}
+        for name, numbers in measures(rows, self._local.loss_mask_key, self._local.reward_key).items():
+            table[keys[name]] = numbers
         if has_key(rows, ORIGIN):
             table[ORIGIN] = number_column(rows, ORIGIN)
         parts, table[STORED] = cut_by_group(rows, table[self.group_key].reshape(-1))

@@ -5,17 +5,29 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
 from test_steps import random_run
 
+from headrace.pipeline.tools.report.survivors import lost_groups
 from headrace.transforms import GroupAssembler
 from headrace.transforms.streams import Survivors
-from headrace.transforms.streams.survival import Survival, bin_of, least_of, slow_loss
+from headrace.transforms.streams.survival import (
+    LONG,
+    Survival,
+    bin_of,
+    least_of,
+    signed_bin_of,
+    signed_least_of,
+    slow_loss,
+)
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # behind the tests, which have a batches.py
 import survivors
@@ -66,6 +78,17 @@ def test_a_bin_is_a_number_of_turns_or_nine_per_cent_of_the_latency(turns, laten
     assert least_of(bin_of(latency)) <= latency * (1 + 1e-9) <= 1.0906 * least_of(bin_of(latency))
 
 
+@given(st.floats(-1e6, 1e6))
+def test_the_bin_of_a_reward_keeps_its_sign_and_the_order(reward):
+    number = signed_bin_of(reward)
+    assert signed_bin_of(-reward) == -number
+    slack = 1 + 1e-9  # of rounding; an end of a negative bin is open below
+    least, below = signed_least_of(number), signed_least_of(number + 1)
+    assert min(least * slack, least / slack) <= reward <= max(below * slack, below / slack)
+    assert number == 0 or abs(below - least) <= 0.0906 * abs(reward) * 1.0906
+    assert (number > 0) == (reward >= 2**-10)
+
+
 def test_tenths_have_the_groups_in_order_and_equal_values_together():
     fates = {
         ("trained", True, 0): 50,
@@ -98,10 +121,11 @@ def test_different_values_are_in_ten_parts():
 
 
 class Clock:
-    """An assembler whose time is set, with one rollout a group."""
+    """An assembler whose time is set, with one rollout a group by default."""
 
     def __init__(self, **options):
-        self.now, self.assembler = 0.0, GroupAssembler(group_size=1, version_key="version", **options)
+        self.now, options = 0.0, {"group_size": 1} | options
+        self.assembler = GroupAssembler(version_key="version", **options)
         self.assembler._now = lambda: self.now
 
     def announce(self, *groups: int) -> None:
@@ -196,6 +220,18 @@ def test_memory_does_not_grow_with_the_groups():
     assert all(len(fates) < 120 for fates in survival._fates.values())
 
 
+def test_memory_does_not_grow_with_lengths_and_rewards():
+    dice, run = Random(0), Clock()
+    for group in range(500):
+        batch = with_lengths([dice.randint(0, WIDTH)], group_id=[group], rollout_id=[group])
+        batch["next", "reward"] = torch.tensor([dice.gauss(0, 10)])
+        run.assembler.put(batch)
+        run.assembler.take()
+    fates = run.assembler._stream.survival._fates
+    assert len(fates["length"]) <= 8 * 9 + 2
+    assert len(fates["reward"]) < 2 * 8 * 16
+
+
 @pytest.mark.filterwarnings("ignore:no group may take longer")
 @pytest.mark.parametrize("seed", range(12))
 def test_each_dispatched_group_is_trained_or_lost_or_outstanding_once(seed):
@@ -204,7 +240,8 @@ def test_each_dispatched_group_is_trained_or_lost_or_outstanding_once(seed):
     run.go()
     fates, rest = run.assembler.survivors.fates, run.assembler.survivors.outstanding
     lost = Counter(run.assembler.lost_groups)
-    for counts in fates.values():
+    for value in ("latency", "turns"):  # rows of these worlds have no tokens and no rewards
+        counts = fates[value]
         by_fate = Counter()
         for (fate, _, _), groups in counts.items():
             by_fate[fate] += groups
@@ -212,6 +249,150 @@ def test_each_dispatched_group_is_trained_or_lost_or_outstanding_once(seed):
         assert by_fate == lost
     assert run.assembler.emitted + lost.total() + rest == len(run.known)
     assert rest == run.assembler.pending + run.assembler.ready
+
+
+# -- by length and by reward --------------------------------------------------------------------------------
+
+WIDTH = 512
+
+
+def with_lengths(lengths: list[int], **numbers: list) -> TensorDict:
+    """A group of one row for each length, or of what `numbers` say."""
+    ids = [*range(len(lengths))]
+    batch = columns(**{"group_id": ids, "rollout_id": ids, "version": [0] * len(ids)} | numbers)
+    batch["next", "done"] = batch.get("done", torch.ones(len(ids), dtype=torch.bool))
+    batch["masks", "all_assistant_mask"] = torch.arange(WIDTH) < torch.tensor(lengths).unsqueeze(1)
+    return batch
+
+
+def rows_of_two(**more: list) -> TensorDict:
+    """Group 0: a rollout of 4 + 3 tokens and one of 6; group 1: rollouts of 1 and 2 tokens."""
+    ids = {"group_id": [0, 0, 0, 1, 1], "rollout_id": [0, 0, 1, 2, 3], "version": [0] * 5}
+    batch = with_lengths([4, 3, 6, 1, 2], **ids, done=[False, True, True, True, True])
+    for key, values in more.items():
+        batch["next", key] = torch.tensor(values)
+    return batch
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_length_is_that_of_the_longest_rollout_and_the_reward_the_mean(at_once):
+    """(2 + (−1)) / 2 = 0.5: of the first rollout its last row counts. The other group has one reward, −8."""
+    run, batch = Clock(group_size=2), rows_of_two(reward=[[9.0], [2.0], [-1.0], [math.nan], [-8.0]])
+    for piece in [batch] if at_once else batch.split(1):
+        run.assembler.put(piece)
+    assert len(run.assembler.take()) == 5
+    found = run.assembler.survivors.fates
+    assert found["length"] == {("trained", True, bin_of(7)): 1, ("trained", True, bin_of(2)): 1}
+    assert found["reward"] == {("trained", True, signed_bin_of(each)): 1 for each in (0.5, -8.0)}
+
+
+def test_several_rewards_of_a_row_are_added_up():
+    run, batch = Clock(), with_lengths([1])
+    batch["next", "reward"] = torch.tensor([[2.0, -1.5]])
+    run.assembler.put(batch)
+    run.assembler.take()
+    assert run.assembler.survivors.fates["reward"] == {("trained", True, signed_bin_of(0.5)): 1}
+
+
+def test_a_group_that_leaves_early_has_a_lower_bound_of_its_length_and_no_reward():
+    run = Clock(timeout_seconds=8.0, group_size=2)
+    run.announce(3)  # of which no row comes: its length is not known, either
+    run.assembler.put(with_lengths([5, 9], group_id=[0, 0], rollout_id=[0, 1], reward=[1, 1])[:1])
+    run.now = 16.0
+    run.assembler.take()
+    survivors = run.assembler.survivors
+    assert survivors.fates["length"] == {("timeout", False, bin_of(5)): 1}
+    assert survivors.fates["reward"] == {}
+    assert [survivors.lacking(value) for value in (*LONG, "reward")] == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("rewards", [None, [math.nan, math.inf]])
+def test_what_rows_do_not_have_is_absent_and_not_zero(rewards):
+    run, batch = Clock(), columns(group_id=[0, 1], rollout_id=[0, 1], version=[0, 0])
+    batch["next", "done"] = [True, True]
+    if rewards is not None:
+        batch["next", "reward"] = torch.tensor(rewards)
+    run.assembler.put(batch)
+    run.assembler.take()
+    found = run.assembler.survivors
+    assert found.fates["length"] == found.fates["reward"] == {}
+    assert found.lacking("length") == found.lacking("reward") == 2
+    assert not any("length" in name or "reward" in name for name in found.numbers())
+
+
+def test_a_response_without_tokens_has_the_length_zero():
+    run = Clock()
+    run.assembler.put(with_lengths([0]))
+    run.assembler.take()
+    assert run.assembler.survivors.tenths("length") == [(2**-10, least_of(-79), 1, {}, 0)]
+
+
+def test_rows_keep_their_lengths_when_others_of_their_put_have_left():
+    run = Clock(groups=1)
+    run.assembler.put(with_lengths([3, 50, 7, 400]))
+    for taken in range(1, 5):
+        run.assembler.take()
+        known = {bin_of(length) for length in [3, 50, 7, 400][:taken]}
+        assert {number for _, _, number in run.assembler.survivors.fates["length"]} == known
+
+
+def test_ragged_rows_and_rows_whose_tokens_are_elsewhere_have_the_same_lengths():
+    dense = rows_of_two(reward=[1.0, 2.0, 3.0, 4.0, 5.0])
+    ragged = [row.clone() for row in dense.unbind(0)]
+    for row in ragged:
+        row["masks", "all_assistant_mask"] = row["masks", "all_assistant_mask"][: 10 + len(ragged)]
+    elsewhere = dense.exclude(("masks", "all_assistant_mask"))
+    elsewhere["headrace", "number_of", "masks.all_assistant_mask"] = torch.tensor([4, 3, 6, 1, 2])
+    found = []
+    for batch in (dense, lazy_stack(ragged), elsewhere):
+        run = Clock(group_size=2)
+        run.assembler.put(batch)
+        run.assembler.take()
+        found.append(run.assembler.survivors.fates)
+    assert found[0] == found[1] == found[2]
+    assert found[0]["length"]
+
+
+def lose(seed: int, chance: Callable[[float], float]) -> tuple[list[int], list[bool], Survivors]:
+    """Lengths of 400 groups, which are lost by their place among them, and what an assembler counted."""
+    dice, run = Random(seed), Clock()
+    lengths = [min(WIDTH, int(dice.lognormvariate(4, 0.8))) for _ in range(400)]
+    places = {length: at / 400 for at, length in enumerate(sorted(lengths))}
+    lost = [dice.random() < chance(places[length]) for length in lengths]
+    run.assembler.put(with_lengths(lengths, status=[3 * each for each in lost]))
+    run.assembler.take()
+    return lengths, lost, run.assembler.survivors
+
+
+def test_each_tenth_has_the_groups_of_its_lengths():
+    lengths, lost, found = lose(0, lambda place: 0.1 + 0.5 * place)
+    tenths = found.tenths("length")
+    for tenth in tenths:
+        inside = [
+            gone for length, gone in zip(lengths, lost, strict=True) if tenth.least <= length < tenth.below
+        ]
+        assert (tenth.trained, tenth.lost.get("failed", 0)) == (inside.count(False), inside.count(True))
+    assert sum(tenth.left for tenth in tenths) == 400
+
+
+@pytest.mark.parametrize("chance", [0.02, 0.3])
+def test_a_loss_that_does_not_depend_on_the_length_has_no_advisory(chance):
+    for seed in range(100):
+        assert lost_groups(lose(seed, lambda _: chance)[2].numbers()) is None
+
+
+def test_a_loss_of_long_groups_has_one_that_names_the_option():
+    for seed in range(20):
+        found = lost_groups(lose(seed, lambda place: 0.05 + 0.5 * (place > 0.8))[2].numbers())
+        assert found.number == "survivors/length/z"
+        assert "have a rollout of at least" in found.text
+        assert found.text.endswith("Most of the lost were failed. Set on_failure='refill'.")
+
+
+def test_a_loss_of_short_groups_has_none():
+    assert all(
+        lost_groups(lose(seed, lambda place: 0.9 - 0.8 * place)[2].numbers()) is None for seed in range(20)
+    )
 
 
 # -- what it finds ------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from headrace.faces import lazy
 
 if TYPE_CHECKING:
-    from .arriving import columns_to_send
+    from .arriving import columns_to_send, measures
     from .assembler import GroupAssembler
     from .limits import StalledError
     from .pieces import Kinds, RowPiece, check_kinds, gather, joined_plain, kinds_of, narrowed
@@ -27,6 +27,7 @@ __all__ = [
     "gather",
     "joined_plain",
     "kinds_of",
+    "measures",
     "narrowed",
 ]
 

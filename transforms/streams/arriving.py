@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import repeat
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -22,7 +22,7 @@ from headrace.transforms.table.schema import (
     Status,
     has_key,
 )
-from headrace.transforms.table.tensordicts import read_packed
+from headrace.transforms.table.tensordicts import column_of, count_in_loss, flat_rows, read_packed
 
 from .draws import Draw
 from .lost import follow, lose, lose_behind
@@ -124,8 +124,38 @@ def columns_to_send(rows: TensorDictBase, options: Mapping[str, Any]) -> dict[Ne
     return {key: piece.numbers(key, name).view(len(rows), -1) for name, key in found.items()}
 
 
+def measures(
+    rows: TensorDictBase, loss_mask_key: NestedKey, reward_key: NestedKey
+) -> dict[Literal["lengths", "rewards"], Tensor]:
+    """What :class:`.survival.Survivors` counts of rows, without the columns that they do not have.
+
+    Args:
+        rows: N ≥ 1 rows.
+        loss_mask_key: of the loss mask.
+        reward_key: of the reward.
+
+    Returns:
+        ``lengths``, (N,) int64: the tokens in the loss mask. ``rewards``, (N,) float64: the sum, if a row has
+        several. Both are where the rows are.
+
+    Raises:
+        BatchError: the loss mask is not bool, or only some rows have a column.
+    """
+    found: dict[Literal["lengths", "rewards"], Tensor] = {}
+    length, _ = count_in_loss(rows, loss_mask_key, None)
+    if length is not None:
+        found["lengths"] = length
+    reward = column_of(rows, reward_key)
+    if isinstance(reward, Tensor) and not reward.is_complex():
+        found["rewards"] = flat_rows(reward.detach().double()).sum(-1)
+    return found
+
+
 def arriving_rows(
-    piece: RowPiece, found: Mapping[str, NestedKey], group_size: int | None
+    piece: RowPiece,
+    found: Mapping[str, NestedKey],
+    group_size: int | None,
+    measured: Mapping[str, Tensor] | None = None,
 ) -> tuple[Iterator[tuple[Any, ...]], dict[int, Origin]]:
     """Read the ids and flags of rows, with one device read.
 
@@ -133,6 +163,7 @@ def arriving_rows(
         piece: N ≥ 1 rows.
         found: the output of :func:`find_columns`.
         group_size: expected rollouts of groups, if the batch has no such column.
+        measured: the output of :func:`measures`, to be read as well.
 
     Returns:
         The values of each :class:`Row`, and the origins of rows by arrival.
@@ -140,10 +171,14 @@ def arriving_rows(
     Raises:
         BatchError: an id is missing, or a status is unknown.
     """
-    columns = [piece.numbers(key, name) for name, key in found.items()]
+    measured = measured or {}
+    columns = [*(piece.numbers(key, name) for name, key in found.items()), *measured.values()]
     if any(column.device.type != "cpu" for column in columns):
         columns = read_packed(columns)
-    read: dict[str, Any] = {name: column.tolist() for name, column in zip(found, columns, strict=True)}
+    lists = [column.tolist() for column in columns]
+    read: dict[str, Any] = dict(zip(found, lists))  # noqa: B905
+    for name, numbers in zip(measured, lists[len(found) :], strict=True):
+        setattr(piece, name, numbers)
     for name in ("partition", "group", "rollout", "segment", "status", "ends"):
         values, low, high = read.get(name, ()), int(name == "ends"), 3 if name == "status" else 2**63
         if values and (min(values) < low or max(values) > high):

@@ -26,7 +26,7 @@ from headrace.transforms.table.options import (
 )
 from headrace.transforms.table.schema import DISPATCHED, STEPS_LEFT, TRAINER_VERSION
 
-from .arriving import OPTIONS, admit, announce, arriving_rows, find_columns
+from .arriving import OPTIONS, admit, announce, arriving_rows, find_columns, measures
 from .draws import draws_of, groups_of_rows
 from .limits import (
     Selector,
@@ -419,7 +419,8 @@ class GroupAssembler(
                         if stream.held:
                             check_kinds(self._kinds, kinds)
                         found = find_columns(piece, self._options)
-                    rows, plan.origins = arriving_rows(piece, found, self.group_size)
+                    measured = measures(batch, self.loss_mask_key, self.reward_key)
+                    rows, plan.origins = arriving_rows(piece, found, self.group_size, measured)
                     for arrival in admit(plan, rows, self):
                         del piece.place[arrival]
                 settle(plan, self)

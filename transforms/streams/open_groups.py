@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
+from math import fsum, isfinite, nan
 from operator import attrgetter
 from typing import Literal, NamedTuple, cast
 
@@ -250,11 +251,33 @@ class Group:
             if number not in self.leaving
         )
 
-    @property
-    def turns(self) -> int:
-        """Number of rows of its longest rollout; 1 if it has none."""
-        rows = (1 if isinstance(member, int) else len(member.rows) for member in self.members.values())
-        return max(rows, default=1)
+    def measures(self) -> dict[str, float]:
+        """``turns`` and ``length`` of its longest rollouts, and the mean ``reward`` of those that have ended.
+
+        Turns are rows, at least 1. The length is in tokens of the loss mask. The reward of a rollout is that
+        of its last row. Length and reward are left out if rows do not have them, and rewards that are not
+        finite.
+        """
+        turns, longest, rewards = 1, -1, []
+        for member in self.members.values():
+            if isinstance(member, int):
+                piece = self.pieces[member // PUT]
+                at = piece.place[member]
+                length, reward = piece.lengths[at], piece.rewards[at]
+            else:
+                rows = [(row.piece, row.piece.place[row.arrival]) for row in sorted(member.rows.values())]
+                turns, length = max(turns, len(rows)), sum(piece.lengths[at] for piece, at in rows)
+                piece, at = rows[-1]
+                reward = piece.rewards[at] if member.ended else nan
+            if length > longest:
+                longest = length
+            rewards.append(reward)
+        found: dict[str, float] = {"turns": turns}
+        if longest >= 0:
+            found["length"] = longest
+        if rewards := list(filter(isfinite, rewards)):
+            found["reward"] = fsum(rewards) / len(rewards)
+        return found
 
     def copy(self) -> Group:
         """A copy for a plan."""

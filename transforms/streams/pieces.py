@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
@@ -59,6 +60,10 @@ class RowPiece:
         """The ids and flags of the rows, by the names of :class:`Row`, once they were read."""
         self.defaults: dict[str, Any] = {}
         """The values for missing columns."""
+        self.lengths: Sequence[int] = [-1] * len(batch)
+        """Tokens in the loss mask of each row; −1: it has no mask, or was read before a restart."""
+        self.rewards: Sequence[float] = [math.nan] * len(batch)
+        """The reward of each row; NaN: it has none."""
 
     def numbers(self, key: NestedKey, name: str) -> Tensor:
         """(n · K,) the numbers of a column, K = 1 per row except for `WIDTHS`; where the batch is.
@@ -80,6 +85,8 @@ class RowPiece:
         rows, kept = self.rows(), self.place.values()
         if rows is not self.batch:
             self.columns = {name: [column[row] for row in kept] for name, column in self.columns.items()}
+            self.lengths = [self.lengths[row] for row in kept]
+            self.rewards = [self.rewards[row] for row in kept]
         if rows is self.batch or isinstance(rows, LazyStackedTensorDict):  # others were copied by indexing
             rows = deep_copy(rows)
         self.batch = rows

@@ -1,8 +1,12 @@
-"""Which groups a stream trains and which it loses, by how long they took.
+"""Which groups a stream trains and which it loses, by how long they took and how long they are.
 
 The **latency** of a group is the time from its announcement, or its first row, until it is whole. Slow groups
 are those with long rollouts, which are often the hard ones. If a stream loses more of them than of others, it
 trains on a biased selection of its prompts.
+
+The length and the turns of a group are those of its longest rollout, because a group is whole when its last
+rollout has ended. So this rollout decides whether the group is late. The greatest length of the rollouts that
+have arrived is also a lower bound; their mean length would not be one.
 """
 
 from __future__ import annotations
@@ -17,20 +21,32 @@ from typing import NamedTuple
 from .open_groups import Group, Key
 
 BINS = 8  # for each factor of two, so a bin is 9 % wide
-LEAST = 1e-3  # what is less counts as this
+LEAST = 2**-10  # what is less counts as this
+NONE = math.floor(BINS * math.log2(LEAST)) - 1  # below the bin of LEAST
+LONG = ("latency", "turns", "length")  # values that are great for groups that take long
 TENTHS = 10
 TRAINED = "trained"
 NOT_OVER = ("unfinished", "undone")  # reasons that end no group: the run stopped, or went back
 
 
 def bin_of(value: float) -> int:
-    """The bin of a latency or a number of turns: ⌊8 · log₂ value⌋."""
+    """The bin of a latency, a length or a number of turns: ⌊8 · log₂ value⌋."""
     return math.floor(BINS * math.log2(max(value, LEAST)))
 
 
 def least_of(number: int) -> float:
     """The least value of a bin."""
     return 2.0 ** (number / BINS)
+
+
+def signed_bin_of(value: float) -> int:
+    """The bin of a reward: 0 if it is less than 2⁻¹⁰ either way; else that of its absolute value, signed."""
+    return 0 if abs(value) < LEAST else int(math.copysign(bin_of(abs(value)) - NONE, value))
+
+
+def signed_least_of(number: int) -> float:
+    """The least value of a bin of rewards."""
+    return least_of(number + NONE) if number > 0 else -least_of(1 - number + NONE)
 
 
 def slow_loss(trained: Sequence[int], lost: Sequence[int]) -> tuple[float, int]:
@@ -76,7 +92,7 @@ def _divergence(a: float, m: float) -> float:
 
 
 class Tenth(NamedTuple):
-    """About a tenth of the groups that have left, by their value."""
+    """About a tenth of the groups that have left and have a value, by this value."""
 
     least: float
     """The least value. A group that left early has its lower bound."""
@@ -96,12 +112,15 @@ class Tenth(NamedTuple):
 
 @dataclass(frozen=True)
 class Survivors:
-    """Which groups a stream has trained and lost, by their latency and their turns.
+    """Which groups a stream has trained and lost, by their latency, turns, length and reward.
 
     Args:
-        fates: for ``latency`` and ``turns``, the number of groups of each fate (``trained``, or a reason),
-            whose value is known or is a lower bound, in each bin. The latency is in seconds. Turns are rows
-            of the longest rollout.
+        fates: for ``latency``, ``turns``, ``length`` and ``reward``, the number of groups of each fate
+            (``trained``, or a reason), whose value is known or is a lower bound, in each bin. The latency is
+            in seconds. Turns are rows of the longest rollout, the length is its tokens in the loss mask. The
+            reward is the mean of the rollouts that have ended. It has no lower bound: a group that left
+            before its reward was known has none. Nor has a group whose rows lack the column a length or a
+            reward.
         outstanding: groups that have not left. No other number counts them.
 
     Example:
@@ -135,8 +154,13 @@ class Survivors:
                     lost[fate] += groups
                     early += 0 if known else groups
             trained = lost.pop(TRAINED, 0)
-            found.append(Tenth(least_of(part[0]), least_of(part[-1] + 1), trained, dict(lost), early))
+            least = signed_least_of if value == "reward" else least_of
+            found.append(Tenth(least(part[0]), least(part[-1] + 1), trained, dict(lost), early))
         return found
+
+    def lacking(self, value: str) -> int:
+        """Groups that have left and do not have a value."""
+        return sum(self.fates["latency"].values()) - sum(self.fates[value].values())
 
     def numbers(self) -> dict[str, float]:
         """``survivors/…`` for loggers; empty before a group has left.
@@ -145,7 +169,8 @@ class Survivors:
         ``outstanding`` count groups. ``latency/z`` is that of :func:`slow_loss`. If it is below 0,
         ``latency/slow`` is where the difference is clearest, in seconds, ``latency/slow_trained`` the share
         that was trained of the groups that took at least that long, and ``latency/others_trained`` that of
-        the others. The same of ``turns``, where groups differ in them.
+        the others. The same of ``turns`` and ``length``, where groups differ in them. A loss of groups with
+        great or small rewards alone is no fault: long groups often have small ones. So rewards have no z.
         """
         found: dict[str, float] = {}
         for value in self.fates:
@@ -157,7 +182,7 @@ class Survivors:
                 found |= {f"survivors/lost/{reason}": groups for reason, groups in reasons.items()}
                 found["survivors/early"] = sum(tenth.early for tenth in tenths)
                 found["survivors/outstanding"] = self.outstanding
-            elif len(tenths) < 2:
+            elif len(tenths) < 2 or value not in LONG:
                 continue
             z, part = slow_loss(
                 [each.trained for each in tenths], [each.left - each.trained for each in tenths]
@@ -183,7 +208,9 @@ class Survival:
     def __init__(self, before: Iterable[Key] = ()):
         self._since: dict[Key, float | None] = dict.fromkeys(before)  # when it was announced, or came
         self._took: dict[Key, float] = {}  # the latency of those that are whole, or were when they got stale
-        self._fates: dict[str, Counter[tuple[str, bool, int]]] = {"latency": Counter(), "turns": Counter()}
+        self._fates: dict[str, Counter[tuple[str, bool, int]]] = {
+            value: Counter() for value in (*LONG, "reward")
+        }
 
     def begin(self, groups: Iterable[Key], now: float) -> None:
         """Groups were announced or have new rows."""
@@ -213,8 +240,12 @@ class Survival:
             if since is None or reason in NOT_OVER:
                 continue
             fate, known = "stale" if key in stale else reason or TRAINED, took is not None
-            self._fates["latency"][fate, known, bin_of(now - since if took is None else took)] += 1
-            self._fates["turns"][fate, known, bin_of(group.turns)] += 1
+            values = {"latency": now - since if took is None else took, **group.measures()}
+            for value, number in values.items():
+                if value in LONG:
+                    self._fates[value][fate, known, bin_of(number)] += 1
+                elif known:
+                    self._fates[value][fate, known, signed_bin_of(number)] += 1
 
     def so_far(self) -> Survivors:
         """What was counted."""

@@ -1,4 +1,4 @@
-"""Which groups a stream lost: the advisory, and the table by how long they took."""
+"""Which groups a stream lost: the advisory, and the tables by how long they took, their length and reward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ if TYPE_CHECKING:
     from headrace.transforms.streams import Survivors, Tenth
 
 BIASED = -4.0  # z below this has at most one chance in 2,980
-SAID = {"latency": "took at least {:.3g} s", "turns": "have at least {:.0f} turns"}
+SMALL = 2**-10  # what is less is in the bin of 0
+SAID = {
+    "latency": "took at least {:.3g} s",
+    "length": "have a rollout of at least {:,.0f} tokens",
+    "turns": "have at least {:.0f} turns",
+}
+HEADS = {"latency": "latency, s", "length": "length, tokens"}
 OPTIONS = {
     "stale": "on_stale='wait' with a RolloutStream or paced, or a greater max_staleness",
     "timeout": "a greater timeout or timeout_seconds, or on_timeout='refill'",
@@ -34,7 +40,7 @@ class LostGroups(NamedTuple):
 
 
 def lost_groups(numbers: Numbers) -> LostGroups | None:
-    """Say whether groups that take long, or have many turns, are trained less often: z < −4.
+    """Say whether groups that take long, are long or have many turns are trained less often: z < −4.
 
     Args:
         numbers: with those of :meth:`Survivors.numbers`.
@@ -62,7 +68,7 @@ the lost were stale. Set on_stale='wait' with a RolloutStream or paced, or a gre
 
 
 def survivors_tables(survivors: Survivors | None) -> dict[str, FittedTable]:
-    """By latency and by turns, how many groups were trained and lost; only where groups differ."""
+    """By latency, turns, length and reward, how many groups were trained and lost; only where they differ."""
     found: dict[str, FittedTable] = {}
     if survivors is None:
         return found
@@ -70,8 +76,10 @@ def survivors_tables(survivors: Survivors | None) -> dict[str, FittedTable]:
         tenths = survivors.tenths(value)
         if len(tenths) > 1:
             found[value] = _table(tenths, value)
-            outstanding = survivors.outstanding
-            found[value].caption = f"{outstanding:,} groups are outstanding" if outstanding else ""
+            said = [f"{survivors.outstanding:,} groups are outstanding"] if survivors.outstanding else []
+            if lacking := survivors.lacking(value):
+                said.append(f"{lacking:,} groups are left out, because they have no {value}")
+            found[value].caption = "; ".join(said)
     return found
 
 
@@ -79,14 +87,14 @@ def _table(tenths: Sequence[Tenth], value: str) -> FittedTable:
     reasons = list(dict.fromkeys(reason for tenth in tenths for reason in tenth.lost))
     names = ["dispatched", "trained", *reasons, *(["early"] if any(tenth.early for tenth in tenths) else [])]
     columns = [FittedColumn(name, right=True, leaves=at) for at, name in enumerate(names)]
-    table = FittedTable([FittedColumn(f"{value}, s" if value == "latency" else value), *columns])
+    table = FittedTable([FittedColumn(HEADS.get(value, value)), *columns])
     for tenth in tenths:
         counts = {"dispatched": tenth.left, "trained": tenth.trained, "early": tenth.early, **tenth.lost}
-        ends = f"{tenth.least:.3g} to {tenth.below:.3g}"
-        if value == "turns":  # whole numbers
-            first, last = math.ceil(tenth.least), math.ceil(tenth.below) - 1
-            ends = f"{first:,}" if first == last else f"{first:,} to {last:,}"
-        table.add(ends, *(f"{counts.get(name, 0):,}" for name in names))
+        ends = [f"{end if abs(end) > SMALL else 0:.3g}" for end in (tenth.least, tenth.below)]
+        if value in ("turns", "length"):  # whole numbers
+            first = math.ceil(tenth.least) if tenth.least > SMALL else 0
+            ends = [f"{first:,}", f"{math.ceil(tenth.below) - 1:,}"]
+        table.add(" to ".join(dict.fromkeys(ends)), *(f"{counts.get(name, 0):,}" for name in names))
     return table
 
 
