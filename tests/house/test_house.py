@@ -60,6 +60,7 @@ INNER = {
     "pipeline.public_names",
     "pipeline.queues.in_place",
     "pipeline.queues.queues",
+    "pipeline.tools.replay.missing_groups",
     "pipeline.tools.audit.logged",
     "pipeline.tools.certify.certify_task",
     "pipeline.tools.certify.exact_gradient",

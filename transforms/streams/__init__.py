@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .limits import StalledError
     from .pieces import Kinds, RowPiece, check_kinds, gather, joined_plain, kinds_of, narrowed
     from .stream import Intervals
-    from .survival import Survivors, Tenth
+    from .survival import Survivors, Tenth, bin_of
 
 __all__ = [
     "GroupAssembler",
@@ -22,6 +22,7 @@ __all__ = [
     "StalledError",
     "Survivors",
     "Tenth",
+    "bin_of",
     "check_kinds",
     "columns_to_send",
     "gather",

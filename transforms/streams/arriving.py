@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import repeat
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -124,9 +124,7 @@ def columns_to_send(rows: TensorDictBase, options: Mapping[str, Any]) -> dict[Ne
     return {key: piece.numbers(key, name).view(len(rows), -1) for name, key in found.items()}
 
 
-def measures(
-    rows: TensorDictBase, loss_mask_key: NestedKey, reward_key: NestedKey
-) -> dict[Literal["lengths", "rewards"], Tensor]:
+def measures(rows: TensorDictBase, loss_mask_key: NestedKey, reward_key: NestedKey) -> dict[str, Tensor]:
     """What :class:`.survival.Survivors` counts of rows, without the columns that they do not have.
 
     Args:
@@ -141,7 +139,7 @@ def measures(
     Raises:
         BatchError: the loss mask is not bool, or only some rows have a column.
     """
-    found: dict[Literal["lengths", "rewards"], Tensor] = {}
+    found: dict[str, Tensor] = {}
     length, _ = count_in_loss(rows, loss_mask_key, None)
     if length is not None:
         found["lengths"] = length

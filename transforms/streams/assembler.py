@@ -88,9 +88,10 @@ class GroupAssembler(
     Reads `group_key`, `rollout_key` and `done_key` (None: each row is a whole rollout). Reads `partition_key`
     and `segment_key` if they are set, and `version_key` with `max_staleness`. Reads `expected_key`,
     `status_key`, ``expected_segments`` and ``is_init`` if the batch has them. Reads `reward_key`, from the
-    last row of each rollout, if `on_surplus` is a callable. Writes `loss_mask_key` and `log_prob_key`, if the
-    batch has them, under ``on_stale="mask"``. Without `segment_key` the rows of a rollout must arrive in
-    order. With it, (N,) int ≥ 0, any order is allowed. A put copies these columns to the CPU in one transfer.
+    last row of each rollout, if `on_surplus` is a callable. For :attr:`survivors` it reads `loss_mask_key`
+    and `reward_key`, if the batch has them. Writes `loss_mask_key` and `log_prob_key`, if the batch has them,
+    under ``on_stale="mask"``. Without `segment_key` the rows of a rollout must arrive in order. With it, (N,)
+    int ≥ 0, any order is allowed. A put copies the numbers of rows to the CPU in one transfer.
     Several threads may use one assembler.
 
     Args:
@@ -303,7 +304,10 @@ class GroupAssembler(
 
     @property
     def survivors(self) -> Survivors:
-        """Which groups were trained and lost, by how long they took, since the start or the last restart."""
+        """Which groups were trained and lost, by how long they took, since the start or the last restart.
+
+        Also by their length and their reward.
+        """
         with self._lock:
             return self._stream.survival.so_far()
 
@@ -384,9 +388,9 @@ class GroupAssembler(
 
         Raises:
             MissingKeyError: a column is missing.
-            BatchError: a row has no id, a rollout is in two groups, a status is unknown, expected rollouts
-                differ within a group, columns differ from those of the held rows, or an option that is set to
-                ``raise`` applies.
+            BatchError: a row has no id, a rollout is in two groups, a status is unknown, the loss mask is not
+                bool, expected rollouts differ within a group, columns differ from those of the held rows, or
+                an option that is set to ``raise`` applies.
             StalledError: no group has become whole for `max_idle` puts.
         """
         keys = [self.group_key, self.rollout_key]

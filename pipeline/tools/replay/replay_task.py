@@ -25,6 +25,8 @@ from headrace.pipeline.tools.report import (
     show_report,
 )
 
+from .missing_groups import MissingGroups
+
 
 def replay(config: DictConfig, output: Path, console: Console | None = None) -> float:
     """Run every step of a dump through the pipeline; print and write the reports.
@@ -49,7 +51,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
     write_files(config, output, {})
     console.print(show_pipeline(pipeline))
     folder = ReportFolder.configured(config, output, title=f"replay of {Path(config.source.path).name}")
-    history, logged = list[dict[str, float]](), LoggedAdvantages()
+    history, logged, missing = list[dict[str, float]](), LoggedAdvantages(), MissingGroups()
     report: StepReport | None = None
     steps = DumpSteps(source, console, folder)
     with folder:
@@ -61,9 +63,12 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
         for report in steps.results(reported):
             history.append(dict(report.numbers))
             logged.add(report)
+            missing.add(report)
             folder.unsaid = report.unsaid
             folder.add(report)
-        folder.notices += said_of_dump(folder)
+        lost = [] if steps.failed or source.draws else missing.said  # those have groups that are left out
+        folder.missing = missing.table if lost else None
+        folder.notices += [*said_of_dump(folder), *lost]
     folder.close()
     if report is not None and len(history) == 1:
         console.print(show_report(report, setup=folder.setup))
@@ -77,8 +82,10 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
             *show_advisories(folder.advisories, folder.verdict, folder.unchecked, folder.setup), sep="\n"
         )
     steps.show()
-    for sentence in said_of_dump(folder):
+    for sentence in [*said_of_dump(folder), *lost]:
         console.print(Text(sentence))
+    if folder.missing is not None:
+        console.print(folder.missing)
     if words := logged.said:
         console.print(Text(words))
     stored = [f"all rows of all steps: {shlex.join(['headrace', 'view', str(output)])}"]

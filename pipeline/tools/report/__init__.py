@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .row_columns import report_columns
     from .shared_tokens import SharedTokens, count_shared_tokens, said_of_trees
     from .step import StepReport, make_report
+    from .survivors import BIASED, tenths_table
     from .tables import FittedColumn, FittedTable
     from .terminal import print_report, show_advisories, show_report
     from .texts import decoder_of
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AGREE",
+    "BIASED",
     "FAILED",
     "LENGTH",
     "REWARD",
@@ -77,6 +79,7 @@ __all__ = [
     "show_pipeline",
     "show_report",
     "symptoms",
+    "tenths_table",
     "totals_over",
     "unchecked",
     "verdict",

@@ -28,6 +28,8 @@ from .html import write_page
 from .over_steps import totals_over
 from .page_contents import page_data
 from .step import StepReport
+from .survivors import page_tables
+from .tables import FittedTable
 from .valid_json import json_text
 
 Item = TypeVar("Item")
@@ -70,6 +72,7 @@ class ReportFolder:
         difference: how two recipes differ, as a sentence.
         failed: the failed steps, from :meth:`fail`.
         unsaid: names of numbers that the dump of a replay cannot have. You may set it.
+        missing: the groups that the dump of a replay lacks, for the last step. You may set it.
         setup: of the run: the page shows the overrides that were typed, and no remedy with an option that the
             run does not have. None: the run is one in Python.
 
@@ -116,6 +119,7 @@ class ReportFolder:
         self.failed: list[FailedStep] = []
         self.unsaid: list[str] = []
         self.setup: Setup | None = None
+        self.missing: FittedTable | None = None
         self.existing = existing
         self._began, self._due, self._closed = now(), 0.0, False
         self._written: set[int] = set()  # steps whose rows are in a file
@@ -304,6 +308,8 @@ class ReportFolder:
             "overrides": [printable(each) for each in (self.setup.overrides if self.setup else ())],
             "config": None if self.config is None else printable(self.config, keep="\n"),
         }
+        if self.missing is not None:
+            data["steps"][-1]["survivors"] += page_tables({self.missing.columns[0].name: self.missing})
         data["unsaid"] = self.unsaid
         data["rows_kept"] = self.dump is not None
         data["notices"] = [printable(notice) for notice in self.notices]

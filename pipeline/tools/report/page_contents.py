@@ -29,7 +29,7 @@ from .page_schema import (
     shown_as,
 )
 from .step import StepReport, rows_to_read
-from .survivors import page_tables
+from .survivors import page_tables, survivors_tables
 from .texts import TokenValues
 from .user_turn import asked_line
 
@@ -120,7 +120,7 @@ def _step(report: StepReport, room: int, said: Advice) -> Step:
         "groups": _groups(report, shown, texts),
         "rows": _rows(report, np.sort(rows), texts),
         "numbers": report.numbers,
-        "survivors": page_tables(report.survivors),
+        "survivors": page_tables(survivors_tables(report.survivors)),
         "verdict": printable(said.verdict),
         "advisories": [
             shown_as(PageAdvisory, each._replace(text=printable(each.text))) for each in said.advisories

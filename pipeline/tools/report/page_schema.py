@@ -165,7 +165,7 @@ class Step(TypedDict):
     groups: Groups  # those shown
     rows: ShownRows  # of the groups shown
     numbers: dict[str, float]  # the metrics of all its rows, by name
-    survivors: list[PageTable]  # which groups a stream has lost so far, by latency and by turns
+    survivors: list[PageTable]  # which groups were lost so far: by latency, turns, length and reward
     verdict: str  # whether the reward rises, as far as this step
     advisories: list[PageAdvisory]  # most urgent first
     unchecked: list[str]  # symptoms that nobody can tell, each with the data that it needs

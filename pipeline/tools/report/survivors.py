@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .over_steps import Numbers, percent
@@ -75,7 +75,7 @@ def survivors_tables(survivors: Survivors | None) -> dict[str, FittedTable]:
     for value in survivors.fates:
         tenths = survivors.tenths(value)
         if len(tenths) > 1:
-            found[value] = _table(tenths, value)
+            found[value] = tenths_table(tenths, value)
             said = [f"{survivors.outstanding:,} groups are outstanding"] if survivors.outstanding else []
             if lacking := survivors.lacking(value):
                 said.append(f"{lacking:,} groups are left out, because they have no {value}")
@@ -83,7 +83,13 @@ def survivors_tables(survivors: Survivors | None) -> dict[str, FittedTable]:
     return found
 
 
-def _table(tenths: Sequence[Tenth], value: str) -> FittedTable:
+def tenths_table(tenths: Sequence[Tenth], value: str) -> FittedTable:
+    """How many groups were trained and lost, by a value, such as ``latency``.
+
+    Args:
+        tenths: two or more.
+        value: the name of the first column.
+    """
     reasons = list(dict.fromkeys(reason for tenth in tenths for reason in tenth.lost))
     names = ["dispatched", "trained", *reasons, *(["early"] if any(tenth.early for tenth in tenths) else [])]
     columns = [FittedColumn(name, right=True, leaves=at) for at, name in enumerate(names)]
@@ -91,15 +97,15 @@ def _table(tenths: Sequence[Tenth], value: str) -> FittedTable:
     for tenth in tenths:
         counts = {"dispatched": tenth.left, "trained": tenth.trained, "early": tenth.early, **tenth.lost}
         ends = [f"{end if abs(end) > SMALL else 0:.3g}" for end in (tenth.least, tenth.below)]
-        if value in ("turns", "length"):  # whole numbers
+        if value == "turns" or value.startswith("length"):  # whole numbers
             first = math.ceil(tenth.least) if tenth.least > SMALL else 0
             ends = [f"{first:,}", f"{math.ceil(tenth.below) - 1:,}"]
         table.add(" to ".join(dict.fromkeys(ends)), *(f"{counts.get(name, 0):,}" for name in names))
     return table
 
 
-def page_tables(survivors: Survivors | None) -> list[PageTable]:
-    """The same tables for the page."""
+def page_tables(tables: Mapping[str, FittedTable]) -> list[PageTable]:
+    """The same tables for the page, by what they are of."""
     return [
         {
             "name": value,
@@ -107,5 +113,5 @@ def page_tables(survivors: Survivors | None) -> list[PageTable]:
             "lines": [[cell.plain for cell in cells] for cells, _, _ in table.rows],
             "note": table.caption,
         }
-        for value, table in survivors_tables(survivors).items()
+        for value, table in tables.items()
     ]

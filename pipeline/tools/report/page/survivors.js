@@ -1,4 +1,4 @@
-// Which groups a stream has trained and lost, by how long they took.
+// Which groups were trained and lost, by how long they took, their length and their reward.
 import { h, plainTable } from "./dom.js";
 
 export function drawSurvivors({ step }) {

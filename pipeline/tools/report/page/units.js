@@ -23,6 +23,7 @@ const UNIT_BY_NAME = [
   [/^survivors\/(\w+\/\w+_)?trained$/, () => PER_CENT],
   [/^survivors\/(lost\/.*|early|outstanding)$/, () => "groups"],
   [/^survivors\/latency\/slow$/, () => SECONDS],
+  [/^survivors\/length\/slow$/, () => "tokens"],
   [/^survivors\//, () => ""],
   [/^fan_out\//, () => "rows"],
   [/^tokens\//, () => "tokens"],
