@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from runs import WORLDS
 from tables import Cell, Row, Table
 from worlds import Run, side_by_side
 
-from headrace.pipeline.tools.report import advise
+from headrace.pipeline.tools.report import BIASED, advise
 from headrace.transforms import StreamWarning
 
 NAME = "slow-groups-lost"  # of the advisory
@@ -36,12 +36,17 @@ NOTE = """100 runs of 400 groups. Latencies are invented, as in the benchmark be
 table has the number of runs at whose end the report says that slow groups are lost. The first five policies
 lose them, and the last two do not. If groups are not announced, their latency is only known from the first
 row on; in the third world the rollouts of a group end at once, so nothing is found."""
+BY_LENGTH = ("not announced, drop", "wait, max_staleness=2", "wait, max_staleness=4")
+LENGTH_NOTE = """10 runs of 400 groups, as above. A rollout has a token for each tick, at most 256. The table
+has the number of runs at whose end `survivors/length/z` is below −4. A length is known without announcements."""
 
 
-def numbers_of(title: str, policy: str, seed: int, groups: int) -> Mapping[str, float]:
+def numbers_of(
+    title: str, policy: str, seed: int, groups: int, *, tokens: bool = False
+) -> Mapping[str, float]:
     """The numbers of one run at its end."""
     options, paced, announces = POLICIES[policy]
-    world = replace(WORLDS[title], seed=seed, prompts=groups, ticks=10**9)
+    world = replace(WORLDS[title], seed=seed, prompts=groups, ticks=10**9, tokens=tokens)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StreamWarning)  # that there is no slack
         return Run(world, dict(options), paced=paced, announces=announces).go().assembler.survivors.numbers()
@@ -52,16 +57,32 @@ def fires(*run: Any) -> bool:
     return NAME in {advisory.name for advisory in advise(numbers_of(*run))}
 
 
+def fires_by_length(*run: Any) -> bool:
+    """Whether it says so of the lengths of rollouts."""
+    return numbers_of(*run, tokens=True).get("survivors/length/z", 0.0) < BIASED
+
+
 def tables(options: argparse.Namespace) -> list[Table]:
-    """How many runs have the advisory."""
-    seeds, groups = options.seeds, options.groups
-    runs = [(t, policy, seed, groups) for policy in POLICIES for t in TITLES for seed in range(seeds)]
-    said = dict(zip(runs, side_by_side(fires, runs, quick=options.quick), strict=True))
+    """How many runs have the advisory, and how many by length."""
+    tenth = max(1, options.seeds // 10)
+    slow = _counts(fires, POLICIES, options.seeds, options)
+    long = _counts(fires_by_length, BY_LENGTH, tenth, options)
+    return [
+        Table("Runs in which the report says that slow groups are lost", NOTE, ["policy", *TITLES], slow),
+        Table("Runs in which it says so by the length alone", LENGTH_NOTE, ["policy", *TITLES], long),
+    ]
+
+
+def _counts(
+    says: Callable[..., bool], policies: Iterable[str], seeds: int, options: argparse.Namespace
+) -> list[Row]:
+    runs = [(t, policy, seed, options.groups) for policy in policies for t in TITLES for seed in range(seeds)]
+    said = dict(zip(runs, side_by_side(says, runs, quick=options.quick), strict=True))
     rows = []
-    for policy in POLICIES:
-        counts = [sum(said[title, policy, seed, groups] for seed in range(seeds)) for title in TITLES]
+    for policy in policies:
+        counts = [sum(said[title, policy, seed, options.groups] for seed in range(seeds)) for title in TITLES]
         rows.append(Row(policy, [Cell(count, "d") for count in counts]))
-    return [Table("Runs in which the report says that slow groups are lost", NOTE, ["policy", *TITLES], rows)]
+    return rows
 
 
 if __name__ == "__main__":

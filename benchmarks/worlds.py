@@ -18,11 +18,13 @@ from random import Random
 from statistics import NormalDist, fmean
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 
 from headrace.transforms import GroupAssembler
 
 FAILED = 3  # the status of a rollout
+TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class World:
     """Versions that the weights of workers are behind, for half of the rollouts."""
     versions: tuple[int, ...] = (1,)
     """By how much the version advances after each step, in turn."""
+    tokens: bool = False
+    """A rollout has a token for each tick that it took, at most `TOKENS`; else rows have no loss mask."""
     takers: tuple[int, ...] = ()
     """Groups that each taker takes for a step; empty: one takes all."""
 
@@ -186,6 +190,9 @@ class Run:
         batch["next", "done"] = [False] * (rows - 1) + [True]
         batch["status"] = [0] * (rows - 1) + [FAILED * fails]
         batch["log_probs", "full"] = [[0.0]] * rows
+        if self.world.tokens:
+            lengths = torch.tensor([0] * (rows - 1) + [group.ticks[at]])
+            batch["masks", "all_assistant_mask"] = torch.arange(TOKENS) < lengths.unsqueeze(1)
         self.assembler.put(batch)
         if fails and self.assembler.on_failure == "drop":
             group.fate = "failed"

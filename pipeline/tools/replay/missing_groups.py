@@ -6,6 +6,7 @@ was not. Its length is not known, but that of its prompt in another epoch is.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from functools import cached_property
 from hashlib import blake2b
@@ -120,10 +121,10 @@ class MissingGroups:
             return [f"{text} Whether they are groups with long rollouts cannot be told: {self._unknown}."]
         if (z := found.get("survivors/length/z", 0.0)) < BIASED:
             slow, others = (percent(found[f"survivors/length/{name}_trained"]) for name in ("slow", "others"))
-            least = found["survivors/length/slow"]
+            least = math.ceil(found["survivors/length/slow"])
             text += (
                 " They are more often groups with long rollouts: of the groups whose prompt has a rollout of "
-                f"at least {least:,.0f} tokens in another epoch, {slow} are in the dump, and of the others "
+                f"at least {least:,} tokens in another epoch, {slow} are in the dump, and of the others "
                 f"{others} (z = {z:.1f}). The symptom slow-groups-lost says what to set."
             )
         return [text]

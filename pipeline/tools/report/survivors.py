@@ -17,8 +17,8 @@ BIASED = -4.0  # z below this has at most one chance in 2,980
 SMALL = 2**-10  # what is less is in the bin of 0
 SAID = {
     "latency": "took at least {:.3g} s",
-    "length": "have a rollout of at least {:,.0f} tokens",
-    "turns": "have at least {:.0f} turns",
+    "length": "have a rollout of at least {:,} tokens",
+    "turns": "have at least {:,} turns",
 }
 HEADS = {"latency": "latency, s", "length": "length, tokens"}
 OPTIONS = {
@@ -57,7 +57,8 @@ the lost were stale. Set on_stale='wait' with a RolloutStream or paced, or a gre
         start = f"survivors/{value}/"
         if (z := numbers.get(f"{start}z", 0.0)) < BIASED:
             slow, others = (percent(numbers[f"{start}{name}_trained"]) for name in ("slow", "others"))
-            which = words.format(numbers[f"{start}slow"])
+            least = numbers[f"{start}slow"]
+            which = words.format(least if value == "latency" else math.ceil(least))
             text = (
                 f"Of the groups that {which}, {slow} were trained, and of the others {others} (z = {z:.1f})."
             )

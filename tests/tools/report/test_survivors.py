@@ -43,6 +43,31 @@ def test_long_groups_are_found_by_their_turns():
     assert "Of the groups that have at least 64 turns, 0 % were trained" in found.text
 
 
+def test_long_groups_are_found_by_their_length():
+    found = survivors("stale", value="length", slow=83)  # bin 83 begins at 1,327.9 tokens
+    (advisory,) = advise(report(found).numbers)
+    assert "Of the groups that have a rollout of at least 1,328 tokens, 0 % were trained" in advisory.text
+    assert advisory.text.endswith(f"Set {OPTIONS['stale']}.")
+    assert advisory.number == "survivors/length/z"
+
+
+def test_the_reward_has_a_table_with_signs_and_no_advisory():
+    rewards = {("trained", True, 81): 80, ("stale", True, 0): 9, ("stale", True, -89): 11}
+    latency = {("trained", True, FAST): 80, ("stale", True, FAST): 40}
+    made = report(Survivors({"latency": latency, "reward": rewards}, outstanding=1))
+    assert made.advisories == []
+    (table,) = page_data([made], title="")["steps"][0]["survivors"]
+    assert table["head"] == ["reward", "dispatched", "trained", "stale"]
+    assert [line[0] for line in table["lines"]] == ["-2.18 to -2", "0", "1 to 1.09"]
+    assert table["note"] == "1 groups are outstanding; 20 groups are left out, because they have no reward"
+
+
+def test_a_length_of_zero_is_shown_as_zero():
+    found = survivors("stale", value="length", slow=-80)
+    (table,) = page_data([report(found)], title="")["steps"][0]["survivors"]
+    assert [line[0] for line in table["lines"]] == ["0", "1"]
+
+
 @pytest.mark.parametrize("quiet", [{"lost": 0}, {"slow": FAST}, {"lost": 2}])
 def test_nothing_is_said_where_no_slow_groups_are_lost(quiet):
     """None is lost; they took as long; or two are no evidence."""
