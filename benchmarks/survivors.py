@@ -37,8 +37,9 @@ table has the number of runs at whose end the report says that slow groups are l
 lose them, and the last two do not. If groups are not announced, their latency is only known from the first
 row on; in the third world the rollouts of a group end at once, so nothing is found."""
 BY_LENGTH = ("not announced, drop", "wait, max_staleness=2", "wait, max_staleness=4")
-LENGTH_NOTE = """10 runs of 400 groups, as above. A rollout has a token for each tick, at most 256. The table
-has the number of runs at whose end `survivors/length/z` is below −4. A length is known without announcements."""
+LENGTH_NOTE = """10 runs of 400 groups, as above. A rollout has a token for each tick, at most 256. The
+table has the number of runs at whose end `survivors/length/z` is below −4. No announcement is needed for a
+length."""
 
 
 def numbers_of(
