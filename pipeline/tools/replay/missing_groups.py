@@ -20,7 +20,7 @@ MISSING = "missing"
 OTHER = "length in another epoch"
 
 
-class MissingGroups:
+class GroupHoles:
     """Collects the groups of a dump, step by step. Nothing is said where the dump does not allow it.
 
     A hole is counted if its id is below all ids of the last step: groups with greater ids may have been

@@ -25,7 +25,7 @@ from headrace.pipeline.tools.report import (
     show_report,
 )
 
-from .missing_groups import MissingGroups
+from .missing_groups import GroupHoles
 
 
 def replay(config: DictConfig, output: Path, console: Console | None = None) -> float:
@@ -51,7 +51,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
     write_files(config, output, {})
     console.print(show_pipeline(pipeline))
     folder = ReportFolder.configured(config, output, title=f"replay of {Path(config.source.path).name}")
-    history, logged, missing = list[dict[str, float]](), LoggedAdvantages(), MissingGroups()
+    history, logged, missing = list[dict[str, float]](), LoggedAdvantages(), GroupHoles()
     report: StepReport | None = None
     steps = DumpSteps(source, console, folder)
     with folder:

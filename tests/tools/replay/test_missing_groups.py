@@ -13,9 +13,9 @@ from pages import data_of
 from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline, make_report
-from headrace.pipeline.tools.dumps.readers.batch import Sample, to_batch
+from headrace.pipeline.tools.dumps.readers import Sample, to_batch
 from headrace.pipeline.tools.replay import replay
-from headrace.pipeline.tools.replay.missing_groups import MissingGroups
+from headrace.pipeline.tools.replay.missing_groups import GroupHoles
 
 PROMPTS, STEP = 200, 40
 
@@ -54,8 +54,8 @@ def batch_of(groups: list[tuple], texts: bool = True, lengths: bool = True, labe
     return to_batch(samples)
 
 
-def collected(steps: list[list[tuple]], **how) -> MissingGroups:
-    found = MissingGroups()
+def collected(steps: list[list[tuple]], **how) -> GroupHoles:
+    found = GroupHoles()
     for step, groups in enumerate(steps):
         found.add(make_report(Pipeline({}).run(batch_of(groups, **how)), step=step))
     return found
