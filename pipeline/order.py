@@ -312,4 +312,21 @@ def _takes_parts(one: Named, other: Named) -> str | None:
     )
 
 
-WRONG = (_adds_to_weighed, _corrects_twice, _silences_elsewhere, _rejects_too_late, _takes_parts)
+def _takes_kept_tokens(one: Named, other: Named) -> str | None:
+    if not one.has("after_filters") or other.has("criterion") is None:
+        return None
+    return (
+        f"stage {one.name!r} trains tokens that several rows share in one of them, and {other.name!r} may "
+        f"take out this row or these tokens later, so no row would train them. Put {other.name!r} before "
+        f"{one.name!r}"
+    )
+
+
+WRONG = (
+    _adds_to_weighed,
+    _corrects_twice,
+    _silences_elsewhere,
+    _rejects_too_late,
+    _takes_parts,
+    _takes_kept_tokens,
+)

@@ -36,6 +36,7 @@ NAMES = {
     "ShuffleSplit": "split",
     "SignFactors": "signs",
     "StateAdvantage": "states",
+    "TrainSharedOnce": "once",
     "TreeAdvantage": "tree",
     "TurnAdvantage": "turns",
 }

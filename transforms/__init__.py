@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from .table.tensordicts import take_rows
     from .trees.by_prefix import TreeAdvantage, tree_advantage
     from .trees.prefix_tree import logits_of_tokens, tree_log_probs, tree_mask, tree_mask_mod
+    from .trees.shared_once import TrainSharedOnce
 
 __all__ = [
     "BatchError",
@@ -139,6 +140,7 @@ __all__ = [
     "TokenFilter",
     "TokenTerm",
     "TopShare",
+    "TrainSharedOnce",
     "TreeAdvantage",
     "TurnAdvantage",
     "TurnDiscount",

@@ -33,6 +33,7 @@ from headrace.transforms import (
     SampleFilter,
     ShuffleSplit,
     StalledError,
+    TrainSharedOnce,
     split_microbatches,
     split_minibatches,
     take_rows,
@@ -659,3 +660,23 @@ def take_in_step(
     except Exception as err:
         error = f"{type(err).__name__}: {err}"
     return taken, error
+
+
+def trained_once_of_rank(
+    rank: int, world: int, seeds: Sequence[int]
+) -> list[list[tuple[torch.Tensor, float]]]:
+    """The loss mask and count that TrainSharedOnce makes of half of the rows, and of all or none of them."""
+    from test_shared_once import forked
+
+    found = []
+    for seed in seeds:
+        batch = forked(seed)
+        half = torch.arange(len(batch)).tensor_split(world)[rank]
+        parts = half, torch.arange(len(batch))[: 0 if rank else len(batch)]
+        pipeline = Pipeline({"once": TrainSharedOnce()}, process_group="world", shared_ids="same")
+        runs = [pipeline.run(take_rows(batch, rows) if len(rows) else batch[:0]) for rows in parts]
+        masks = [run.ungathered["masks", "all_assistant_mask"] for run in runs]
+        found.append(
+            [(mask, run.metrics["once/shared_tokens"]) for mask, run in zip(masks, runs, strict=True)]
+        )
+    return found

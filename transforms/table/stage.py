@@ -56,6 +56,8 @@ class BatchTransform(TakesColumns, Transform):
             its terms would have no weight. It may multiply them, or write them after the split.
         before_baseline: this stage takes out rows, so it must be before the stages that compute a baseline.
             Otherwise the rewards of these rows would stay in the baselines.
+        after_filters: no stage with a criterion may follow, because this stage has chosen the rows that train
+            some tokens.
         of_whole_rollouts: ``rewards`` if this stage computes one reward from all rows of a rollout;
             ``places`` if it uses the index of each row in its rollout; empty if it does neither.
         stateful: this stage keeps a state from one batch to the next, which ``state_dict`` saves. TorchRL
@@ -68,6 +70,7 @@ class BatchTransform(TakesColumns, Transform):
     final_keys: tuple[NestedKey, ...] = ()
     weighed_keys: tuple[NestedKey, ...] = ()
     before_baseline: bool = False
+    after_filters: bool = False
     of_whole_rollouts: Literal["", "rewards", "places"] = ""
     stateful: ClassVar[bool] = False
     within_groups: bool = False

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .errors import BatchError, listing
 from .rows import Rows, no_loss_mask
-from .schema import facts_of, require
+from .schema import LENGTH, facts_of, has_key, require
 from .tensordicts import (
     check_mask,
     column_of,
@@ -33,6 +33,7 @@ __all__ = [
     "in_blocks",
     "in_loss_there",
     "loss_tokens",
+    "mask_tokens",
     "nan_inside",
     "no_token",
     "padded",
@@ -267,6 +268,31 @@ def read_loss_mask(batch: TensorDictBase, key: NestedKey, in_loss: Tensor | None
     """
     mask, in_loss = read_mask(batch, key, reader=reader, option="loss_mask_key"), unless_all(in_loss)
     return mask if in_loss is None else mask & in_loss.unsqueeze(-1)
+
+
+def mask_tokens(rows: Rows, batch: TensorDictBase, out: Tensor, *, tokens: Tensor, taken: Tensor) -> None:
+    """Take single tokens out of the loss of a stage's batch: loss mask False, log-probability NaN.
+
+    Under ``masked_log_prob="keep"`` only the loss mask changes. Later stages still see the row's length.
+
+    Args:
+        rows: the view of the stage.
+        batch: TensorDict ``[B]`` that the stage returns.
+        out: (B, T) bool, the tokens.
+        tokens: (M,) how many tokens each row has in the loss mask, without `out` taken from them.
+        taken: (M,) how many of them are `out`.
+    """
+    reader, mask_key, log_prob_key = rows.reader, rows.key("loss_mask"), rows.key("log_prob")
+    before = rows[LENGTH] if rows.has(LENGTH) else torch.full((len(rows),), -1)
+    shorter = (before < 0) & (taken > 0)
+    rows.put(LENGTH, torch.where(shorter, tokens.long(), before), ndim=1, fill=-1)
+    keeps_log_prob = rows.table.masking.kept_finite is not None
+    if not keeps_log_prob and log_prob_key is not None and has_key(batch, log_prob_key):
+        log_prob = read_tokens(batch, log_prob_key, reader=reader, option="log_prob_key")
+        write_tokens(batch, log_prob_key, nan_inside(log_prob, out), mask_key)
+    # Rows out of the loss are only masked when they are gathered, so keep their mask here.
+    whole = read_tokens(batch, mask_key, reader=reader, option="loss_mask_key")
+    write_tokens(batch, mask_key, whole & ~out, mask_key)
 
 
 def read_advantage(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .over_steps import percent, quarter_means, totals_over
     from .page_contents import page_data
     from .row_columns import report_columns
-    from .shared_tokens import SharedTokens, count_shared_tokens, said_of_trees
+    from .shared_tokens import SharedTokens, count_shared_tokens, count_trained_again, said_of_trees
     from .step import StepReport, make_report
     from .survivors import BIASED, tenths_table
     from .tables import FittedColumn, FittedTable
@@ -52,6 +52,7 @@ __all__ = [
     "asked_line",
     "compared_values",
     "count_shared_tokens",
+    "count_trained_again",
     "decoder_of",
     "differs",
     "gradient_cosine",

@@ -104,7 +104,7 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
                               `advantage-all-zero` ½ of ``frac_reward_zero_std``, `rollouts-truncated` ¼,
                               `rollouts-failed`, `rollouts-empty`, `rewards-missing` and
                               `groups-incomplete` a tenth,
-                              `trained-without-reward` 0 rollouts,
+                              `trained-without-reward` 0 rollouts, `tokens-trained-again` 0 tokens,
                               `gradient-spikes` ½ of the gradient in one of four groups or more,
                               `stale` 2 versions in the mean
     `off-policy`              a stage's number is below what it was told to warn of: ``<stage>/ess_token``

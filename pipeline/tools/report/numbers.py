@@ -50,6 +50,8 @@ def numbers_of(
     ``rollouts/no_reward``                  number of rollouts that are trained without a reward
     ``response_length/mean``, ``max``       tokens in the loss per rollout, of all its rows, as collected
     ``tokens/mean``, ``tokens/max``         tokens in the loss per row, as collected
+    ``tokens/trained_again``                tokens in the loss that an earlier row of the rollout trains, too
+                                            (:func:`count_trained_again`; of :func:`make_report`)
     ``response_characters/mean``, ``max``   characters of the response per rollout, where a dump has texts and
                                             nobody knows their tokens (of :attr:`StepReport.numbers`)
     ``logged_advantage/…``                  how far a dump's advantages are from ours (:func:`logged_numbers`)

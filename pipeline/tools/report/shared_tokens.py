@@ -1,4 +1,7 @@
-"""How many tokens the rows of a step would be, were those that they share computed once."""
+"""How many tokens the rows of a step would be, were those that they share computed once.
+
+And how many tokens train more than once.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ from torch import Tensor
 from headrace.transforms.split import LINEAR
 from headrace.transforms.table import stable_order
 from headrace.transforms.table.schema import has_key
-from headrace.transforms.table.tensordicts import ATTENTION, count_true
-from headrace.transforms.table.tokens import read_tokens
+from headrace.transforms.table.tensordicts import ATTENTION, count_true, device_of, take_rows
+from headrace.transforms.table.tokens import loss_tokens, read_tokens, tokens_in_loss
+from headrace.transforms.trees import train_shared_once
 
 TOKENS: NestedKey = ("tokens", "full")
 BLOCK = 128  # tokens of a row that are compared before it is asked which rows go on
@@ -103,20 +107,9 @@ def count_shared_tokens(
         {'rows': 6.0, 'group': 4.0}
     """
     units = [unit for unit in ("rollout", "group") if f"{unit}_id" in ids]
-    ragged = isinstance(batch, LazyStackedTensorDict)
-    if (
-        len(batch) == 0
-        or not units
-        or not has_key(batch, TOKENS)
-        or not (ragged or has_key(batch, ATTENTION))
-    ):
+    if len(batch) == 0 or not units or (found := _tokens_of(batch)) is None:
         return NOTHING
-    tokens = read_tokens(batch, TOKENS, reader="a report", option="where a loss finds them").cpu()
-    if not has_key(batch, ATTENTION):  # ragged
-        sizes = torch.tensor([len(row.get(TOKENS)) for row in batch.unbind(0)])
-        mask = torch.arange(tokens.shape[1]) < sizes[:, None]
-    else:
-        mask = read_tokens(batch, ATTENTION, reader="a report", option="which are no padding").cpu().bool()
+    tokens, mask = found
     rows = np.arange(len(batch)) if chosen is None else np.flatnonzero(chosen)
     flat, starts, lengths = _in_one_line(tokens.long(), mask)
     starts, lengths = starts[rows], lengths[rows]
@@ -127,6 +120,66 @@ def count_shared_tokens(
         {unit: float((lengths - own).sum()) for unit, own in shared.items()},
         {unit: float((lengths**2 - own**2).sum()) for unit, own in shared.items()},
     )
+
+
+def _tokens_of(batch: TensorDictBase) -> tuple[Tensor, Tensor] | None:
+    """(N, T) tokens, and bool where they are no padding, on the CPU; None where one of them is missing."""
+    ragged, known = isinstance(batch, LazyStackedTensorDict), has_key(batch, ATTENTION)
+    if not has_key(batch, TOKENS) or not (ragged or known):
+        return None
+    tokens = read_tokens(batch, TOKENS, reader="a report", option="where a loss finds them").cpu()
+    if known:
+        mask = read_tokens(batch, ATTENTION, reader="a report", option="which are no padding").cpu().bool()
+    else:
+        sizes = torch.tensor([len(row.get(TOKENS)) for row in batch.unbind(0)])
+        mask = torch.arange(tokens.shape[1]) < sizes[:, None]
+    return tokens, mask
+
+
+def count_trained_again(
+    batch: TensorDictBase,
+    rollouts: np.ndarray,
+    loss_mask_key: NestedKey,
+    log_prob_key: NestedKey | None = None,
+) -> float | None:
+    """Count the tokens in the loss that an earlier row of the same rollout trains, too.
+
+    ``TrainSharedOnce`` takes them out (:func:`~headrace.transforms.trees.train_shared_once`).
+
+    Args:
+        batch: TensorDict ``[N]`` after the stages, with the masks that the loss reads.
+        rollouts: (N,) integers, the rollout of each row.
+        loss_mask_key: (N, T) bool.
+        log_prob_key: (N, T) float, a token whose number is not finite does not train; None: not read.
+
+    Returns:
+        None where the batch has no tokens or does not say which of them train.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> tokens = torch.tensor([[3, 4, 5, 6], [3, 4, 7, 8]])
+        >>> columns = {"tokens": {"full": tokens}, "masks": {"all_attention_mask": tokens > 0}}
+        >>> count_trained_again(
+        ...     TensorDict(columns, batch_size=[2]), np.array([9, 9]), ("masks", "all_attention_mask")
+        ... )
+        2.0
+    """
+    if not len(batch) or not has_key(batch, TOKENS) or not has_key(batch, loss_mask_key):
+        return None
+    number, count = np.unique(rollouts, return_inverse=True, return_counts=True)[1:]
+    at = torch.from_numpy(np.flatnonzero(count[number] > 1))
+    if len(at) == 0:  # no device read
+        return 0.0
+    keys = [TOKENS, ATTENTION, loss_mask_key, *([] if log_prob_key is None else [log_prob_key])]
+    some = batch.select(*keys, strict=False)
+    some = take_rows(some, at.to(device_of(batch)), on_cpu=at)
+    if (found := _tokens_of(some)) is None:
+        return None
+    loss_tokens(some, loss_mask_key, log_prob_key)  # checks the columns
+    trains = tokens_in_loss(some, loss_mask_key, log_prob_key).cpu()
+    tokens, mask = found
+    keeps = train_shared_once(tokens, trains, torch.from_numpy(number)[at], mask)
+    return float((trains & mask & ~keeps).sum())
 
 
 def _in_one_line(tokens: Tensor, mask: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -27,9 +27,9 @@ from .notebook import ColumnTable, shown_value
 from .numbers import numbers_of
 from .over_steps import Numbers
 from .row_columns import report_columns
-from .shared_tokens import count_shared_tokens
+from .shared_tokens import count_shared_tokens, count_trained_again
 from .tables import FittedColumn, FittedTable
-from .texts import Decode, TokenValues, texts_of_tokens, values_by_token
+from .texts import Decode, TokenValues, row_numbers, texts_of_tokens, values_by_token
 from .user_turn import last_user_turn
 
 if TYPE_CHECKING:
@@ -290,6 +290,10 @@ def make_report(
         }
         counts = count_shared_tokens(batch, ids, ~run.ledger.left.numpy()[: len(batch)])
         metrics |= counts.numbers(parameters=parameters)
+    if there is not None and "rollout_id" in columns:
+        rollouts = columns["rollout_id"][row_numbers(there)]
+        again = count_trained_again(there, rollouts, run.keys.loss_mask, run.keys.log_prob)
+        metrics |= {} if again is None else {"tokens/trained_again": again}
     if unknown := [name for name in texts or {} if name not in TEXTS]:
         raise ValueError(
             f"texts has no {unknown[0]!r}{suggest(unknown[0], TEXTS)}; its names are {', '.join(TEXTS)}"

@@ -68,7 +68,7 @@ def texts_of_tokens(
         return {}
     some = _select(batch, [TOKENS, ATTENTION, PROMPT, RESPONSE, loss_mask_key])
     texts = {name: [""] * rows for name in ("prompt", "response")}
-    for row, part in zip(_numbers(batch), _rows(some), strict=True):
+    for row, part in zip(row_numbers(batch), _rows(some), strict=True):
         tokens = part.get(TOKENS).reshape(-1)
         real = torch.ones_like(tokens, dtype=torch.bool)  # no padding
         if has_key(part, ATTENTION):
@@ -111,7 +111,7 @@ def values_by_token(
     there = {name: key for name, key in keys.items() if _by_token(batch, key, loss_mask_key)}
     if not there:
         return {}
-    place = {row: at for at, row in reversed(list(enumerate(_numbers(batch))))}
+    place = {row: at for at, row in reversed(list(enumerate(row_numbers(batch))))}
     wanted = [row for row in rows if row in place]
     at = torch.tensor([place[row] for row in wanted], dtype=torch.int64)
     if len(at) == 0:
@@ -167,6 +167,6 @@ def _rows(batch: TensorDictBase) -> Sequence[TensorDictBase]:
     return there.tensordicts if isinstance(there, LazyStackedTensorDict) else there.unbind(0)
 
 
-def _numbers(batch: TensorDictBase) -> list[int]:
+def row_numbers(batch: TensorDictBase) -> list[int]:
     """The row numbers of a batch; one that no stage has seen has all of its rows."""
     return batch.get(ROW).tolist() if has_key(batch, ROW) else list(range(len(batch)))

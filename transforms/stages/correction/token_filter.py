@@ -11,14 +11,13 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from headrace.transforms.table import BatchError, BatchTransform, ColumnNames, Rows
-from headrace.transforms.table.schema import LENGTH, has_key
+from headrace.transforms.table.schema import LENGTH
 from headrace.transforms.table.tensordicts import count_true
 from headrace.transforms.table.tokens import (
     in_loss_there,
-    nan_inside,
+    mask_tokens,
     read_advantage,
     read_loss_mask,
-    read_tokens,
     write_tokens,
 )
 
@@ -110,19 +109,7 @@ class TokenFilter(BatchTransform, columns=("loss_mask", "log_prob", "advantage")
             )
             write_tokens(batch, self.advantage_key, changed.unsqueeze(-1), like)
             return batch
-        before = rows[LENGTH] if rows.has(LENGTH) else torch.full((len(rows),), -1)
-        shorter = (before < 0) & (found["out"] > 0)
-        rows.put(LENGTH, torch.where(shorter, found["tokens"].long(), before), ndim=1, fill=-1)
-        if (
-            rows.table.masking.kept_finite is None
-            and self.log_prob_key is not None
-            and has_key(batch, self.log_prob_key)
-        ):
-            log_prob = read_tokens(batch, self.log_prob_key, reader=reader, option="log_prob_key")
-            write_tokens(batch, self.log_prob_key, nan_inside(log_prob, out), like)
-        # Rows out of the loss are only masked when they are gathered, so keep their mask here.
-        whole = read_tokens(batch, like, reader=reader, option="loss_mask_key")
-        write_tokens(batch, like, whole & ~out, like)
+        mask_tokens(rows, batch, out, tokens=found["tokens"], taken=found["out"])
         return batch
 
     def _judge(self, rows: Rows, batch: TensorDictBase, mask: Tensor) -> Tensor:
