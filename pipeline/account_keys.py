@@ -12,7 +12,7 @@ from headrace.transforms.table import TokenCount, label_key, stage_parts
 from headrace.transforms.table.options import nested_key
 from headrace.transforms.table.schema import REWARD, TRAINER_VERSION
 
-__all__ = ["OF_TOKENS", "TEXTS", "keys_of_stages", "weights_of_stages"]
+__all__ = ["OF_TOKENS", "OF_VERSIONS", "TEXTS", "keys_of_stages", "weights_of_stages"]
 
 # Keys of the values that a report shows. A report reads the first key that the batch has.
 KEYS: dict[str, tuple[NestedKey, ...]] = {
@@ -43,6 +43,7 @@ OPTIONS = {
     "loss_weight": "weight_key",
 }
 OF_TOKENS = "advantage of tokens"  # (N, 2): the mean of a row's advantages, and the sum of their sizes
+OF_VERSIONS = "versions of tokens"  # (N, 4): the oldest, newest, sum and number, if versions are per token
 TEXTS = ("prompt", "response", "ground_truth", "other_columns", "group_label", "rollout_label")
 # As collected.
 NUMBERS = (

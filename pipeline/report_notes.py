@@ -11,9 +11,10 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.table import Rows, TokenCount
-from headrace.transforms.table.tensordicts import column_of, flat_rows
+from headrace.transforms.table.tensordicts import column_of, flat_rows, loss_mask_of
+from headrace.transforms.table.tokens import versions_of_rows
 
-from .account_keys import OF_TOKENS, TEXTS, Keys
+from .account_keys import OF_TOKENS, OF_VERSIONS, TEXTS, Keys
 from .conversations import strings
 
 
@@ -35,6 +36,12 @@ def _collected(rows: Rows, keys: Keys) -> dict[str, Tensor]:
     for key in reversed(keys.found["reward"]):
         if key in columns:
             found["collected reward"] = columns[key]
+    # A version per token is read here, because a report also shows rows that leave the batch.
+    key = next((key for key in keys.found["policy_version"] if rows.table.find(key) is not None), None)
+    if key is not None and loss_mask_of(rows.table.batch, keys.loss_mask) is not None:
+        versions = versions_of_rows(rows, key, keys.loss_mask)
+        if versions is not None:
+            found[OF_VERSIONS] = versions
     return found
 
 

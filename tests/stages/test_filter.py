@@ -8,6 +8,7 @@ from alone import said_by
 from any_rank import collected
 from composed import composed
 from tensordict import TensorDict, lazy_stack
+from versions import LAYOUTS, sampled_by, with_versions
 
 from headrace.pipeline import Pipeline
 from headrace.transforms import (
@@ -209,3 +210,32 @@ def test_a_callables_verdict_on_ragged_rows_is_not_taken_for_a_column():
         for rows, dense_rows in zip(ragged.minibatches(), expected.minibatches(), strict=True):
             credit = torch.stack(rows.get("advantage", as_list=True))
             assert torch.equal(credit, dense_rows["advantage"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_oldest_sampled_token_of_a_row_decides(layout):
+    """In 40 random batches. Padding and tokens that were not sampled do not count; nor a row without any."""
+    found = set()
+    for seed in range(40):
+        batch = with_versions(seed, layout, rows=12)
+        for most in (0, 1, 3):
+            expected = [min(own, default=8) >= 8 - most for own in sampled_by(batch)]
+            assert kept_by(Fresh(current=8, max_staleness=most), batch) == expected
+            said = said_by(SampleFilter(criterion=Fresh(current=8, max_staleness=most)), batch)
+            assert said.reasons == ["trained" if stays else "stale" for stays in expected]
+            found |= set(expected)
+    assert found == {True, False}
+
+
+def test_a_narrow_column_of_versions_per_token_is_no_number_per_row():
+    """Two tokens a row, which the table reads ahead."""
+    columns = {
+        ("next", "policy_version"): [[5, 3], [3, 5], [4, 4]],
+        MASK: [[True, True], [False, True], [0, 0]],
+    }
+    batch = TensorDict({key: torch.tensor(value) for key, value in columns.items()}, batch_size=[3])
+    batch[MASK] = batch[MASK].bool()
+    assert kept_by(Fresh(current=5), batch) == [False, True, True]
+    with pytest.raises(BatchError, match=r"that trains, 4 \(current\); found 5 at row 0, 5 at row 1"):
+        SampleFilter(criterion=Fresh(current=4))(batch)

@@ -16,6 +16,7 @@ from headrace.transforms.table import BatchError, as_ids, listing
 from headrace.transforms.table.schema import (
     EXPECTED_SEGMENTS,
     INIT,
+    NEWEST_VERSION,
     ORIGIN,
     STATUS_KEYS,
     Origin,
@@ -27,15 +28,15 @@ from headrace.transforms.table.tensordicts import column_of, count_in_loss, flat
 from .draws import Draw
 from .lost import follow, lose, lose_behind
 from .open_groups import Key, Rollout, Row
-from .pieces import READER, WIDTHS, RowPiece
+from .pieces import READER, UNSAMPLED, WIDTHS, RowPiece
 from .stream import DUPLICATE, LATE, LOST, StreamPlan
 
 GROUP_NAMES = ("partition", "group", "expected")
 NAMES = (*GROUP_NAMES, "rollout", "segment", "done", "status", "version", "reward")
-OPTIONS = (*(f"{name}_key" for name in NAMES), "group_size", "in_order")
+OPTIONS = (*(f"{name}_key" for name in NAMES), "loss_mask_key", "group_size", "in_order")
 """The options that decide how rows are read. A state can only be loaded with the same ones."""
 DEFAULTS: dict[str, float] = dict.fromkeys(
-    ("partition", "rollout", "segment", "status", "version", "reward"), 0
+    ("partition", "rollout", "segment", "status", "version", "newest", "reward"), 0
 )
 DEFAULTS |= {"done": 1, "begins": -1, "ends": 1}
 """Values for missing columns."""
@@ -98,11 +99,15 @@ def find_columns(
         keys["version"] = None if version is None else existing(version)
     else:
         keys["status"] = keys["status"] or existing(*STATUS_KEYS)
+        if keys["version"] is not None:
+            keys["newest"] = existing(NEWEST_VERSION)
         if keys["done"] is not None:
             keys |= {"begins": existing(INIT), "ends": existing(EXPECTED_SEGMENTS)}
             keys["origin"] = existing(ORIGIN) if options["in_order"] else None
     found = {name: key for name, key in keys.items() if key is not None}
     for name, key in found.items():
+        if name == "version" and piece.versions(key, options["loss_mask_key"]) is not None:
+            continue
         dtype = piece.numbers(key, name).dtype
         if name in ("done", "begins"):
             if dtype is not torch.bool:
@@ -121,7 +126,25 @@ def columns_to_send(rows: TensorDictBase, options: Mapping[str, Any]) -> dict[Ne
     """
     piece = RowPiece(rows, range(len(rows)))
     found = find_columns(piece, options)
-    return {key: piece.numbers(key, name).view(len(rows), -1) for name, key in found.items()}
+    keys = {**found, "newest": NEWEST_VERSION}
+    columns = _numbers_of(piece, found, options)
+    return {keys[name]: column.reshape(len(rows), -1) for name, column in columns.items()}
+
+
+def _numbers_of(
+    piece: RowPiece, found: Mapping[str, NestedKey], options: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """The numbers of the rows by name. Versions per token are the oldest, and in `newest` the newest."""
+    versions = None
+    if "version" in found:
+        versions = piece.versions(found["version"], options["loss_mask_key"])
+    columns = {}
+    for name, key in found.items():
+        if name != "version" or versions is None:
+            columns[name] = piece.numbers(key, name)
+        else:
+            columns["version"], columns["newest"] = versions.unbind(1)
+    return columns
 
 
 def measures(rows: TensorDictBase, loss_mask_key: NestedKey, reward_key: NestedKey) -> dict[str, Tensor]:
@@ -152,7 +175,8 @@ def measures(rows: TensorDictBase, loss_mask_key: NestedKey, reward_key: NestedK
 def arriving_rows(
     piece: RowPiece,
     found: Mapping[str, NestedKey],
-    group_size: int | None,
+    options: Mapping[str, Any],
+    version: int,
     measured: Mapping[str, Tensor] | None = None,
 ) -> tuple[Iterator[tuple[Any, ...]], dict[int, Origin]]:
     """Read the ids and flags of rows, with one device read.
@@ -160,7 +184,9 @@ def arriving_rows(
     Args:
         piece: N ≥ 1 rows.
         found: the output of :func:`find_columns`.
-        group_size: expected rollouts of groups, if the batch has no such column.
+        options: the values of `OPTIONS`.
+        version: policy version of a row without a sampled token, if versions are per token: that of the
+            trainer.
         measured: the output of :func:`measures`, to be read as well.
 
     Returns:
@@ -169,21 +195,26 @@ def arriving_rows(
     Raises:
         BatchError: an id is missing, or a status is unknown.
     """
-    measured = measured or {}
-    columns = [*(piece.numbers(key, name) for name, key in found.items()), *measured.values()]
+    named, measured = _numbers_of(piece, found, options), measured or {}
+    columns = [*named.values(), *measured.values()]
     if any(column.device.type != "cpu" for column in columns):
         columns = read_packed(columns)
     lists = [column.tolist() for column in columns]
-    read: dict[str, Any] = dict(zip(found, lists))  # noqa: B905
-    for name, numbers in zip(measured, lists[len(found) :], strict=True):
+    read: dict[str, Any] = dict(zip(named, lists, strict=False))
+    for name, numbers in zip(measured, lists[len(named) :], strict=True):
         setattr(piece, name, numbers)
+    if "newest" in read:
+        for name in ("version", "newest"):
+            read[name] = [version if each == UNSAMPLED else each for each in read[name]]
+    elif "version" in read:
+        read["newest"] = read["version"]
     for name in ("partition", "group", "rollout", "segment", "status", "ends"):
         values, low, high = read.get(name, ()), int(name == "ends"), 3 if name == "status" else 2**63
         if values and (min(values) < low or max(values) > high):
             odd = [f"{value} at row {row}" for row, value in enumerate(values) if not low <= value <= high]
             raise BatchError(RULES[name], found=listing(odd), ids="rollout_id")
     numbers = iter(read.pop("origin", ()))
-    piece.columns, piece.defaults = read, DEFAULTS | {"expected": group_size}
+    piece.columns, piece.defaults = read, DEFAULTS | {"expected": options["group_size"]}
     every = {**read, "arrival": list(piece.place), "piece": repeat(piece)}
     rows = zip(*(every.get(name) or repeat(piece.defaults[name]) for name in Row._fields))  # noqa: B905
     origins = map(Origin._make, zip(*[numbers] * WIDTHS["origin"]))  # noqa: B905
@@ -208,10 +239,12 @@ def admit(plan: StreamPlan, rows: Iterable[tuple[Any, ...]], options: Any) -> se
     raises = {DUPLICATE: options.on_duplicate, LATE: options.on_late}
     sizes: dict[Key, int] = {}
     broken: dict[str, list[str]] = defaultdict(list)
-    newest = math.inf if options.on_newer == "wait" else options.version
+    bound = math.inf if options.on_newer == "wait" else options.version
     left, here, aborted, stamped = set(), None, int(Status.ABORTED), bool(plan.origins)
     for values in rows:
-        segment, arrival, done, begins, ends, status, version, _, partition, of, number, expected, _ = values
+        segment, arrival, done, begins, ends, status, _, newest, _, partition, of, number, expected, _ = (
+            values
+        )
         key = partition, of
         group = plan.groups.get(key) or plan.find(key, expected)  # None: closed
         if partition != here:
@@ -220,7 +253,7 @@ def admit(plan: StreamPlan, rows: Iterable[tuple[Any, ...]], options: Any) -> se
         is_new = not (number in singles or number in homes or number in known or number in closed_rollouts)
         if is_new and group is not None and group.order < 0 and not stamped:
             is_whole = done and ends == 1 and begins and not segment and status < aborted
-            if is_whole and version <= newest and least <= expected == group.expected:
+            if is_whole and newest <= bound and least <= expected == group.expected:
                 # A new rollout of one row that has ended: it breaks no rule below, and is held as a number.
                 group.members[number], singles[number] = arrival, of
                 group.have += 1
@@ -234,8 +267,8 @@ def admit(plan: StreamPlan, rows: Iterable[tuple[Any, ...]], options: Any) -> se
         expected = sizes.setdefault(key, row.expected if group is None else group.expected)
         origin = plan.origins.get(row.arrival)
         behind = origin is not None and follow(plan, row, origin)
-        if row.version > options.version and options.on_newer == "raise":
-            rule, words = "newer", f"{row.version} in group {row.group}"
+        if newest > options.version and options.on_newer == "raise":
+            rule, words = "newer", f"{newest} in group {row.group}"
         elif not least <= row.expected == expected:
             rule, words = "expected", f"group {row.group}: {sorted({row.expected, expected})}"
         elif behind and closed and group is not None and not group.is_ready:

@@ -86,7 +86,9 @@ class GroupAssembler(
     as ``late`` if its group was closed while rows were missing.
 
     Reads `group_key`, `rollout_key` and `done_key` (None: each row is a whole rollout). Reads `partition_key`
-    and `segment_key` if they are set, and `version_key` with `max_staleness`. Reads `expected_key`,
+    and `segment_key` if they are set, and `version_key` with `max_staleness`. If versions are per token, it
+    also reads `loss_mask_key`, and a row is as old as its oldest sampled token and as new as its newest; one
+    without a sampled token has `version`. Reads `expected_key`,
     `status_key`, ``expected_segments`` and ``is_init`` if the batch has them. Reads `reward_key`, from the
     last row of each rollout, if `on_surplus` is a callable. For :attr:`survivors` it reads `loss_mask_key`
     and `reward_key`, if the batch has them. Writes `loss_mask_key` and `log_prob_key`, if the batch has them,
@@ -228,7 +230,8 @@ class GroupAssembler(
         has_effect(GroupAssembler, "steps_ahead", steps_ahead, groups is not None, "groups")
         self._options = {name: getattr(self, name) for name in OPTIONS}
         self._options["in_order"] = in_order and self.segment_key is None
-        self._options["version_key"] = self.version_key if max_staleness is not None else None
+        if max_staleness is None:
+            self._options |= {"version_key": None, "loss_mask_key": None}
         self._options["reward_key"] = self.reward_key if callable(on_surplus) else None
         self._version = 0
         self._stream = Stream()
@@ -424,7 +427,7 @@ class GroupAssembler(
                             check_kinds(self._kinds, kinds)
                         found = find_columns(piece, self._options)
                     measured = measures(batch, self.loss_mask_key, self.reward_key)
-                    rows, plan.origins = arriving_rows(piece, found, self.group_size, measured)
+                    rows, plan.origins = arriving_rows(piece, found, self._options, self.version, measured)
                     for arrival in admit(plan, rows, self):
                         del piece.place[arrival]
                 settle(plan, self)
@@ -725,7 +728,7 @@ class GroupAssembler(
                 plan = self._plan()
                 piece = RowPiece(draws, range(len(draws)))
                 found = find_columns(piece, self._options, groups_only=True)
-                rows, _ = arriving_rows(piece, found, self.group_size)
+                rows, _ = arriving_rows(piece, found, self._options, self.version)
                 announce(plan, rows, draws_of(flat.clone(), self._options), self)
                 if self._journal is None or not self._journal.without_rows:
                     settle(plan, self)
@@ -830,7 +833,7 @@ class GroupAssembler(
 
     def _go_on(self, state: Mapping[str, Any], now: float, piece: RowPiece, kinds: Kinds) -> None:
         found = find_columns(piece, self._options) if piece.place else None
-        rows = () if found is None else arriving_rows(piece, found, self.group_size)[0]
+        rows = () if found is None else arriving_rows(piece, found, self._options, state["version"])[0]
         self._stream = Stream.from_plain(state["state"], rows, now, self._options)
         self._kinds, self._found = kinds, found
         self._version = state["version"]

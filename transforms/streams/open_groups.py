@@ -42,7 +42,9 @@ class Row(NamedTuple):
     status: int
     """:class:`Status`."""
     version: int
-    """Policy version that acted; 0 if it is not read."""
+    """Policy version that acted, of its oldest token; 0 if it is not read."""
+    newest: int
+    """That of its newest token."""
     reward: float
     """0 if it is not read."""
     partition: int
@@ -239,8 +241,14 @@ class Group:
 
     @property
     def newest(self) -> int:
-        """The newest policy version of its rows."""
-        return max(self.versions)
+        """The newest policy version of its rows, and of their tokens."""
+        found = [
+            self.pieces[member // PUT].newest(member)
+            if isinstance(member, int)
+            else max(row.newest for row in member.rows.values())
+            for member in self.members.values()
+        ]
+        return max(found)
 
     @property
     def last_arrival(self) -> int:

@@ -33,8 +33,10 @@ from headrace.transforms.table.tensordicts import (
     take_rows,
     write_column,
 )
+from headrace.transforms.table.tokens import has_versions_of_tokens, version_range, versions_of_tokens
 
 READER = "GroupAssembler"
+UNSAMPLED = torch.iinfo(torch.int64).min  # version of a row without a sampled token
 WIDTHS = {"origin": len(Origin._fields)}  # numbers per row of a column, if not one
 PUT = 2**32
 """Larger than any number of rows of a put."""
@@ -64,6 +66,19 @@ class RowPiece:
         """Tokens in the loss mask of each row; −1: it has no mask, or was read before a restart."""
         self.rewards: Sequence[float] = [math.nan] * len(batch)
         """The reward of each row; NaN: it has none."""
+
+    def versions(self, key: NestedKey, loss_mask_key: NestedKey) -> Tensor | None:
+        """(n, 2): the oldest and newest version of each row's sampled tokens. None: rows have one version.
+
+        A row without a sampled token has `UNSAMPLED`.
+
+        Raises:
+            MissingKeyError: nothing says which tokens were sampled.
+            BatchError: there is not one version for each token.
+        """
+        if not has_versions_of_tokens(self.batch, key):
+            return None
+        return version_range(*versions_of_tokens(self.batch, key, loss_mask_key, reader=READER), UNSAMPLED)
 
     def numbers(self, key: NestedKey, name: str) -> Tensor:
         """(n · K,) the numbers of a column, K = 1 per row except for `WIDTHS`; where the batch is.
@@ -107,6 +122,11 @@ class RowPiece:
         """The policy version of a row."""
         column = self.columns.get("version")
         return self.defaults["version"] if column is None else column[self.place[arrival]]
+
+    def newest(self, arrival: int) -> int:
+        """The policy version of its newest token."""
+        column = self.columns.get("newest")
+        return self.defaults["newest"] if column is None else column[self.place[arrival]]
 
     def take(self, arrivals: Iterable[int]) -> TensorDictBase:
         """Some rows, which may be the batch itself."""

@@ -393,7 +393,7 @@ class Stream:
             newer = [
                 number
                 for number, rollout in group.rollouts.items()
-                if any(row.version > version for row in rollout.rows.values())
+                if any(row.newest > version for row in rollout.rows.values())
             ]
             if newer and group.draw is None:
                 self.close([group], UNDONE)

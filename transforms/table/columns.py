@@ -40,7 +40,10 @@ COLUMNS: dict[str, Role] = {
     ),
     "advantage": Role("advantage", "(N,) with trailing dimensions of size 1, or (N, T, 1) float"),
     "status": Role(None, 'how a rollout ended; None: ("next", "status"), else "status", if it exists', True),
-    "version": Role(("next", "policy_version"), "(N,) or (N, 1) int: version of the policy that acted"),
+    "version": Role(
+        ("next", "policy_version"),
+        "(N,) or (N, 1) int, or (N, T) per token: version of the policy that acted",
+    ),
     "expected": Role("expected_rollouts", "(N,) or (N, 1) int ≥ 1: rollouts dispatched in the row's group"),
     "done": Role(DONE, "(N,) or (N, 1) bool, True on the last row of a rollout; None: all have ended", True),
     "init": Role(

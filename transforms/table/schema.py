@@ -39,6 +39,8 @@ column                                  shape, dtype      meaning
                                                           absent: the batch holds the tokens
 ``("headrace", "dispatched")``          (N,) int64        rollouts that were dispatched in the row's group
 ``("headrace", "trainer_version")``     (N,) int64        policy version of the trainer when it took the row
+``("headrace", "newest_version")``      (N,) int64        newest policy version of the row's tokens, where
+                                                          the table of another process has the oldest
 ``("headrace", "origin")``              (N, 5) int32      number of the row in its rollout, its worker, number
                                                           of workers, its environment in the worker, number of
                                                           environments
@@ -86,6 +88,7 @@ __all__ = [
     "MASKS",
     "MICROBATCH",
     "MINIBATCH",
+    "NEWEST_VERSION",
     "NO_LENGTHS",
     "ORIGIN",
     "PADDING",
@@ -142,6 +145,7 @@ ROW = ("headrace", "row")
 PROCESSED = ("headrace", "processed")
 DISPATCHED = ("headrace", "dispatched")
 TRAINER_VERSION = ("headrace", "trainer_version")
+NEWEST_VERSION = ("headrace", "newest_version")
 STEPS_LEFT = ("headrace", "steps_left")  # for how many further steps a row may wait
 ORIGIN = ("headrace", "origin")
 MASKS = ("headrace", "masks")

@@ -30,6 +30,7 @@ __all__ = [
     "describe_row",
     "finite_inside",
     "first_token",
+    "has_versions_of_tokens",
     "in_blocks",
     "in_loss_there",
     "loss_tokens",
@@ -47,6 +48,9 @@ __all__ = [
     "tokens_in_loss",
     "tokens_of_all_ranks",
     "unless_all",
+    "version_range",
+    "versions_of_rows",
+    "versions_of_tokens",
     "whole_numbers",
     "write_tokens",
     "zero_outside",
@@ -199,6 +203,75 @@ def whole_numbers(column: Tensor, key: NestedKey, option: str) -> Tensor:
     if column.is_floating_point() or column.is_complex() or column.dtype is torch.bool:
         raise BatchError(f"{{column}} must hold integers; found {column.dtype}", key=key, option=option)
     return column.long()
+
+
+def has_versions_of_tokens(batch: TensorDictBase, key: NestedKey) -> bool:
+    """Whether a column of policy versions has one for each token. That of rows of one token may be either."""
+    column = column_of(batch, key)
+    if isinstance(column, list):
+        return any(isinstance(entry, Tensor) and entry.numel() != 1 for entry in column)
+    return isinstance(column, Tensor) and column.numel() != len(batch)
+
+
+def versions_of_tokens(
+    batch: TensorDictBase, key: NestedKey, loss_mask_key: NestedKey, *, reader: str
+) -> tuple[Tensor, Tensor]:
+    """Read the policy version of each token: (B, T) int64; and (B, T) bool, True at sampled tokens.
+
+    Sampled tokens are those of the loss mask, or without a mask those of TorchRL's response. The versions of
+    other tokens and of padding have no meaning.
+
+    Raises:
+        MissingKeyError: the versions are missing, or nothing says which tokens were sampled.
+        BatchError: the versions are not integers, or not one for each token.
+    """
+    versions = read_tokens(batch, key, reader=reader, option="version_key")
+    sampled = loss_mask_of(batch, loss_mask_key)
+    if sampled is None:
+        raise no_loss_mask(batch, loss_mask_key)
+    sampled = flat_rows(padded(sampled, loss_mask_key) if isinstance(sampled, list) else sampled)
+    check_lengths(batch, [key], loss_mask_key, reader=reader, or_of_rows=False)
+    same_width(versions, sampled, "version_key and loss_mask_key")
+    return whole_numbers(versions, key, "version_key"), sampled
+
+
+def version_range(versions: Tensor, sampled: Tensor, none: int = -1) -> Tensor:
+    """Find the oldest and the newest version of the sampled tokens of each row: (B, 2) int64.
+
+    Args:
+        versions: (B, T) int64.
+        sampled: (B, T) bool.
+        none: for a row without a sampled token.
+
+    Example:
+        >>> sampled = torch.tensor([[True, True, False], [False, False, False]])
+        >>> version_range(torch.tensor([[4, 3, 0], [7, 7, 7]]), sampled).tolist()
+        [[3, 4], [-1, -1]]
+    """
+    if not versions.shape[1]:
+        return versions.new_full((len(versions), 2), none)
+    most = torch.iinfo(torch.int64)
+    oldest = versions.masked_fill(~sampled, most.max).amin(1)
+    newest = versions.masked_fill(~sampled, most.min).amax(1)
+    return torch.stack([oldest, newest], 1).masked_fill_(~sampled.any(1, keepdim=True), none)
+
+
+def versions_of_rows(rows: Rows, key: NestedKey, loss_mask_key: NestedKey) -> Tensor | None:
+    """The oldest and the newest version of each row's sampled tokens, their sum and their number.
+
+    Returns:
+        (M, 4) int64; −1, −1, 0, 0 for a row without a sampled token. None: the table has one version per row.
+
+    Raises:
+        MissingKeyError, BatchError: as :func:`versions_of_tokens`.
+    """
+    # All ranks decide alike, because the table is the same on all ranks.
+    if (column := rows.table.columns.get(key)) is not None and column.ndim == 1:
+        return None
+    versions, sampled = versions_of_tokens(rows.table.batch, key, loss_mask_key, reader=rows.reader)
+    total = versions.masked_fill(~sampled, 0).sum(1)
+    found = torch.stack([*version_range(versions, sampled).unbind(1), total, sampled.sum(1)], 1)
+    return rows.measured(versions=found)["versions"].long()
 
 
 def same_width(one: Tensor, other: Tensor, names: str) -> None:

@@ -199,9 +199,17 @@ def reading_order(groups: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def staleness_of(columns: Columns) -> np.ndarray:
-    """(N,) versions behind the trainer, or, if that is unknown, behind the newest row; -1 if unknown."""
+    """(N,) versions behind the trainer, or, if that is unknown, behind the newest row; -1 if unknown.
+
+    With versions per token, those of the row's oldest sampled token.
+    """
     version = columns.get("policy_version")
     if version is None or len(version) == 0:
         return np.full(len(columns["reason"]), -1)
+    return np.where(version < 0, -1, newest_version(columns) - version)
+
+
+def newest_version(columns: Columns) -> np.ndarray:
+    """(N,) or () the version of the trainer when it took the row, or if that is unknown, the newest here."""
     trainer = columns.get("trainer_version", np.full(1, -1))
-    return np.where(version < 0, -1, (version.max() if trainer.min() < 0 else trainer) - version)
+    return columns.get("newest_version", columns["policy_version"]).max() if trainer.min() < 0 else trainer

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 
 from .funnel import Columns
+from .groups import newest_version
 
 AGREE = 1e-4  # advantages no further apart are the same: they are logged in float32, or rounded
 
@@ -41,7 +42,9 @@ def numbers_of(
     ``advantages/fraction_zero``            share of trained rollouts with an advantage of exactly 0
     ``staleness/mean``, ``staleness/max``   policy versions behind the trainer when it took the rows, over
                                             rollouts, where an assembler with `max_staleness` says it
-    ``behind_newest/mean``, ``max``         versions behind the newest row of the batch, in other batches
+    ``staleness/token_mean``                the mean over sampled tokens, if versions are per token. The other
+                                            two are then of the oldest sampled token of a rollout
+    ``behind_newest/…``                     the same behind the newest row, or token, of other batches
     ``fan_out/mean``, ``fan_out/max``       rows per rollout
     ``rollouts/truncated``, ``failed``      share of rollouts that were cut off; that failed or were aborted.
                                             The first only where it is known how each row ended
@@ -113,6 +116,9 @@ def numbers_of(
     known = columns.get("trainer_version", np.empty(0))
     name = "staleness" if len(known) and known.min() >= 0 else "behind_newest"
     numbers |= _statistics(name, stale, ("mean", "max"))
+    if (sampled := columns.get("version_tokens", np.zeros(1))).sum():
+        behind = newest_version(columns) * sampled - columns["version_sum"]
+        numbers[f"{name}/token_mean"] = float(behind.sum() / sampled.sum())
     numbers |= _statistics("fan_out", rollouts["segments"], ("mean", "max"))
     numbers |= _statistics("tokens", columns.get("tokens", np.empty(0)), ("mean", "max"))
     return numbers | logged_numbers(columns)

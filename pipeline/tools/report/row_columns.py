@@ -9,7 +9,7 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from headrace.pipeline.account_keys import OF_TOKENS
+from headrace.pipeline.account_keys import OF_TOKENS, OF_VERSIONS
 from headrace.transforms.stages.sequences import with_merged
 from headrace.transforms.table import TokenCount, weighted_reward
 from headrace.transforms.table.schema import COMPARED, REWARD
@@ -36,6 +36,10 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
     for name in ("status", "policy_version", "trainer_version", "expected_rollouts"):
         if (column := first(name)) is not None and column.ndim == 1:
             found[name] = column.long()
+    if OF_VERSIONS in table.columns:
+        oldest, newest, total, sampled = table.columns[OF_VERSIONS].unbind(1)
+        found |= {"policy_version": oldest, "newest_version": newest}
+        found |= {"version_sum": total, "version_tokens": sampled}
     counted = table.fates.counts
     if (collected := table.columns.get("collected reward")) is not None:
         several = flat_rows(collected.double())

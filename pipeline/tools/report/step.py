@@ -53,7 +53,9 @@ class StepReport:
             own), `reward` (the rollout's, as the advantage saw it), `advantage` (a mean over tokens, where it
             is per token), `advantage_by_row` (what it would be if each row were a rollout), `loss_weight`
             (also where it was folded into the advantage, which is that before), `tokens` (in the loss, as
-            collected), `trained_tokens` (after all stages), `status`, `policy_version`, `expected_rollouts`,
+            collected), `trained_tokens` (after all stages), `status`, `policy_version` (of the oldest sampled
+            token, if versions are per token; then also `newest_version`, and the sum and number of the
+            versions of sampled tokens, `version_sum` and `version_tokens`), `expected_rollouts`,
             `minibatch`, `microbatch`, `rank`, `empty` (1: it arrived without a token in the loss, and is in
             no statistic), `logged_advantage` (that of a dump), `compared` (rollouts that the advantage
             compared with that of the row, itself included), `baseline` (that it was compared with), `peers`

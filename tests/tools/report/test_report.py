@@ -13,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from tensordict import TensorDict, lazy_stack
+from versions import LAYOUTS, sampled_by, with_versions
 
 from headrace.pipeline import Pipeline, load_pipeline, make_report
 from headrace.pipeline.tools.report import show_report
@@ -113,6 +114,44 @@ def test_staleness_is_the_age_against_the_trainer_that_took_the_rows():
         report = make_report(load_pipeline("pipeline=grpo").run(assembler.take()))
         assert report.numbers["staleness/mean"] == mean
         assert "behind_newest/mean" not in report.numbers
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_staleness_per_token_is_that_of_a_loop(layout):
+    """Behind the trainer after an assembler, else behind the newest sampled token; also of rows that left."""
+    for seed in range(8):
+        batch = with_versions(seed, layout)
+        assembler = GroupAssembler(groups=4, group_size=2, max_staleness=9)
+        assembler.version = 9
+        assembler.put(batch)
+        versions = sampled_by(batch)
+        every = [version for own in versions for version in own]
+        words = ("pipeline=grpo", "pipeline.stages.filter.action=drop")
+        for rows, name, newest in (
+            (assembler.take(), "staleness", 9),
+            (batch, "behind_newest", max(every)),
+        ):
+            report = make_report(composed(*words, "pipeline.stages.gate.group_size=2").run(rows))
+            oldest = [newest - min(own) for own in versions if own]
+            ages = [newest - version for version in every]
+            assert report.numbers[f"{name}/max"] == max(oldest)
+            assert report.numbers[f"{name}/mean"] == pytest.approx(sum(oldest) / len(oldest))
+            assert report.numbers[f"{name}/token_mean"] == pytest.approx(sum(ages) / len(ages))
+            known = [newest - min(own) if own else -1 for own in versions]
+            assert report.staleness.tolist() == known
+
+
+def test_carried_rows_keep_the_staleness_of_their_tokens():
+    """A row waits for the next batch, whose report has its versions, too."""
+    pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=6, unit="sample", remainder="carry")})
+    first, second = with_versions(1), with_versions(2)
+    second["rollout_id"], second["group_id"] = second["rollout_id"] + 100, second["group_id"] + 100
+    waits = [row for row, reason in enumerate(pipeline.run(first).ledger.reason.tolist()) if reason]
+    assert len(waits) == 2
+    report = make_report(pipeline.run(second))
+    found = report.columns["policy_version"].tolist()
+    own = sampled_by(second) + [sampled_by(first)[row] for row in waits]
+    assert sorted(found) == sorted(min(versions, default=-1) for versions in own)
 
 
 def test_versions_behind_the_newest_row_are_those_of_the_oldest_segment(make_batch):

@@ -32,6 +32,7 @@ from headrace.transforms.table.rewards import Several
 from headrace.transforms.table.schema import REWARD, REWARDS, STATUS_KEYS, Status
 from headrace.transforms.table.table import Reduced
 from headrace.transforms.table.tensordicts import column_of, flat_rows
+from headrace.transforms.table.tokens import versions_of_rows
 
 
 class Criterion(TakesColumns):
@@ -261,8 +262,16 @@ class LengthWithin(Criterion, columns=("loss_mask",)):
         return keep if self.high is None else keep & (tokens <= self.high)
 
 
-class Fresh(Criterion, columns=("version",)):
+class Fresh(Criterion, columns=("version", "loss_mask")):
     """Keep rows whose policy version is at most `max_staleness` versions old. Reason: ``stale``.
+
+    If the policy was updated while a row was sampled, the column may have a version for each token, (N, T),
+    dense or ragged. Then the oldest sampled token decides::
+
+        keep_i = min over sampled tokens t of row i: version_it ≥ current − max_staleness
+
+    Sampled tokens are those of the loss mask, or without a mask those of TorchRL's response. A row without a
+    sampled token stays. Versions per token take one more device read.
 
     Args:
         current: version of the policy that trains, or a callable that returns it. In training use a callable,
@@ -281,15 +290,20 @@ class Fresh(Criterion, columns=("version",)):
         self.name_columns(names)
         self.current = current if callable(current) else at_least("current", current, 0)
         self.max_staleness = at_least("max_staleness", max_staleness, 0)
-        self.in_keys = (self.version_key,)
+        self.in_keys = (self.version_key, self.loss_mask_key)
 
     def decide(self, rows: Rows) -> Tensor:
         """(M,) bool."""
-        version = rows.number("version").long()
+        found = versions_of_rows(rows, self.version_key, self.loss_mask_key)
+        if found is None:
+            oldest = newest = rows.number("version").long()
+            sampled = torch.ones_like(oldest)
+        else:
+            oldest, newest, _, sampled = found.unbind(1)
         current = int(self.current() if callable(self.current) else self.current)
         rows.require(
-            version <= current,
+            newest <= current,
             f"no row may be newer than the policy version that trains, {current} (current); found {{found}}",
-            lambda row: f"{int(version[row])} at row {rows.at(row)}",
+            lambda row: f"{int(newest[row])} at row {rows.at(row)}",
         )
-        return current - version <= self.max_staleness
+        return (current - oldest <= self.max_staleness) | (sampled == 0)
