@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,7 +18,14 @@ from composed import composed
 from saving import as_saved
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 
-from headrace.pipeline import RolloutQueue, StepQueue, assembled, group_sampler
+from headrace.pipeline import (
+    RepeatSampler,
+    RolloutQueue,
+    RolloutStream,
+    StepQueue,
+    assembled,
+    group_sampler,
+)
 from headrace.transforms import BatchError, GroupAssembler, MissingKeyError, StalledError
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
@@ -242,3 +250,36 @@ def test_a_missing_extra_is_reported(monkeypatch):
         message = r"(Queue|group_sampler) needs transfer_queue: pip install 'headrace\[tq\]'"
         with pytest.raises(ImportError, match=message):
             make()
+
+
+def test_a_stream_reads_a_queue_and_waits_for_slow_groups(name):
+    """As `group_sampler` advises where the policy version matters. Each group is trained once."""
+    sampler = RepeatSampler(12, group_size=2, prompts_per_batch=2, shuffle=False)
+    stream = RolloutStream(
+        sampler,
+        epochs=1,
+        max_staleness=4,
+        source=RolloutQueue(name, producers=1),
+        patience=PATIENCE,
+    )
+
+    def dispatch() -> None:
+        queue, slow = RolloutQueue(name), list[TensorDictBase]()
+        for draws in stream.draws(wait=True, patience=PATIENCE):
+            draws["next", "done"] = torch.ones(len(draws), dtype=torch.bool)
+            draws["next", "policy_version"] = torch.full((len(draws),), stream.version)
+            slow.append(draws)
+            if len(slow) > 1:  # the newest first: groups arrive in another order
+                queue.put(slow.pop())
+        for draws in slow:
+            queue.put(draws)
+        queue.end()
+
+    with ThreadPoolExecutor(1) as pool:
+        done, groups = pool.submit(dispatch), list[int]()
+        for batch in stream:
+            groups += batch["group_id"].unique().tolist()
+            stream.version += 1
+        done.result()
+    assert sorted(groups) == list(range(12))
+    assert stream.counts["stale"] == 0
