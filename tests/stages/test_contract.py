@@ -99,6 +99,7 @@ STAGES: dict[str, Callable[[], BatchTransform]] = {
     "relative-length": lambda: RelativeLength(coefficient=1.0),
     "reward-scale": lambda: RewardScale(scale=2.0, high=9.0),
     "whitening": lambda: BatchWhitening(per="sample"),
+    "whitening-rollout": lambda: BatchWhitening(per="rollout"),
     "turn-discount": lambda: TurnDiscount(discount=0.5),
     "to-go": lambda: RewardsToGo(discount=0.5),
     "states": lambda: StateAdvantage(weight=1.0, state_key="rollout_id"),
@@ -169,6 +170,7 @@ def made_once() -> TensorDict:
     batch[RETURN] = torch.tensor(rewards)
     batch[REWARD] = torch.tensor(rewards)
     batch["advantage"] = torch.linspace(-1, 1, 8).view(8, 1, 1)
+    batch["advantage"][2] = batch["advantage"][1]  # two rows of one rollout
     batch["turn_index"] = torch.tensor([0, 0, 1, 0, 0, 0, 0, 0])[:, None].expand(8, 4).contiguous()
     batch["turn_reward"] = torch.linspace(0, 1, 32).view(8, 4)
     batch["parent_id"] = torch.full((8,), -1)  # rollouts are text in some tests
@@ -379,6 +381,7 @@ NEEDED = {
     "relative-length": [("masks", "all_assistant_mask"), "rollout_id", "group_id", REWARD],
     "reward-scale": [REWARD],
     "whitening": ["advantage"],
+    "whitening-rollout": ["advantage", "rollout_id"],
     "turn-discount": ["advantage", "rollout_id"],
     "to-go": [("next", "reward"), "rollout_id"],
     "states": ["advantage", "group_id", "rollout_id", RETURN],

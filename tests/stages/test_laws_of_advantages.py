@@ -51,6 +51,7 @@ SECOND = {  # which change an advantage that is there
     "states": lambda: StateAdvantage(weight=1.0, state_key="role"),
     "whitening": BatchWhitening,
     "whitening by sample": lambda: BatchWhitening(per="sample"),
+    "whitening by rollout": lambda: BatchWhitening(per="rollout"),
     "discount": lambda: TurnDiscount(discount=0.5),
     "signs": lambda: SignFactors(positive=0.5),
     "difficulty": lambda: DifficultyWeight(),

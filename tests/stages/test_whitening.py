@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from itertools import product
 
 import pytest
 import torch
+from batches import batch_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.transforms import BatchWhitening, whiten
-from headrace.transforms.table.schema import COUNTED
+from headrace.transforms import BatchError, BatchWhitening, whiten
+from headrace.transforms.table.schema import COUNTED, REWARD
 
 NUMBERS = st.integers(-1000, 1000).map(lambda x: x / 10)
 MODES = ["variance", "add", "clamp"]
@@ -68,3 +70,39 @@ def test_excluded_and_masked_rows_get_0(make_batch):
     found = BatchWhitening(per="sample", eps=0.0)(batch)["advantage"].flatten().tolist()
     mean, spread = statistics.fmean([1, 4, 50]), statistics.stdev([1, 4, 50])
     assert found == pytest.approx([(x - mean) / spread for x in (1, 4, 50)] + [0])
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_rollout_counts_once_whatever_its_number_of_rows(seed):
+    """A dictionary of rollouts and the standard library; some are excluded, and some have no reward."""
+    chance = random.Random(seed)
+    credits = {9 * number + 4: chance.choice([-1.0, 0.25, chance.uniform(-5, 5)]) for number in range(6)}
+    excluded, unscored = (set(chance.sample(list(credits), chance.randint(0, 2))) for _ in range(2))
+    ids = [rollout for rollout in credits for _ in range(chance.randint(1, 4))]
+    chance.shuffle(ids)
+    batch = batch_of([0.0] * len(ids), [0] * len(ids), ids)
+    batch["advantage"] = torch.tensor([credits[each] for each in ids], dtype=torch.float64).view(-1, 1, 1)
+    if excluded:
+        batch[COUNTED] = torch.tensor([each not in excluded for each in ids])
+    batch[REWARD] = torch.tensor([float("nan") if each in unscored else 0.0 for each in ids])
+    known = [x for each, x in credits.items() if each not in excluded | unscored]
+    flat = len(set(known)) < 2
+    mean, spread = (0.0, 1.0) if flat else (statistics.fmean(known), statistics.stdev(known))
+    out = {each: 0.0 if flat else (x - mean) / spread for each, x in credits.items()}
+    expected = [0.0 if each in excluded | unscored else out[each] for each in ids]
+    found = BatchWhitening(per="rollout", eps=0.0)(batch)["advantage"]
+    assert found.shape == (len(ids), 1, 1)
+    assert found.flatten().tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def test_rows_of_a_rollout_with_different_advantages_are_named():
+    """An excluded row is not compared; a NaN on one row of two is a difference."""
+    batch = batch_of([0.0] * 4, [0] * 4, [5, 7, 7, 5])
+    for other in (2.0, float("nan")):
+        batch["advantage"] = torch.tensor([1.0, 1, other, 1]).view(4, 1, 1)
+        with pytest.raises(BatchError, match=r"rollout 7 \(rows \[1, 2\]: \[1.0, (2.0|nan)\]\).* per='sample'"):
+            BatchWhitening(per="rollout")(batch)
+    batch[COUNTED] = torch.tensor([True, True, False, True])
+    batch["advantage"] = torch.tensor([1.0, 3, 2, 1]).view(4, 1, 1)
+    found = BatchWhitening(per="rollout", eps=0.0)(batch)["advantage"].flatten().tolist()
+    assert found == pytest.approx([-(0.5**0.5), 0.5**0.5, 0.0, -(0.5**0.5)])

@@ -10,13 +10,14 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from headrace.transforms.table import BatchTransform, ColumnNames, Ids, Rows
+from headrace.transforms.table.checks import describe_rollout
 from headrace.transforms.table.options import takes_options, within
 from headrace.transforms.table.schema import COUNTED, REWARD
 
 from .baselines import with_eps
 
 WhitenEpsMode = Literal["add", "clamp", "variance"]
-Per = Literal["token", "sample"]
+Per = Literal["token", "sample", "rollout"]
 
 
 @takes_options
@@ -66,30 +67,35 @@ def whiten(
     return torch.where(is_zero, 0.0, deviation / divisor).to(values.dtype)
 
 
-class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask")):
+class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask", "rollout")):
     """Whiten the advantage over the batch (:func:`whiten`), after the group-relative advantage.
 
     Excluded rows, rows without a reward and rows without a token get 0. Rows that a filter masked
     (``SampleFilter(action="mask")``) count with their original length.
 
-    Reads and writes `advantage_key`. Reads ``("headrace", "reward")`` if it exists, and `loss_mask_key` with
-    ``per="token"``.
+    With ``per="rollout"`` the statistics are over one row of each rollout, so a rollout of three rows counts
+    once. All its rows must have the same advantage. If they differ, as after TurnDiscount, no row is the value
+    of the rollout, and a mean of them would be a value that no token trains with. Such a batch is refused.
+
+    Reads and writes `advantage_key`. Reads ``("headrace", "reward")`` if it exists, `loss_mask_key` with
+    ``per="token"``, and `rollout_key` with ``per="rollout"``.
 
     Args:
-        per: count each ``token`` in the loss, or each ``sample`` once.
+        per: count each ``token`` in the loss, each ``sample`` or each ``rollout`` once.
         eps: ε ≥ 0.
         eps_mode: ``variance``, ``add``, ``clamp``.
         names: other names of columns, such as `advantage_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is missing.
-        BatchError: an advantage is not finite.
+        BatchError: an advantage is not finite, or the rows of a rollout have different advantages
+            (``rollout``); the message lists the rows or the rollouts.
 
     Example:
         >>> from tensordict import TensorDict
-        >>> td = TensorDict({"advantage": torch.tensor([1.0, 3.0]).view(2, 1, 1)}, batch_size=[2])
-        >>> BatchWhitening(per="sample")(td)["advantage"].flatten().tolist()
-        [-0.7071067690849304, 0.7071067690849304]
+        >>> td = TensorDict({"advantage": [1.0, 3.0, 3.0], "rollout_id": [4, 5, 5]}, batch_size=[3])
+        >>> BatchWhitening(per="rollout")(td)["advantage"].tolist()
+        [-0.7071067690849304, 0.7071067690849304, 0.7071067690849304]
     """
 
     def __init__(
@@ -103,7 +109,8 @@ class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask")):
         self.name_columns(names)
         self.per = per
         tokens = self.loss_mask_key if per == "token" else None
-        super().__init__([self.advantage_key, COUNTED, tokens], [self.advantage_key])
+        rollouts = self.rollout_key if per == "rollout" else None
+        super().__init__([self.advantage_key, COUNTED, tokens, rollouts], [self.advantage_key])
         self.eps, self.eps_mode = within("eps", eps, 0), eps_mode
 
     @property
@@ -113,17 +120,39 @@ class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask")):
 
     def decide(self, rows: Rows) -> None:
         """Rewrite the advantage."""
-        credit = rows.number("advantage").double()
-        weights = rows.lengths if self.per == "token" else torch.ones_like(credit, dtype=torch.int64)
-        if rows.counted is not None:
-            weights = weights * rows.counted
-        if rows.has(REWARD):  # rows without a reward are not counted
-            weights = weights * ~rows[REWARD].isnan()
+        of_rollouts = self.per == "rollout"
+        if of_rollouts:
+            require_one_each(rows)
+        some = rows.voters if of_rollouts else rows
+        credit = some.number("advantage").double()
+        weights = some.lengths if self.per == "token" else torch.ones_like(credit, dtype=torch.int64)
+        if some.counted is not None:
+            weights = weights * some.counted
+        if some.has(REWARD):  # rows without a reward are not counted
+            weights = weights * ~some[REWARD].isnan()
         white = whiten(credit, weights, eps=self.eps, eps_mode=self.eps_mode)
         for values in (credit, white):
-            rows.require(
+            some.require(
                 values.isfinite(),
                 "whitening needs finite advantages with a finite sum of squares; found {found}",
-                lambda row: f"{float(credit[row])} at row {rows.at(row)}",
+                lambda row: f"{float(credit[row])} at row {some.at(row)}",
             )
-        rows["advantage"] = white
+        rows["advantage"] = rows.from_voters(white) if of_rollouts else white
+
+
+def require_one_each(rows: Rows) -> None:
+    """Require one advantage for each rollout: the same on all its rows.
+
+    Raises:
+        BatchError: rows of a rollout differ; the message lists the rollouts.
+    """
+    credit, rollouts = rows.number("advantage"), rows.rollouts
+    first = credit[rollouts.spread(rollouts.first)]
+    rows.require(
+        (credit == first) | (credit.isnan() & first.isnan()),
+        "with per='rollout' all rows of a rollout need the same advantage, which is that of the rollout; it "
+        "differs in {found}. Put BatchWhitening before the stage that gives each row its own, or set "
+        "{per=sample}, which counts each row",
+        lambda row: describe_rollout(rows, row, credit),
+        unit=rollouts,
+    )
