@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from batches import batch_of
 from headrace.pipeline import Pipeline
 from headrace.transforms import (
     BatchError,
+    BatchTransform,
     DifficultyWeight,
     FanOutCollapse,
     GroupRelativeAdvantage,
     LossWeight,
+    SampleFilter,
     SignFactors,
     TurnDiscount,
     difficulty_weight,
@@ -62,5 +65,67 @@ def test_a_group_is_weighted_by_its_difficulty():
 
 def test_difficulty_needs_rewards_from_0_to_1():
     batch = GroupRelativeAdvantage()(FanOutCollapse()(batch_of([0.0, 1.5], [0, 0])))
-    with pytest.raises(BatchError, match=r"needs rewards in \[0, 1\], .*; found 1.5 at row 1 \(rollout 1\)"):
+    found = r"needs rewards in \[0, 1\], .*; found 1.5 at row 1 \(rollout 1\). Put RewardScale after"
+    with pytest.raises(BatchError, match=found):
         DifficultyWeight()(batch)
+
+
+def of_several(rewards: list[list[float]], groups: list[int], ids: list[int] | None = None):
+    """A batch of rows with K rewards."""
+    batch = batch_of([0.0] * len(groups), groups, ids)
+    batch["next", "reward"] = torch.tensor(rewards, dtype=torch.float64)
+    return batch
+
+
+def decoupled(missing: str = "raise") -> dict[str, BatchTransform]:
+    """The stages of gdpo up to its advantage."""
+    options = {"several": "decoupled", "scale": "none", "missing": missing}
+    return {
+        "collapse": FanOutCollapse(columns=2, missing=missing),
+        "advantage": GroupRelativeAdvantage(**options),
+    }
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_group_is_weighted_by_the_difficulty_of_one_of_its_rewards(seed):
+    """By loops over rollouts of one to three rows, some without one of the rewards, some excluded."""
+    chance, nan = random.Random(seed), float("nan")
+    group = {number: chance.randint(0, 2) for number in range(9)}
+    reward = {
+        number: [chance.choice([0.0, 1.0, nan]), chance.choice([-3.0, 7.0, nan])] for number in range(9)
+    }
+    for each in set(group.values()):  # one of each group has both
+        reward[min(number for number in group if group[number] == each)] = [1.0, 2.0]
+    ids = [number for number in group for _ in range(chance.randint(1, 3))]
+    chance.shuffle(ids)
+    batch = of_several([reward[number] for number in ids], [group[number] for number in ids], ids)
+    away = {number for number in group if reward[number][0] == 0 and chance.random() < 0.3}
+    batch["away"] = torch.tensor([number in away for number in ids])
+    out = SampleFilter(criterion=lambda batch: ~batch["away"], action="exclude")
+    stages = {"out": out, **decoupled("skip")}
+    before = Pipeline(stages)(batch)["advantage"].flatten().tolist()
+    found = Pipeline({**stages, "difficulty": DifficultyWeight(reward=0)})(batch)["advantage"]
+    for row, number in enumerate(ids):
+        same = [other for other in group if group[other] == group[number] and other not in away]
+        known = [reward[other][0] for other in same if not math.isnan(reward[other][0])]
+        p = sum(known) / len(known)
+        weight = math.exp(-sum(x * math.log(2 * x) for x in (p, 1 - p) if x))
+        assert float(found[row]) == pytest.approx(before[row] * weight, rel=1e-12)
+
+
+def test_difficulty_says_which_reward_it_needs():
+    """RewardScale is no advice here: several='decoupled' refuses it."""
+    batch = of_several([[0.0, 5], [1, 5], [0, 2]], [0, 0, 1])
+    several = Pipeline({**decoupled(), "difficulty": DifficultyWeight()})
+    with pytest.raises(BatchError, match=r"found 5.0 at row 0.*\. Set reward=0, or the index of another"):
+        several(batch)
+    second = Pipeline({**decoupled(), "difficulty": DifficultyWeight(reward=1)})
+    with pytest.raises(BatchError, match=r"found 5.0 at row 0.*\. Choose another reward, scale it where"):
+        second(batch)
+    third = Pipeline({**decoupled(), "difficulty": DifficultyWeight(reward=2)})
+    with pytest.raises(BatchError, match=r"needs 3 rewards per row; found 2. Set FanOutCollapse\(columns=K"):
+        third(batch)
+    batch["next", "reward"][2, 0] = float("nan")
+    first = Pipeline({**decoupled("skip"), "difficulty": DifficultyWeight(reward=0)})
+    with pytest.raises(BatchError, match="the mean of reward 0; no rollout has it in group 1"):
+        first(batch)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from headrace.transforms.table import BatchTransform, ColumnNames, Ids, Rows, require_identity
+from headrace.transforms.table import BatchError, BatchTransform, ColumnNames, Ids, Rows, require_identity
 from headrace.transforms.table.ids import mean_of
-from headrace.transforms.table.options import takes_options, within
-from headrace.transforms.table.schema import COUNTED, REWARD
+from headrace.transforms.table.options import at_least, takes_options, within
+from headrace.transforms.table.schema import COUNTED, REWARD, REWARDS
 from headrace.transforms.table.tokens import change_advantage
 
 
@@ -79,40 +79,68 @@ class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")
     The mean is over the rollouts that have a reward and are not excluded. The advantage of excluded rows
     becomes 0.
 
-    Reads ``("headrace", "reward")``, `group_key` and `rollout_key`. Reads and writes `advantage_key`.
+    Reads ``("headrace", "reward")``, `group_key` and `rollout_key`. Reads ``("headrace", "rewards")`` if
+    `reward` is set. Reads and writes `advantage_key`.
 
     Args:
+        reward: index, from 0, of the reward that is the difficulty, of the K rewards of
+            ``FanOutCollapse(columns=K)``; None: their weighted sum. Rollouts that lack this reward are left
+            out of its mean.
         names: other names of columns, such as `advantage_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is missing.
-        BatchError: a reward is outside [0, 1].
+        BatchError: a reward is outside [0, 1], there are fewer rewards, or no rollout of a group has this
+            one.
 
     Example:
-        >>> DifficultyWeight(group_key="prompt")
-        DifficultyWeight(group_key='prompt')
+        >>> DifficultyWeight(reward=1, group_key="prompt")
+        DifficultyWeight(reward=1, group_key='prompt')
     """
 
     within_groups = True
 
-    def __init__(self, **names: Unpack[ColumnNames]):
+    def __init__(self, *, reward: int | None = None, **names: Unpack[ColumnNames]):
         self.name_columns(names)
-        built_on = (REWARD, COUNTED, self.group_key, self.rollout_key)
+        self.reward = None if reward is None else at_least("reward", reward, 0)
+        built_on = (REWARD, None if reward is None else REWARDS, COUNTED, self.group_key, self.rollout_key)
         super().__init__([self.advantage_key, *built_on], [self.advantage_key])
         self.final_keys = tuple(self.in_keys[1:])
 
     def decide(self, rows: Rows) -> None:
         """Rewrite the advantage."""
-        reward = rows[REWARD]
+        total = rows[REWARD]
+        rewards = rows[REWARDS] if rows.has(REWARDS) else total[:, None]
+        if self.reward is not None and self.reward >= rewards.shape[1]:
+            raise BatchError(
+                f"DifficultyWeight(reward={self.reward}) needs {self.reward + 1} rewards per row; found "
+                f"{rewards.shape[1]}. Set FanOutCollapse(columns=K), or a smaller index; the first is 0"
+            )
+        reward = total if self.reward is None else rewards[:, self.reward]
         require_identity(rows)
         counts = ~reward.isnan() if rows.counted is None else ~reward.isnan() & rows.counted
+        # RewardScale changes the sum of several rewards, which several='decoupled' refuses.
+        if self.reward is not None:
+            todo = "Choose another reward, scale it where it is scored"
+        elif rewards.shape[1] > 1:
+            todo = "Set {reward=0}, or the index of another of the rewards that is in [0, 1]"
+        else:
+            todo = "Put RewardScale after FanOutCollapse"
         rows.require(
             ~counts | ((reward >= 0) & (reward <= 1)),
-            "DifficultyWeight needs rewards in [0, 1], whose mean is a success rate; found {found}. Put "
-            "RewardScale after FanOutCollapse, or remove this stage",
+            "DifficultyWeight needs rewards in [0, 1], whose mean is a success rate; found {found}. "
+            + todo
+            + ", or remove this stage",
             lambda row: f"{float(reward[row])} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
         )
         groups = Ids(rows.groups.of, counts & rows.rollouts.is_first)
+        if self.reward is not None:  # its other rewards may give a group without this one an advantage
+            rows.require(
+                (groups.spread(groups.count) > 0) | total.isnan(),
+                f"a group's difficulty is the mean of reward {self.reward}; no rollout has it in {{found}}. "
+                "Score one, or take the group out before this stage with SampleFilter(action='exclude')",
+                lambda row: f"group {rows.name('group', row)}",
+            )
         mean = groups.sum(reward.nan_to_num()) / groups.count.clamp_min(1)
         factor = groups.spread(difficulty_weight(mean.clamp(0, 1)))
         if rows.counted is not None:
