@@ -56,6 +56,7 @@ On this page, `advantage.eps` is short for the option `pipeline.stages.advantage
 | leave one out | the mean, or the std, of the rewards of the other rollouts of the group |
 | batch | the mean, or the std, of all rewards of the batch |
 | group | the std of the rewards of the group |
+| value | the values of a critic, which the stage `gae` reads |
 | running | a mean of earlier batches, which the stage `running` subtracts |
 | … of votes only | over the rollouts of the group that vote and do not train ([`votes_only`](batch.md)) |
 | none | nothing is subtracted, or the divisor is 1 |
@@ -99,6 +100,7 @@ Some recipes need more columns than the demo has:
 | `gdpo` | several rewards |
 | `gigpo` | `state_id`, the environment's state when the row began |
 | `mt_grpo` | `turn_index`, `turn_reward` |
+| `ppo` | `values`: the critic's value before each token |
 | `tis`, `icepop`, `mis`, `mlperf`, `opsm` | `old_log_probs`: [rollout correction](correction.md) |
 | `opd`, `rlsd` | `teacher_log_probs` |
 | `kl_in_advantage` | `ref_log_probs` |
@@ -213,7 +215,8 @@ def row(name: str, pipeline: Pipeline) -> str:
     alone = getattr(part, "singleton", alone)
     everywhere = {"gate", "collapse", "advantage", "split", "weight"}
     others = [stage for stage in pipeline.order if stage not in everywhere]
-    baseline = "running" if "running" in others else getattr(part, "baseline", "leave_one_out")
+    baseline = "value" if hasattr(part, "critic_key") else getattr(part, "baseline", "leave_one_out")
+    baseline = "running" if "running" in others else baseline
     if getattr(part, "baseline_of", "group") != "group":
         baseline += f" of {part.baseline_of}"
     cells = [

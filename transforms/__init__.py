@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         top_share,
     )
     from .stages.advantage.turns import RewardsToGo, TurnDiscount, rewards_to_go, turns_to_go
+    from .stages.advantage.values import GAE, generalized_advantage
     from .stages.advantage.whitening import BatchWhitening, whiten
     from .stages.by_column import ByColumn
     from .stages.collapse import Collapsed, FanOutCollapse, collapse_fan_out
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from .trees.shared_once import TrainSharedOnce
 
 __all__ = [
+    "GAE",
     "BatchError",
     "BatchTransform",
     "BatchWhitening",
@@ -151,6 +153,7 @@ __all__ = [
     "difficulty_weight",
     "directed_weight",
     "divergence",
+    "generalized_advantage",
     "group_relative_advantage",
     "importance_weight",
     "incomplete_groups",

@@ -187,6 +187,7 @@ def holds(path: Path, text: str) -> bool:
     return path.exists() and path.read_text() == text
 
 
+@pytest.mark.torchrl  # without it, some parts are not tried
 def test_every_table_lists_a_new_part(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     import make_listings
@@ -281,6 +282,7 @@ def test_a_stage_that_cannot_be_imported_is_not_listed(monkeypatch, tmp_path):
     assert listing.read_text() == "__all__ = []\n"
 
 
+@pytest.mark.torchrl
 @pytest.mark.slow
 def test_every_table_lists_a_new_recipe(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributions import Categorical
 
 from headrace.pipeline import Pipeline
 from headrace.transforms import (
+    GAE,
     BatchError,
     BatchTransform,
     BatchWhitening,
@@ -137,6 +139,8 @@ STAGES: dict[str, Callable[[], BatchTransform]] = {
         }
     ),
 }
+if find_spec("torchrl"):  # whose arithmetic they use
+    STAGES |= {"gae": lambda: GAE(gamma=0.5, lam=0.5), "gae-turn": lambda: GAE(unit="turn")}
 NAMES = list(STAGES)
 
 
@@ -221,7 +225,7 @@ def test_lazy_stacks_of_ragged_rows_are_accepted(name):
         row["tokens", "full"] = torch.arange(number + 2)
         mask = torch.ones(number + 2, dtype=torch.bool)
         row["masks"] = TensorDict({"all_assistant_mask": mask.cumsum(0) > 1, "all_attention_mask": mask})
-        for key in ("log_probs", "teacher_log_probs", "ref_log_probs", "entropy"):
+        for key in ("log_probs", "teacher_log_probs", "ref_log_probs", "entropy", "values"):
             row[key, "full"] = torch.zeros(number + 2)
         row["turn_index"] = row["turn_index"][:1].expand(number + 2)
         row["turn_reward"] = torch.zeros(number + 2)
@@ -241,7 +245,7 @@ def test_lazy_stacks_of_ragged_rows_are_accepted(name):
     if name.startswith("token-advantage"):  # whose advantage is as long as its row
         assert [row["advantage"].shape for row in out.unbind(0)] == [(n, 1) for n in expected]
         return
-    if name in ("turns", "tree", "tree-parents"):  # per token
+    if name in ("turns", "tree", "tree-parents", "gae", "gae-turn"):  # per token
         assert [len(row["advantage"]) for row in out.unbind(0)] == expected
     elif "advantage" in dense.keys() and dense["advantage"].shape[1] == 1:
         assert torch.equal(torch.stack([row["advantage"] for row in out.unbind(0)]), dense["advantage"])
@@ -393,6 +397,8 @@ NEEDED = {
     "peers": ["group_id", "rollout_id"],
     "running": [REWARD, "advantage", "group_id", "rollout_id"],
     "signs": ["advantage"],
+    "gae": [("values", "full"), ("masks", "all_assistant_mask"), "rollout_id", ("next", "reward")],
+    "gae-turn": [("values", "full"), "turn_index", "rollout_id", ("next", "reward")],
     "difficulty": [REWARD, "advantage", "group_id", "rollout_id"],
     "filter-diverged": [*POLICIES, "rollout_id"],
     "correction": [*POLICIES, "advantage"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from headrace.pipeline import Pipeline
 CONF = Path(__file__).parents[2] / "conf" / "pipeline"
 NAMES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*.yaml"))
 
+# Recipes with arithmetic of TorchRL, where it is installed.
+WITH_TORCHRL = ("ppo",) if find_spec("torchrl") else ()
 # Recipes whose stages have the same names and classes differ in numbers and in the advantage's equation. One
 # of them is enough for a law that names neither; test_compose_recipes.py says that the list is complete.
 CHAINS = (
@@ -42,6 +45,7 @@ CHAINS = (
     "tis",
     "tree_grpo",
     "w_reinforce",
+    *WITH_TORCHRL,
 )
 # And one for each baseline and scale that those have not.
 ADVANTAGES = (

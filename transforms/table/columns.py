@@ -80,6 +80,8 @@ COLUMNS: dict[str, Role] = {
         ("log_probs", "full"), "(N, T) float: log-probabilities in the denominator of a ratio"
     ),
     "value": Role(("entropy", "full"), "(N, T) float: value of each token that is compared"),
+    "critic": Role(("values", "full"), "(N, T) float: value of a critic before each token"),
+    "value_target": Role("value_target", "(N, T, 1) float: target of the critic (written)"),
     "importance": Role("importance_weight", "(N, T) float: importance weights (written)"),
     "weight": Role("loss_weight", "(N,) float: loss weight of each of the row's tokens (written)"),
     "truncated": Role(None, "(N,) or (N, 1) bool, read instead of the status if set", True),
@@ -102,6 +104,7 @@ OF_TOKENS = (
     "numerator",
     "denominator",
     "value",
+    "critic",
     "importance",
 )
 REFERENCE: tuple[NestedKey, ...] = (("ref_log_probs", "full"), ("next", "ref_log_probs", "full"))
@@ -142,6 +145,8 @@ class ColumnNames(TypedDict, total=False):
     numerator_key: NestedKey
     denominator_key: NestedKey
     value_key: NestedKey
+    critic_key: NestedKey
+    value_target_key: NestedKey
     importance_key: NestedKey
     weight_key: NestedKey
     truncated_key: NestedKey | None

@@ -24,6 +24,7 @@ from .tensordicts import (
 
 __all__ = [
     "advantage_dtype",
+    "advantage_is_per_row",
     "change_advantage",
     "check_lengths",
     "check_mask",
@@ -424,15 +425,12 @@ def change_advantage(
         MissingKeyError: the batch has no advantage.
         BatchError: the advantage is not floating-point.
     """
-    table, key, dtype = rows.table, rows.key("advantage"), advantage_dtype(rows)
+    key, dtype = rows.key("advantage"), advantage_dtype(rows)
     if dtype is None:
         raise rows.missing("advantage")
     if not dtype.is_floating_point:
         raise BatchError(f"the advantage must be floating-point; found {dtype}")
-    # All ranks decide alike, because the table is the same on all ranks. The widths of rows are not.
-    column = table.columns.get(key)
-    per_row = key in table.written or (column is not None and column.ndim == 1)
-    if per_row and not table.is_late(key):
+    if advantage_is_per_row(rows):
         changed = how(rows["advantage"], **numbers)
         rows.put("advantage", changed, dtype=torch.promote_types(dtype, at_least or dtype))
         return
@@ -451,6 +449,17 @@ def change_advantage(
             part.set(key, how(wide, **own).to(kept))
 
     rows.when_gathered(change, [key], **numbers)
+
+
+def advantage_is_per_row(rows: Rows) -> bool:
+    """Whether the advantage is one number per row, which the table has; else it is one per token.
+
+    All ranks decide alike, because the table is the same on all ranks. The widths of rows are not.
+    """
+    table, key = rows.table, rows.key("advantage")
+    column = table.columns.get(key)
+    per_row = key in table.written or (column is not None and column.ndim == 1)
+    return per_row and not table.is_late(key)
 
 
 def advantage_dtype(rows: Rows) -> torch.dtype | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import product
-from math import prod
+from math import exp, fsum, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from headrace.transforms import CompletenessGate, ShuffleSplit
 from headrace.transforms.table import BatchError, stage_parts
 from headrace.transforms.table.schema import MINIBATCH, TOKEN_WEIGHT, has_key
 
-from .small_task import Prompt, SmallTask
+from .small_task import Prompt, SmallTask, Trajectory
 
 OUTCOME, ACTIONS = ("certify", "outcome"), ("certify", "actions")
 LOSS_MASK = ("masks", "all_assistant_mask")
@@ -192,7 +193,11 @@ def rows_of_trajectories(
         if (theta := getattr(task, policy)) is not None:
             table[name, "full"] = torch.where(mask, task.log_probs(theta).flatten()[at], 0.0)
     entropy = -(log_probs.exp() * log_probs).sum(1)
-    table["entropy", "full"] = torch.where(mask, entropy[at // choices], 0.0)
+    squares = log_probs.exp().square().sum(1)
+    for name, of_decision in (("entropy", entropy), ("sum_pi_squared", squares)):
+        table[name, "full"] = torch.where(mask, of_decision[at // choices], 0.0)
+    values = torch.tensor(expected_returns(trajectories, log_probs), dtype=torch.float64)
+    table["values", "full"] = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter_(mask, values)
     if all(
         trajectory.turn_rewards is not None for _, trajectory, _ in rows
     ):  # the turn of each action, and its pay
@@ -203,6 +208,28 @@ def rows_of_trajectories(
     if all(trajectory.states is not None for _, trajectory in trajectories):
         table["state_id"] = torch.tensor([(trajectory.states or ())[place] for _, trajectory, place in rows])
     return table, of_trajectory
+
+
+def expected_returns(trajectories: Sequence[tuple[int, Trajectory]], log_probs: Tensor) -> list[float]:
+    """The values of a perfect critic: of each action in turn, the mean return after the actions before it.
+
+    Args:
+        trajectories: the number of its prompt, and each trajectory.
+        log_probs: (decisions, choices) of the policy that trains.
+    """
+    sums: dict[tuple, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for number, trajectory in trajectories:
+        chance = trajectory.chance * exp(fsum(float(log_probs[each]) for each in trajectory.actions))
+        for action in range(len(trajectory.actions)):
+            before = sums[number, tuple(trajectory.actions[:action])]
+            before[0] += chance
+            before[1] += chance * sum(trajectory.returns)
+    pairs = [
+        sums[number, tuple(trajectory.actions[:action])]
+        for number, trajectory in trajectories
+        for action in range(len(trajectory.actions))
+    ]
+    return [total / chance if chance else 0.0 for chance, total in pairs]
 
 
 class Gradients(NamedTuple):

@@ -30,6 +30,7 @@ OF_THE_BATCH = {  # stages over the batch or with memory, by recipe: its outcome
     "gdpo": {"whitening"},
     "high_entropy": {"forks"},
     "kl_in_advantage": {"kl"},
+    "ppo": {"whitening"},
     "rae": {"running"},
     "spo": {"running", "whitening"},
 }
@@ -78,6 +79,15 @@ def test_a_mean_over_tokens_biases_the_gradient():
 
 def test_return_to_go_against_the_others_is_unbiased():
     assert ratio("mt_grpo") == pytest.approx([1, 1, 1], abs=1e-12)
+
+
+@pytest.mark.torchrl
+def test_the_advantage_of_a_perfect_critic_is_unbiased_and_whitening_makes_it_longer():
+    for lam in (0.0, 0.5, 1.0):
+        words = ("pipeline.stages.whitening=null", f"pipeline.stages.gae.lam={lam}")
+        assert ratio("ppo", *words) == pytest.approx([1, 1, 1], abs=1e-12)
+        assert ratio("ppo", *words, task=TurnsAsRows()) == pytest.approx([1, 1, 1], abs=1e-12)
+    assert min(ratio("ppo")) > 1
 
 
 def test_a_state_baseline_that_includes_itself_shrinks_late_turns():

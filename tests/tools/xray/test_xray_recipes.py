@@ -35,8 +35,8 @@ def measure(step, recipe: str, declares: Pipeline, *, votes: bool = False, **opt
         place = torch.arange(tokens.shape[1]).expand(tokens.shape)
         batch[OLD] = torch.where(batch["masks", "all_attention_mask"], batch[FULL], 0.0)
         batch[FULL] = batch[OLD] + 0.0005 * (tokens * 7 % 5 - 2)  # the sampler is a little off
-        for number, name in enumerate(("teacher_log_probs", "ref_log_probs", "entropy"), 1):
-            sign = 1 if name == "entropy" else -1
+        for number, name in enumerate(("teacher_log_probs", "ref_log_probs", "entropy", "values"), 1):
+            sign = 1 if name in ("entropy", "values") else -1
             batch[name, "full"] = sign * (tokens * number % 7 + 1).double() / 8
         first = torch.cat([torch.tensor([True]), batch["next", "done"].flatten()[:-1]])
         segment = (~first).long()
@@ -89,6 +89,18 @@ def test_every_recipe_trains_its_declared_weights(transform):
 
             with of(f"{recipe}, {microbatches} micro-batches"):
                 measure(step, recipe, second).assert_uniform(1e-9)
+
+
+@pytest.mark.parametrize("recipe", ["ppo"])
+def test_an_advantage_per_token_is_trained_for_any_number_of_micro_batches(recipe):
+    for cut in (1, 2, 3, 4, 14):
+        split = {"minibatches": 1, "microbatches": cut}
+        pipeline, second = (pipeline_of(recipe, split=split) for _ in range(2))
+
+        def step(model, batch, _, pipeline=pipeline):
+            optimise(pipeline.minibatches(batch), loss_of(model), plain(model))
+
+        measure(step, recipe, second).assert_uniform(1e-9)
 
 
 @pytest.mark.parametrize("recipe", ["a_star_po", "grpo", "remax"])

@@ -28,9 +28,11 @@ if TYPE_CHECKING:
         top_share,
     )
     from .turns import RewardsToGo, TurnDiscount, rewards_to_go, turns_to_go
+    from .values import GAE, generalized_advantage
     from .whitening import BatchWhitening, whiten
 
 __all__ = [
+    "GAE",
     "Baseline",
     "BatchWhitening",
     "CombineIds",
@@ -55,6 +57,7 @@ __all__ = [
     "difficulty_weight",
     "directed_weight",
     "dtype_of_reward",
+    "generalized_advantage",
     "group_relative_advantage",
     "require_fit",
     "rewards_to_go",

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Literal
 
 import torch
-from tensordict import NestedKey
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from typing_extensions import Unpack
 
-from headrace.transforms.table import BatchTransform, ColumnNames, Ids, Rows
+from headrace.transforms.table import BatchError, BatchTransform, ColumnNames, Ids, Rows
 from headrace.transforms.table.checks import describe_rollout
+from headrace.transforms.table.ids import add_up
 from headrace.transforms.table.options import takes_options, within
 from headrace.transforms.table.schema import COUNTED, REWARD
+from headrace.transforms.table.tensordicts import column_of, count_true
+from headrace.transforms.table.tokens import (
+    advantage_dtype,
+    advantage_is_per_row,
+    read_advantage,
+    read_loss_mask,
+    sum_of_tokens,
+    write_tokens,
+    zero_outside,
+)
 
 from .baselines import with_eps
+from .by_token import require_finite
 
 WhitenEpsMode = Literal["add", "clamp", "variance"]
 Per = Literal["token", "sample", "rollout"]
@@ -62,13 +76,21 @@ def whiten(
     total = w.sum()
     deviation = x - batch.sum(w * x) / total.clamp_min(1)
     variance = batch.sum(w * deviation.square()) / (total - 1).clamp_min(1)
-    divisor = (variance + eps).sqrt() if eps_mode == "variance" else with_eps(variance.sqrt(), eps, eps_mode)
+    divisor = divisor_of(variance, eps, eps_mode)
     is_zero = (batch.max(x) == batch.min(x)) | (w == 0) | (divisor == 0)
     return torch.where(is_zero, 0.0, deviation / divisor).to(values.dtype)
 
 
+def divisor_of(variance: Tensor, eps: float, eps_mode: WhitenEpsMode) -> Tensor:
+    """The divisor of :func:`whiten` for σ²."""
+    return (variance + eps).sqrt() if eps_mode == "variance" else with_eps(variance.sqrt(), eps, eps_mode)
+
+
 class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask", "rollout")):
     """Whiten the advantage over the batch (:func:`whiten`), after the group-relative advantage.
+
+    An advantage per token, such as that of GAE, is whitened over the tokens in the loss with ``per="token"``.
+    Tokens out of the loss get 0.
 
     Excluded rows, rows without a reward and rows without a token get 0. Rows that a filter masked
     (``SampleFilter(action="mask")``) count with their original length.
@@ -88,8 +110,8 @@ class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask", "rollout
 
     Raises:
         MissingKeyError: a column is missing.
-        BatchError: an advantage is not finite, or the rows of a rollout have different advantages
-            (``rollout``); the message lists the rows or the rollouts.
+        BatchError: an advantage is not finite, or is per token without ``per="token"``; or the rows of a
+            rollout have different advantages (``rollout``). The message lists the rows or the rollouts.
 
     Example:
         >>> from tensordict import TensorDict
@@ -119,7 +141,10 @@ class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask", "rollout
         return [(self.loss_mask_key, None)] if self.per == "token" else []
 
     def decide(self, rows: Rows) -> None:
-        """Rewrite the advantage."""
+        """Rewrite the advantage: that of rows now, that of tokens when rows are gathered."""
+        if not advantage_is_per_row(rows) and advantage_dtype(rows) is not None:
+            self._of_tokens(rows)
+            return
         of_rollouts = self.per == "rollout"
         if of_rollouts:
             require_one_each(rows)
@@ -138,6 +163,56 @@ class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask", "rollout
                 lambda row: f"{float(credit[row])} at row {some.at(row)}",
             )
         rows["advantage"] = rows.from_voters(white) if of_rollouts else white
+
+    def _of_tokens(self, rows: Rows) -> None:
+        """Whiten an advantage per token over the tokens in the loss mask of the rows that count."""
+        if self.per != "token":
+            raise BatchError(
+                f"the advantage is one per token, and per={self.per!r} needs one per row. Set {{per=token}}"
+            )
+        batch, known = rows.tokens(), torch.ones(len(rows), dtype=torch.bool)
+        if rows.counted is not None:
+            known = rows.counted
+        if rows.has(REWARD):
+            known = known & ~rows[REWARD].isnan()
+        credit, inside = self._read(batch, rows.to_batch(known))
+        require_finite(rows, {"the advantage": credit}, inside)
+        credit = zero_outside(credit, inside)
+        found = rows.measured(
+            sums=sum_of_tokens(credit),
+            tokens=count_true(inside),
+            low=torch.where(inside, credit, torch.inf).amin(1) if credit.shape[1] else credit.sum(1),
+            high=torch.where(inside, credit, -torch.inf).amax(1) if credit.shape[1] else credit.sum(1),
+        )
+        total, some = found["tokens"].sum(), found["tokens"] > 0
+        mean = float(add_up(found["sums"]) / total.clamp_min(1))
+        squares = sum_of_tokens(zero_outside(credit - mean, inside).square())
+        variance = add_up(rows.measured(squares=squares)["squares"]) / (total - 1).clamp_min(1)
+        divisor = float(divisor_of(variance, self.eps, self.eps_mode))
+        flat = not bool(some.any()) or bool(found["low"][some].min() == found["high"][some].max())
+        if not math.isfinite(divisor) or not math.isfinite(mean):
+            raise BatchError("whitening needs advantages with a finite sum of squares; scale the rewards")
+        if flat or divisor == 0:
+            mean, divisor = 0.0, math.inf
+        write = partial(self._write, mean=mean, divisor=divisor)
+        rows.when_gathered(write, [self.advantage_key], known=known)
+
+    def _read(self, batch: TensorDictBase, known: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T) float64, a copy of the advantage, and (B, T) bool, its tokens in the loss of known rows."""
+        reader, like = type(self).__name__, self.loss_mask_key
+        inside = read_loss_mask(batch, like, known, reader=reader)
+        credit = read_advantage(batch, self.advantage_key, inside, like, reader=reader)
+        return credit.to(torch.float64, copy=True), inside
+
+    def _write(
+        self, batch: TensorDictBase, numbers: dict[str, Tensor], *, mean: float, divisor: float
+    ) -> None:
+        """Rewrite the advantage of gathered rows; 0 at tokens out of the loss."""
+        credit, inside = self._read(batch, numbers["known"])
+        dtype = column_of(batch, self.advantage_key)
+        dtype = dtype[0].dtype if isinstance(dtype, list) else dtype.dtype
+        white = zero_outside((credit - mean) / divisor, inside).to(dtype)
+        write_tokens(batch, self.advantage_key, white.unsqueeze(-1), self.loss_mask_key)
 
 
 def require_one_each(rows: Rows) -> None:

@@ -31,7 +31,8 @@ from .dense import PARTS
 from .packing import TOKEN_KEYS
 from .words import END, left_aligned, repeated, words_of
 
-FULL = tuple((name, "full") for name in ("old_log_probs", "ref_log_probs", "teacher_log_probs", "entropy"))
+OF_TOKENS = ("old_log_probs", "ref_log_probs", "teacher_log_probs", "entropy", "values")
+FULL = tuple((name, "full") for name in OF_TOKENS)
 MERGED_KEYS: tuple[NestedKey, ...] = (*TOKEN_KEYS, *FULL, "turn_index", "turn_reward", "importance_weight")
 LAST_KEYS: tuple[NestedKey, ...] = (
     *(("next", name) for name in ("done", "terminated", "truncated")),
