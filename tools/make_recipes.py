@@ -100,6 +100,7 @@ Some recipes need more columns than the demo has:
 | `gdpo` | several rewards |
 | `gigpo` | `state_id`, the environment's state when the row began |
 | `mt_grpo` | `turn_index`, `turn_reward` |
+| `otb` | `sum_pi_squared` |
 | `ppo` | `values`: the critic's value before each token |
 | `tis`, `icepop`, `mis`, `mlperf`, `opsm` | `old_log_probs`: [rollout correction](correction.md) |
 | `opd`, `rlsd` | `teacher_log_probs` |

@@ -9,7 +9,7 @@ Recipe = Literal[
     "as/prime_rl", "as/rllm", "as/skyrl", "as/slime", "as/tinker", "as/torchrl", "as/trl",
     "as/verl", "asymre", "dapo", "dr_grpo", "gdpo", "gfpo", "gigpo", "gpg", "gr3", "grpo", "gtpo",
     "high_entropy", "icepop", "kl_in_advantage", "length_bonus", "lite_ppo", "maxrl", "mc_grpo",
-    "mgpo", "mis", "mlperf", "mt_grpo", "opd", "opmd", "opo", "opsm", "passk", "pkpo", "pods",
-    "ppo", "rae", "reinforce_pp", "reinforce_pp_baseline", "remax", "rloo", "rlsd", "roles",
+    "mgpo", "mis", "mlperf", "mt_grpo", "opd", "opmd", "opo", "opsm", "otb", "passk", "pkpo",
+    "pods", "ppo", "rae", "reinforce_pp", "reinforce_pp_baseline", "remax", "rloo", "rlsd", "roles",
     "scalerl", "spo", "tis", "tree_grpo", "w_reinforce",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from batches import batch_of
+from composed import composed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import lazy_stack
@@ -16,6 +17,7 @@ from headrace.transforms import (
     DirectedWeight,
     EntropyShare,
     LogRatio,
+    OptimalTokenBaseline,
     StalenessWeight,
     TokenAdvantage,
     TopShare,
@@ -24,12 +26,14 @@ from headrace.transforms import (
 
 MASK, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
 TEACHER, ENTROPY = ("teacher_log_probs", "full"), ("entropy", "full")
+SQUARES = ("sum_pi_squared", "full")
 TERMS = {
     "teacher": lambda: {"term": LogRatio(), "factor": 0.3},
     "centred": lambda: {"term": LogRatio(centre="batch"), "factor": -0.2},
     "directed": lambda: {"term": DirectedWeight(clip=0.1), "factor": 0.5, "how": "multiply"},
     "entropy": lambda: {"term": TopShare(share=0.3), "how": "multiply"},
     "share": lambda: {"term": EntropyShare(), "factor": 0.4, "how": "multiply"},
+    "otb": lambda: {"term": OptimalTokenBaseline(), "factor": 0.5},
     "stale": lambda: {
         "term": StalenessWeight(current=9, decay=0.5, version_key="version"),
         "how": "multiply",
@@ -71,6 +75,20 @@ def stated(batch, name) -> list[dict[int, float]]:
         known = {p: float(batch[ENTROPY][p]) ** sign for p in same}
         return len(same) * known[place] / sum(known.values()) if same else 1.0
 
+    def energy(place):
+        """Σ (1 − 2 π + Σ π²) over the tokens in the loss up to this one."""
+        before = [(place[0], t) for t in range(place[1] + 1) if mask[place[0]][t]]
+        return sum(
+            1 - 2 * math.exp(float(batch[LOG_PROBS][one])) + float(batch[SQUARES][one]) for one in before
+        )
+
+    def optimal(place):
+        group, count = batch["group_id"].tolist(), {p: sum(mask[p[0]][: p[1] + 1]) for p in places}
+        same = [p for p in places if group[p[0]] == group[place[0]] and count[p] == count[place]]
+        if len(same) == 1:
+            return 0.0
+        return sum(credit[p[0]] * energy(p) for p in same) / (sum(map(energy, same)) + 1e-8)
+
     def term(place):
         a, sign = credit[place[0]], (credit[place[0]] > 0) - (credit[place[0]] < 0)
         age = 9 - int(batch["version"][place]) if name == "stale" else 0
@@ -81,6 +99,7 @@ def stated(batch, name) -> list[dict[int, float]]:
             "directed": lambda: a * (0.5 + 0.5 * weight),
             "entropy": lambda: a if float(batch[ENTROPY][place]) >= entropy[number - 1] else 0.0,
             "share": lambda: a * (0.6 + 0.4 * share(place, sign)),
+            "otb": lambda: a - 0.5 * optimal(place),
             "stale": lambda: a * 0.5**age,
         }[name]()
 
@@ -101,6 +120,63 @@ def test_a_term_equals_its_formula_token_by_token(name, data):
         assert float(out[place]) == pytest.approx(expected, rel=1e-6, abs=1e-6)
     same = batch["advantage"].expand(rows, tokens, 1)
     assert torch.equal(out[~batch[MASK]], same[~batch[MASK]])
+
+
+PI = [
+    [0.5, 0.9, 0.2, 0.7, 0.6],
+    [0.8, 0.4, 0.3, 0.6, 0.5],
+    [0.1, 0.7, 0.9, 0.5, 0.2],
+    [0.6, 0.6, 0.4, 0.3, 0.9],
+]
+SUMS = [
+    [0.4, 0.85, 0.2, 0.55, 0.5],
+    [0.7, 0.3, 0.25, 0.5, 0.4],
+    [0.15, 0.6, 0.82, 0.45, 0.3],
+    [0.5, 0.45, 0.3, 0.2, 0.83],
+]
+# For the rewards 1, 0, 0.5, 0.25 and responses of 5, 3, 2 and 4 tokens: the advantages that
+# compute_optimal_token_baseline_advantage of verl/trainer/ppo/core_algos.py gives in float64. Computed by
+# running verl-project/verl at 1dda039b9c (2026-08-22), with handle_zero_tail=True, its default.
+OF_VERL = {
+    (0, 0, 0, 0): [
+        [0.45714286, 0.577272729, 0.573943663, 0.405737707, 1.0],
+        [-0.54285714, -0.422727271, -0.426056337],
+        [-0.04285714, 0.077272729],
+        [-0.29285714, -0.172727271, -0.176056337, -0.344262293],
+    ],
+    (0, 0, 0, 1): [
+        [0.396551728, 0.534090911, 0.500000002, 1.0, 1.0],
+        [-0.603448272, -0.465909089, -0.499999998],
+        [-0.103448272, 0.034090911],
+        [0.25, 0.25, 0.25, 0.25],
+    ],
+}
+
+
+@pytest.mark.parametrize("groups", OF_VERL)
+@pytest.mark.parametrize("shift", [0, 2])
+def test_the_optimal_token_baseline_is_that_of_verl(groups, shift):
+    """Also where prompts have other lengths: tokens out of the loss before the response change nothing."""
+    expected = OF_VERL[groups]
+    batch = batch_of([1.0, 0.0, 0.5, 0.25], groups, tokens=5 + shift)
+    batch["next", "reward"] = batch["next", "reward"].double()
+    for key, values in ((LOG_PROBS, torch.tensor(PI).double().log()), (SQUARES, torch.tensor(SUMS).double())):
+        batch[key] = torch.full((4, 5 + shift), 0.25, dtype=torch.float64)
+        for row in range(4):
+            batch[key][row, row % (shift + 1) :][:5] = values[row]
+    batch[MASK][:] = False
+    for row, own in enumerate(expected):
+        batch[MASK][row, row % (shift + 1) :][: len(own)] = True
+    out = composed("pipeline=otb", "pipeline.stages.gate=null").run(batch).batch  # in another order
+    found = out["advantage"].squeeze(-1)[out["rollout_id"].argsort()]
+    for row, own in enumerate(expected):
+        assert found[row][batch[MASK][row]].tolist() == pytest.approx(own, abs=1e-6)
+
+
+def test_sums_of_squares_above_1_are_named(batch):
+    batch[MASK][3, 1], batch[SQUARES][3, 1] = True, 1.5
+    with pytest.raises(BatchError, match=r"must be in \[0, 1\]; found others in row 3"):
+        TokenAdvantage(**TERMS["otb"]())(batch)
 
 
 @every

@@ -36,8 +36,14 @@ def batch_of(
     )
     if tokens:
         batch["masks", "all_assistant_mask"][:, 0] = True  # each row has something to train
-    for name in ("teacher_log_probs", "ref_log_probs", "entropy", "values"):  # by token, for advantages
-        sign = 1 if name in ("entropy", "values") else -1
+    for name in (
+        "teacher_log_probs",
+        "ref_log_probs",
+        "entropy",
+        "values",
+        "sum_pi_squared",
+    ):  # by token, for advantages
+        sign = 1 if name in ("entropy", "values", "sum_pi_squared") else -1
         batch[name, "full"] = sign * torch.rand(rows, tokens, generator=generator)
     batch["role"] = batch["rollout_id"] % 2
     for name, values in columns.items():

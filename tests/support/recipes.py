@@ -38,6 +38,7 @@ CHAINS = (
     "mt_grpo",
     "opd",
     "opsm",
+    "otb",
     "rae",
     "rlsd",
     "roles",

@@ -80,6 +80,9 @@ COLUMNS: dict[str, Role] = {
         ("log_probs", "full"), "(N, T) float: log-probabilities in the denominator of a ratio"
     ),
     "value": Role(("entropy", "full"), "(N, T) float: value of each token that is compared"),
+    "sum_pi_squared": Role(
+        ("sum_pi_squared", "full"), "(N, T) float: Σ π², over the vocabulary, where each token was sampled"
+    ),
     "critic": Role(("values", "full"), "(N, T) float: value of a critic before each token"),
     "value_target": Role("value_target", "(N, T, 1) float: target of the critic (written)"),
     "importance": Role("importance_weight", "(N, T) float: importance weights (written)"),
@@ -104,6 +107,7 @@ OF_TOKENS = (
     "numerator",
     "denominator",
     "value",
+    "sum_pi_squared",
     "critic",
     "importance",
 )
@@ -145,6 +149,7 @@ class ColumnNames(TypedDict, total=False):
     numerator_key: NestedKey
     denominator_key: NestedKey
     value_key: NestedKey
+    sum_pi_squared_key: NestedKey
     critic_key: NestedKey
     value_target_key: NestedKey
     importance_key: NestedKey

@@ -19,6 +19,7 @@ from headrace.pipeline import Pipeline, PipelineHook, XRay, optimise, xray
 pytestmark = [pytest.mark.torchrl, pytest.mark.slow]
 
 OLD, FULL, LOSS = ("old_log_probs", "full"), ("log_probs", "full"), ("masks", "all_assistant_mask")
+POSITIVE = ("entropy", "values", "sum_pi_squared")
 SEGMENTS = (1, 1, 2, 1, 1, 1, 2, 1, 1, 1, 1, 1)
 LENGTHS = (3, 9, 5, 4, 8, 2, 6, 7, 5, 3, 10, 4, 2, 6)
 
@@ -35,8 +36,8 @@ def measure(step, recipe: str, declares: Pipeline, *, votes: bool = False, **opt
         place = torch.arange(tokens.shape[1]).expand(tokens.shape)
         batch[OLD] = torch.where(batch["masks", "all_attention_mask"], batch[FULL], 0.0)
         batch[FULL] = batch[OLD] + 0.0005 * (tokens * 7 % 5 - 2)  # the sampler is a little off
-        for number, name in enumerate(("teacher_log_probs", "ref_log_probs", "entropy", "values"), 1):
-            sign = 1 if name in ("entropy", "values") else -1
+        for number, name in enumerate(("teacher_log_probs", "ref_log_probs", *POSITIVE), 1):
+            sign = 1 if name in POSITIVE else -1
             batch[name, "full"] = sign * (tokens * number % 7 + 1).double() / 8
         first = torch.cat([torch.tensor([True]), batch["next", "done"].flatten()[:-1]])
         segment = (~first).long()
@@ -91,7 +92,7 @@ def test_every_recipe_trains_its_declared_weights(transform):
                 measure(step, recipe, second).assert_uniform(1e-9)
 
 
-@pytest.mark.parametrize("recipe", ["ppo"])
+@pytest.mark.parametrize("recipe", ["otb", "ppo"])
 def test_an_advantage_per_token_is_trained_for_any_number_of_micro_batches(recipe):
     for cut in (1, 2, 3, 4, 14):
         split = {"minibatches": 1, "microbatches": cut}

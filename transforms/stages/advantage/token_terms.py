@@ -23,6 +23,8 @@ from headrace.transforms.table.schema import require
 from headrace.transforms.table.tokens import sum_of_tokens, tokens_of_all_ranks
 
 LEAST_ENTROPY = 1e-6  # in nats; avoids a division by 0
+OTB_EPS = 1e-8  # as in verl
+MOST_SQUARES = 1.01  # Σ π² is at most 1, rounded to half precision
 Centre = Literal["none", "batch"]
 
 
@@ -124,28 +126,85 @@ def share_at_place(values: Tensor, trains: Tensor, group_id: Tensor, direction: 
         >>> share_at_place(values, ones.bool(), group, -ones).tolist()
         [[1.5, 1.0], [0.5, 1.0]]
     """
-    groups, direction = Ids(as_ids(group_id, "group_id").cpu()), direction.expand_as(values)
-    # 1. The row indices of each group, (P, G). Smaller groups are filled up with the index N, a row of zeros.
-    member = torch.full((groups.n, int(groups.count.max()) if groups.n else 0), len(trains))
-    member[groups.of, groups.positions()] = torch.arange(len(trains))
-    member, of = member.to(values.device), groups.of.to(values.device)
-    # 2. The index of each token among the tokens in the loss of its row.
-    place = (trains.cumsum(1) - 1).clamp_min(0)
-    to = torch.where(trains, place, trains.shape[1])
-
-    def over_group(known: Tensor) -> Tensor:
-        """(N, T): sum of (N, T) `known` over the rows of the group, at the same index t."""
-        by_place = known.new_zeros(len(known) + 1, known.shape[1] + 1)
-        by_place[:-1].scatter_(1, to, known)
-        sums = sum_of_tokens(by_place[member].movedim(1, -1).sort(-1).values)  # in any order of the rows
-        return sums.index_select(0, of).gather(1, place)
-
-    # 3. n H / Σ H for positive directions, and n (1/H) / Σ (1/H) for negative ones.
+    over_group, direction = sum_at_place(trains, group_id), direction.expand_as(values)
+    # n H / Σ H for positive directions, and n (1/H) / Σ (1/H) for negative ones.
     known, share = values.double().clamp_min(LEAST_ENTROPY), torch.ones_like(values, dtype=torch.float64)
     for way, part in ((direction > 0, known), (direction < 0, known.reciprocal())):
         way, part = trains & way, torch.where(way & trains, part, 0.0)
         share = torch.where(way, over_group(way.double()) * part / over_group(part), share)
     return share
+
+
+def sum_at_place(trains: Tensor, group_id: Tensor) -> Callable[[Tensor], Tensor]:
+    """A function that sums (N, T) numbers over the rows of the group, at the same index t: (N, T) float64.
+
+    The index t counts the tokens in the loss of a row. Numbers of other tokens must be 0.
+
+    Args:
+        trains: (N, T) bool, True at tokens in the loss.
+        group_id: (N,) int64.
+    """
+    groups = Ids(as_ids(group_id, "group_id").cpu())
+    # 1. The row indices of each group, (P, G). Smaller groups are filled up with the index N, a row of zeros.
+    member = torch.full((groups.n, int(groups.count.max()) if groups.n else 0), len(trains))
+    member[groups.of, groups.positions()] = torch.arange(len(trains))
+    member, of = member.to(trains.device), groups.of.to(trains.device)
+    # 2. The index of each token among the tokens in the loss of its row.
+    place = (trains.cumsum(1) - 1).clamp_min(0)
+    to = torch.where(trains, place, trains.shape[1])
+
+    def over_group(known: Tensor) -> Tensor:
+        by_place = known.new_zeros(len(known) + 1, known.shape[1] + 1)
+        by_place[:-1].scatter_(1, to, known)
+        sums = sum_of_tokens(by_place[member].movedim(1, -1).sort(-1).values)  # in any order of the rows
+        return sums.index_select(0, of).gather(1, place)
+
+    return over_group
+
+
+@takes_options
+def optimal_token_baseline(
+    returns: Tensor, log_prob: Tensor, sum_pi_squared: Tensor, trains: Tensor, group_id: Tensor
+) -> Tensor:
+    """Compute the baseline of each token that has the least variance, by verl's OTB.
+
+    t is the index of the token among the tokens in the loss of its row. w is the squared length of the
+    gradient of the log-probability with respect to the logits. k runs over the rows of the group that have a
+    t-th token::
+
+        w_t = 1 − 2 π_t + Σ π²        W_t = Σ_{s≤t} w_s
+        B_t = Σ_k G_k,t W_k,t / (Σ_k W_k,t + 1e-8)
+        B_t = 0                                      if no other row of the group has a t-th token
+
+    Source: ``compute_optimal_token_baseline_advantage`` of verl/trainer/ppo/core_algos.py with
+    ``handle_zero_tail=True``. There t is the position in the response. That is the same if all tokens of a
+    response are in the loss.
+
+    Args:
+        returns: G, the return from the token on, such as the reward of the rollout; broadcasts to (N, T).
+        log_prob: (N, T) float, log π of the token.
+        sum_pi_squared: (N, T) float, Σ π² over the vocabulary.
+        trains: (N, T) bool, True at tokens in the loss.
+        group_id: (N,) int64.
+
+    Returns:
+        (N, T) float64, 0 at tokens out of the loss.
+
+    Example:
+        >>> log_prob, ones = torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log(), torch.ones(2, 2).bool()
+        >>> squares = torch.tensor([[0.25, 0.5], [0.75, 0.5]])
+        >>> baseline = optimal_token_baseline(
+        ...     torch.tensor([[1.0], [0.0]]), log_prob, squares, ones, torch.tensor([3, 3])
+        ... )
+        >>> [round(b, 6) for b in baseline[0].tolist()]
+        [0.25, 0.375]
+    """
+    over_group = sum_at_place(trains, group_id)
+    energy = torch.where(trains, 1 - 2 * log_prob.double().exp() + sum_pi_squared.double(), 0.0)
+    energy = torch.where(trains, energy.cumsum(1), 0.0)
+    weighed = torch.where(trains, energy * returns.double(), 0.0)
+    baseline = over_group(weighed) / (over_group(energy) + OTB_EPS)
+    return torch.where(trains & (over_group(trains.double()) > 1), baseline, 0.0)
 
 
 class TokenTerm(TakesColumns):
@@ -348,3 +407,38 @@ class EntropyShare(TokenTerm, columns=("value", "advantage", "group")):
         every = tokens_of_all_ranks(rows, values.double(), trains.double(), credit.double())
         share = share_at_place(every[0], every[1] > 0, rows.groups.labels, every[2])
         return rows.of_this_rank(share)[:, : trains.shape[1]]
+
+
+class OptimalTokenBaseline(TokenTerm, columns=("sampler_log_prob", "sum_pi_squared", "advantage", "group")):
+    """Minus the optimal token baseline of each token (:func:`optimal_token_baseline`).
+
+    Added to the reward, which is the advantage of ``baseline="none"``, it gives ``A_t = R − B_t``. The
+    baseline is over the rows in the loss. Each rollout must be one row, because token indices of different
+    segments are not comparable.
+
+    Args:
+        names: other names of columns, such as `sum_pi_squared_key` (:class:`ColumnNames`).
+    """
+
+    within_groups = True
+
+    def __init__(self, **names: Unpack[ColumnNames]):
+        self.name_columns(names)
+        columns = (self.sampler_log_prob_key, self.sum_pi_squared_key)
+        self.in_keys = (*columns, self.advantage_key, self.group_key)
+
+    def refused(self, batch: TensorDictBase, trains: Tensor) -> Mapping[str, Tensor]:
+        """Sums of squared probabilities are between 0 and 1."""
+        squares = self._tokens(batch, trains, "sum_pi_squared_key")
+        wrong = trains & ((squares < 0) | (squares > MOST_SQUARES))
+        return {"sums of squared probabilities must be in [0, 1]; found others in {found}": wrong.any(1)}
+
+    def over(self, rows: Rows, batch: TensorDictBase, trains: Tensor) -> Tensor:
+        """(N, T) float64. Groups are those of all ranks, which exchange their tokens."""
+        columns = (
+            self._tokens(batch, trains, f"{role}_key").double()
+            for role in ("advantage", "sampler_log_prob", "sum_pi_squared")
+        )
+        credit, log_prob, squares, train = tokens_of_all_ranks(rows, *columns, trains.double())
+        baseline = optimal_token_baseline(credit, log_prob, squares, train > 0, rows.groups.labels)
+        return -rows.of_this_rank(baseline)[:, : trains.shape[1]]

@@ -31,7 +31,7 @@ from .dense import PARTS
 from .packing import TOKEN_KEYS
 from .words import END, left_aligned, repeated, words_of
 
-OF_TOKENS = ("old_log_probs", "ref_log_probs", "teacher_log_probs", "entropy", "values")
+OF_TOKENS = ("old_log_probs", "ref_log_probs", "teacher_log_probs", "entropy", "values", "sum_pi_squared")
 FULL = tuple((name, "full") for name in OF_TOKENS)
 MERGED_KEYS: tuple[NestedKey, ...] = (*TOKEN_KEYS, *FULL, "turn_index", "turn_reward", "importance_weight")
 LAST_KEYS: tuple[NestedKey, ...] = (
