@@ -252,6 +252,24 @@ def test_a_user_callable_is_a_term(batch):
     torch.testing.assert_close(out, batch["advantage"] + added)
 
 
+def of_turn(batch, trains):
+    """The score of the token's turn, from a column (N, K)."""
+    return batch["turn_reward"].gather(1, batch["turn_index"].clamp_min(0))
+
+
+def test_scores_of_turns_become_credit_of_their_tokens():
+    """A term of one line; by a loop."""
+    batch = drawn_batch()
+    batch["turn_index"] = torch.tensor([[-1, 0, 0, 1, -1, 2, 2]]).expand(6, 7).contiguous()
+    batch["turn_reward"] = torch.arange(18.0).view(6, 3)
+    batch[MASK] &= batch["turn_index"] >= 0
+    out = TokenAdvantage(term=of_turn, factor=0.5)(batch)["advantage"]
+    for row, turns in enumerate(batch["turn_index"].tolist()):
+        for token, turn in enumerate(turns):
+            added = 0.5 * (3 * row + turn) if batch[MASK][row, token] else 0.0
+            assert float(out[row, token]) == pytest.approx(float(batch["advantage"][row]) + added)
+
+
 @pytest.mark.parametrize(
     ("term", "found"),
     [
