@@ -66,7 +66,11 @@ ADVANTAGES = (
     "rloo",
 )
 # Recipes with stages that go by turns, for batches whose turns are a column.
-BY_TURN = {"gigpo": {"returns": {"turn_key": "turn"}}, "tree_grpo": {"tree": {"turn_key": "turn"}}}
+BY_TURN = {
+    "gigpo": {"returns": {"turn_key": "turn"}},
+    "ppo": {"gae": {"turn_key": "turn"}},
+    "tree_grpo": {"tree": {"turn_key": "turn"}},
+}
 FEW = ("as/nemo_rl", "dapo", "gdpo", "mis", "tree_grpo")
 
 

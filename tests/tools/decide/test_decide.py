@@ -16,6 +16,8 @@ from headrace.transforms import BatchError, MissingKeyError, split_microbatches
 
 MASK = ("masks", "all_assistant_mask")
 TOKENS = {  # recipes that read more of a token than whether it is in the loss
+    "otb",
+    "ppo",
     *("gtpo", "high_entropy", "kl_in_advantage", "mis", "mlperf", "mt_grpo", "opd", "opsm", "rlsd", "tis"),
     *("lite_ppo", "reinforce_pp", "tree_grpo", "icepop", "scalerl", "reinforce_pp_baseline"),
 }

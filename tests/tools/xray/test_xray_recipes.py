@@ -96,7 +96,7 @@ def test_every_recipe_trains_its_declared_weights(transform):
 def test_an_advantage_per_token_is_trained_for_any_number_of_micro_batches(recipe):
     for cut in (1, 2, 3, 4, 14):
         split = {"minibatches": 1, "microbatches": cut}
-        pipeline, second = (pipeline_of(recipe, split=split) for _ in range(2))
+        pipeline, second = (pipeline_of(recipe, split=split, **BY_TURN.get(recipe, {})) for _ in range(2))
 
         def step(model, batch, _, pipeline=pipeline):
             optimise(pipeline.minibatches(batch), loss_of(model), plain(model))
