@@ -12,7 +12,7 @@ import torch
 from assembly import Line, batch_of_lines, faulty_stream, same_rows
 from batches import cut_rows
 from composed import composed
-from recipes import CHAINS
+from recipes import CHAINS, WITH_TORCHRL
 from tensordict import TensorDictBase
 
 from headrace.pipeline import Pipeline, RolloutQueue, StepQueue, assembled
@@ -46,6 +46,7 @@ RECIPES = [
     ),
 ]
 OF_TOKENS = {"gtpo", "high_entropy", "kl_in_advantage", "mis", "mlperf", "mt_grpo", "opd", "opsm"}
+OF_TOKENS |= {"otb", *WITH_TORCHRL}
 OF_TOKENS |= {"rlsd", "tis", "tree_grpo"}
 OPTIONS: list[dict[str, Any]] = [
     {},
