@@ -25,7 +25,7 @@ from .composing.compose import (
     for_hydra,
     usual_stage,
 )
-from .composing.nodes import as_typed, build_node, by_column, name_parts, resolved
+from .composing.nodes import as_typed, build_node, name_parts, resolved, stages_by_column
 from .composing.recipe_names import Recipe
 from .pipeline import MaskedLogProb, Pipeline
 from .wording import suggest
@@ -235,7 +235,7 @@ def build_pipeline(config: DictConfig) -> Pipeline:
     add_usual_stages(config)
     config = name_parts(config)
     try:
-        plain, of_values = resolved(config), by_column(config)
+        plain, of_values = resolved(config), stages_by_column(config)
     except OmegaConfBaseException as err:
         raise ConfigError(f"the pipeline is not complete: {explain_composition(err)}") from err
     plain = plain if isinstance(plain, dict) else {}

@@ -22,7 +22,7 @@ from headrace.transforms.table.options import annotations_of, described, fits, i
 
 from .compose import ConfigError
 
-__all__ = ["YAML", "as_typed", "build_node", "by_column", "misfit", "name_parts", "resolved"]
+__all__ = ["YAML", "as_typed", "build_node", "misfit", "name_parts", "resolved", "stages_by_column"]
 
 OF_SIBLINGS = re.compile(r"\$\{(\.+)([\w.]+)\}")  # such as ${...columns.reward}
 
@@ -142,7 +142,7 @@ def name_parts(pipeline: Any) -> Any:
     return pipeline
 
 
-def by_column(pipeline: DictConfig) -> dict[str, Any]:
+def stages_by_column(pipeline: DictConfig) -> dict[str, Any]:
     """The nodes of :class:`ByColumn`, by name, for the stages with `by_column` and `values`.
 
     Each value's stage is composed as if the pipeline had this one in place of the stage.

@@ -225,7 +225,7 @@ def test_lazy_stacks_of_ragged_rows_are_accepted(name):
         row["tokens", "full"] = torch.arange(number + 2)
         mask = torch.ones(number + 2, dtype=torch.bool)
         row["masks"] = TensorDict({"all_assistant_mask": mask.cumsum(0) > 1, "all_attention_mask": mask})
-        for key in ("log_probs", "teacher_log_probs", "ref_log_probs", "entropy", "values"):
+        for key in ("log_probs", "teacher_log_probs", "ref_log_probs", "entropy", "values", "sum_pi_squared"):
             row[key, "full"] = torch.zeros(number + 2)
         row["turn_index"] = row["turn_index"][:1].expand(number + 2)
         row["turn_reward"] = torch.zeros(number + 2)
