@@ -103,6 +103,13 @@ class RolloutStream(OverSource):
     @cached_property
     def _rows(self) -> Assembled:
         made: Any = self._source(self) if self._makes_source else self._source  # type: ignore[operator, misc]
+        if self._pacing.begun and getattr(made, "_shuttle", ...) is None:
+            raise TypeError(
+                f"{type(made).__name__} resets its environment when it is made, and again before its first "
+                "rollouts, so the prompts of the first reset would be announced and never arrive. Let its "
+                "environment draw from the sampler, and read it with assembled(collector, assembler), where "
+                "groups need not be announced"
+            )
         limits: dict[str, Any] = {"patience": self.patience, "worker_patience": self.worker_patience}
         source = () if made is None else made
         return assembled(source, self.assembler, leftovers=self.leftovers, **limits)

@@ -7,9 +7,10 @@ from functools import partial
 
 import pytest
 from processes import quick_starts
-from torchrl.envs import AsyncEnvPool
+from tensordict import NonTensorStack
+from torchrl.envs import AsyncEnvPool, InitTracker
 
-from headrace.pipeline import Pipeline, assembled
+from headrace.pipeline import Pipeline, RepeatSampler, RolloutStream, assembled
 from headrace.transforms import CompletenessGate, DenseRows, FanOutCollapse, GroupAssembler
 from headrace.transforms.table import schema
 
@@ -25,6 +26,7 @@ from chats import (
     turns_of,
 )
 from torchrl.collectors.llm import LLMCollector
+from torchrl.envs.llm import DatasetChatEnv
 
 pytestmark = [pytest.mark.torchrl, pytest.mark.llm, pytest.mark.slow]
 TOKENIZER = make_tokenizer()
@@ -96,3 +98,23 @@ def test_environments_in_processes_number_their_own_groups():
         pool = AsyncEnvPool(makes, backend="multiprocessing", stack="lazy", exchange="queue")
         found = whole_groups(pool, "trajectories", **ENDLESS)
     assert {rollout // GROUP_SIZE // 1000 for rollout in found} == {0, 1}
+
+
+def test_a_collector_that_drops_the_prompts_of_its_first_reset_is_refused():
+    """They would be announced and never arrive. An environment that draws by itself is read."""
+
+    def collector_of(draws) -> LLMCollector:
+        rows = (row.set("query", NonTensorStack(*("12" for _ in row["prompt"]))) for row in draws)
+        chat = {"input_mode": "text", "template_kwargs": {"chat_template": "{{ messages[0]['content'] }}"}}
+        env = DatasetChatEnv.from_dataloader(rows, batch_size=(4,), tokenizer=TOKENIZER, **chat)
+        env.append_transform(InitTracker())
+        policy = make_policy(make_model(TOKENIZER), TOKENIZER)
+        return LLMCollector(env, policy=policy, dialog_turns_per_batch=4, total_dialog_turns=88)
+
+    sampler = partial(RepeatSampler, 100, group_size=2, prompts_per_batch=2)
+    stream = RolloutStream(
+        sampler(), source=lambda stream: collector_of(stream.draws(wait=True, patience=5)), max_staleness=4
+    )
+    with pytest.raises(TypeError, match="prompts of the first reset would be announced and never arrive"):
+        next(iter(stream))
+    collector_of(sampler().draws()).shutdown()
