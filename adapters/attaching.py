@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 from typing_extensions import Unpack
 
 from headrace.pipeline import Pipeline, Run
-from headrace.pipeline.load import PipelineOptions, shows_options
+from headrace.pipeline.load import KEYWORDS, PipelineOptions, settings_of, shows_options
 from headrace.pipeline.tools.decide import pipeline_of
 
-from .environment import scale_overrides
+from .environment import scale_overrides, sets_option
 
 OBJECTS = {"swift": "as/trl", "trl": "as/trl"}  # packages of trainers, a subclass in front of its base
 
@@ -45,7 +45,7 @@ def attach(
     Args:
         trainer: a ``GRPOTrainer``, before ``train()``.
         recipe: its name, or a pipeline; by default the one that computes what the trainer computes,
-            by its `scale_rewards`.
+            by its `scale_rewards`, unless you set the scale. Options that you set change no other.
         overrides: as of :func:`load_pipeline`.
         options: keywords of :func:`load_pipeline`.
 
@@ -75,16 +75,17 @@ def attach(
     if isinstance(getattr(trainer, "pipeline", None), Pipeline):
         raise ValueError("this trainer has a recipe already: set trainer.pipeline to change it")
     rewards = len(trainer.reward_weights)  # type: ignore[attr-defined]
-    said = any("collapse" in each for each in (*overrides, str(options.get("stages"))))
-    if rewards > 1 and not isinstance(recipe, Pipeline) and not said:
-        overrides = (f"pipeline.stages.collapse.columns={rewards}", *overrides)
-    set_here = "scale" in options or "advantage" in (options.get("stages") or {})
-    if not (isinstance(recipe, Pipeline) or set_here):
+    if not isinstance(recipe, Pipeline):
+        keywords = {word: value for word, value in options.items() if word in KEYWORDS and value is not ...}
+        settings = settings_of(overrides, keywords, options.get("stages") or {})
+        set_here = [*overrides, *(f"pipeline.{key}" for key in settings)]
         scale = getattr(trainer, "scale_rewards", "group")
-        found_scale = scale_overrides(scale, recipe, OBJECTS[found[0]], overrides)
-        if found_scale:
+        of_trainer = scale_overrides(scale, recipe, OBJECTS[found[0]], set_here)
+        if of_trainer:
             refuse_separate_rewards(trainer)
-        overrides = (*found_scale, *overrides)
+        if rewards > 1 and not sets_option("collapse.columns", set_here):
+            of_trainer = (f"pipeline.stages.collapse.columns={rewards}", *of_trainer)
+        overrides = (*of_trainer, *overrides)
     pipeline = pipeline_of(recipe or OBJECTS[found[0]], *overrides, **options)
     if (trainer.reward_weights != 1).any():  # type: ignore[attr-defined]
         weights = f"[{','.join(f'{float(each):g}' for each in trainer.reward_weights)}]"  # type: ignore[attr-defined]

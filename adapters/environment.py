@@ -20,7 +20,6 @@ from headrace.pipeline.tools.decide import refuse_state
 from headrace.transforms import MissingKeyError, TokenAdvantage
 
 RECIPE, OVERRIDES = "HEADRACE_RECIPE", "HEADRACE_OVERRIDES"
-SETS_SCALE = re.compile(r"[+~]*(\S*@)?pipeline\.stages\.advantage(\.scale)?(=.*)?")
 Part = Literal["advantages", "rows", "whole"]
 
 
@@ -67,10 +66,26 @@ def scale_overrides(
         >>> scale_overrides(False, None, "as/verl", ["pipeline.stages.advantage.scale=batch"])
         ()
     """
-    if recipe not in (None, default) or any(SETS_SCALE.fullmatch(word) for word in overrides):
+    if recipe not in (None, default) or sets_option("advantage.scale", overrides):
         return ()
     scale = {"True": "group", "False": "none"}.get(str(trainers), str(trainers))
     return (f"pipeline.stages.advantage.scale={scale}",)
+
+
+def sets_option(option: str, overrides: Iterable[str]) -> bool:
+    """Whether overrides set an option of a stage, or replace or remove the stage.
+
+    Example:
+        >>> sets_option("advantage.scale", ["pipeline.stages.advantage={clip: [-5, 5]}"])
+        False
+        >>> sets_option("advantage.scale", ["pipeline.stages.advantage={scale: none}"])
+        True
+    """
+    stage, _, name = option.partition(".")
+    # A mapping of options is merged with those of the recipe, unless it names a class.
+    values = rf"(\.{name}(=.*)?|=(?!\{{).*|=.*\b({name}|_target_)\b.*)?"
+    word = re.compile(rf"[+~]*(\S*@)?pipeline\.stages\.{stage}{values}", re.DOTALL)
+    return any(word.fullmatch(each) for each in overrides)
 
 
 def scale_here(default: str, trainers: Any) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -94,7 +95,9 @@ def _append(table: Table, carried: TensorDictBase | None, remainder: str) -> Non
         reasons = listed(column_of(carried, REASON))
         more.batch = leave_out(carried, [REASON])
         counts = [key for key in table.columns if isinstance(key, TokenCount)]
-        more.load([*(key for key in table.columns if key not in counts), *OF_THE_TABLE], counts)
+        # A column of one number per row here may be one of ragged tokens there, such as an advantage.
+        ragged = {key for key in table.columns if key not in counts and _is_ragged(column_of(carried, key))}
+        more.load([*(key for key in table.columns if key not in {*counts, *ragged}), *OF_THE_TABLE], counts)
     ranks, before = table.ranks, table.size
     ranks.share(more)
     if not more.size:  # no rank has carried rows
@@ -132,6 +135,10 @@ def _append(table: Table, carried: TensorDictBase | None, remainder: str) -> Non
     table.every = torch.arange(table.size)
     if ROW in table.columns:
         table.columns[ROW] = table.row_numbers()
+
+
+def _is_ragged(column: Any) -> bool:
+    return isinstance(column, list) and isinstance(column[0], Tensor)
 
 
 def refuse_again(rows: Rows, unit: str) -> None:

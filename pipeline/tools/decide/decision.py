@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from headrace.pipeline.composing.recipe_names import Recipe
@@ -38,9 +38,19 @@ from headrace.transforms.table import (
 )
 from headrace.transforms.table.options import fits, nested_key
 from headrace.transforms.table.schema import FLOAT, ROW, STATUS_KEYS, Status, has_key
-from headrace.transforms.table.tensordicts import ELSEWHERE, device_of, number_of, shallow_copy, write_entry
+from headrace.transforms.table.tensordicts import (
+    ELSEWHERE,
+    column_of,
+    device_of,
+    number_of,
+    shallow_copy,
+    write_entry,
+)
+from headrace.transforms.table.tokens import padded
 
 COUNTS = {"tokens": "loss_mask", "length": "length"}  # columns of token counts, and the masks they replace
+# (N,) int64, a row's number over all calls. Plain columns have it as ELSEWHERE, which says that tokens lack.
+NUMBER = ("headrace", "number")
 IDS = ("group", "rollout", "state", "parent", "baseline")
 COMPOSED = 32  # recipes that decide() caches
 MEANS = {
@@ -78,14 +88,16 @@ class Decision:
         if self.came is None:
             found = self.run.of_rank(self.run.rows.table.columns[keys[-1]])
             return torch.where(self.keep, found.double(), 0.0)
-        wide = self._put_back(self.run.batch.get(keys[-1])).double()
+        wide = self._put_back(keys[-1]).double()
         if wide.shape[1] > 1:
-            return torch.where(self.in_loss, wide, 0.0)
+            return torch.where(self.in_loss, _as_wide(wide, self.in_loss), 0.0)
         return torch.where(self.keep.to(wide.device), wide[:, 0], 0.0)
 
     @cached_property
     def in_loss(self) -> Tensor:
         """(N + C, T) bool, True at tokens that train, if the rows have a loss mask; else :attr:`keep`.
+
+        T is the width of the widest row. Ragged rows have False behind their tokens.
 
         Raises:
             BatchError: a stage moved tokens between rows, which the caller's rows would not follow.
@@ -93,11 +105,13 @@ class Decision:
         key = self.run.keys.loss_mask
         if self.came is None or not has_key(self.came, key):
             return self.keep
-        before = self.came.get(key)
+        before = _dense(self.came, key)
         if not len(self.run.batch):
             return before.new_zeros((len(self.keep), *before.shape[1:]), dtype=torch.bool)
-        mask = self._put_back(self.run.batch.get(key))
-        new = (mask & ~before).any(1) if before.shape == mask.shape else mask.any(1)
+        mask = self._put_back(key)
+        before, mask = _as_wide(before, mask), _as_wide(mask, before)
+        # Rows of an earlier call are not in `came`. MergeTurns cannot have merged them: NUMBER differs.
+        new = (mask[: len(before)] & ~before).any(1)
         if rows := new.nonzero().flatten().tolist():
             raise BatchError(
                 "the trainer has the tokens of the input rows, but a stage put other tokens into the loss "
@@ -105,9 +119,10 @@ class Decision:
             )
         return mask & self.keep.to(mask.device).unsqueeze(1)
 
-    def _put_back(self, column: Tensor) -> Tensor:
+    def _put_back(self, key: NestedKey) -> Tensor:
         """(N + C, T): a column of the remaining rows, at their input rows; 0 and False for the others."""
-        wide, rows = column.reshape(len(column), -1), self.run.batch.get(ROW).flatten()
+        column, rows = _dense(self.run.batch, key), self.run.batch.get(ROW).flatten()
+        wide = column.reshape(len(column), -1)
         whole = wide.new_zeros(len(self.keep) + 1, wide.shape[1])  # the last row takes padding, which is −1
         return whole.index_copy_(0, rows.where(rows >= 0, len(self.keep)), wide)[:-1]
 
@@ -200,6 +215,17 @@ class Decision:
 
     def __repr__(self) -> str:
         return f"Decision({self.ledger})"
+
+
+def _dense(batch: TensorDictBase, key: NestedKey) -> Tensor:
+    """(B, T, ...): a token column, ragged rows padded on the right."""
+    column = column_of(batch, key)
+    return padded(column, key) if isinstance(column, list) else column
+
+
+def _as_wide(column: Tensor, other: Tensor) -> Tensor:
+    """(B, max(T, U)): a column (B, T), with 0 and False up to the width of another (C, U)."""
+    return nn.functional.pad(column, (0, max(0, other.shape[1] - column.shape[1])))
 
 
 class _PlainNames(ErrorNames):
@@ -336,16 +362,16 @@ class Decider:
         key = self.pipeline.loss_mask_key
         masked = has_key(batch, number_of(key) if came is None else key)
         pipeline = self.pipeline if masked else self.without_weights
-        carries = getattr(self.split, "remainder", "") == "carry"
-        if came is None or carries:  # with plain columns, this column says that tokens are elsewhere
-            batch[ELSEWHERE] = torch.arange(self.rows, self.rows + len(batch), device=device_of(batch))
+        number = ELSEWHERE if came is None else NUMBER
+        if came is None or getattr(self.split, "remainder", "") == "carry":
+            batch[number] = torch.arange(self.rows, self.rows + len(batch), device=device_of(batch))
         with labels_said(texts.values):
             run = pipeline.run(batch)
         run.texts |= {label_key(key): text for key, text in texts.items()}
         run.all_taken()
         carried = torch.zeros(0, dtype=torch.int64)
         if run.rows is not None and run.rows.table.carried is not None:
-            carried = run.of_rank(run.rows[ELSEWHERE])[len(batch) :]
+            carried = run.of_rank(run.rows[number])[len(batch) :]
         self.rows += len(batch)
         return Decision(run, carried, came)
 

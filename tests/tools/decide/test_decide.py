@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from recipes import CHAINS, of
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 
 import headrace
 from headrace import Decider, Decision, Pipeline, decide, load_pipeline
@@ -161,12 +161,23 @@ def test_rows_with_tokens_are_decided_as_their_columns():
         assert by_token.in_loss.any()
 
 
-def test_padding_rows_are_no_input_rows():
+def batch_of_teacher(seed: int, first: int = 0) -> TensorDict:
+    """One that ``opd`` reads, too, with ids from `first`."""
+    batch = batch_of(columns_of(seed) | read_by("grpo", columns_of(seed)))
+    batch["group_id"], batch["rollout_id"] = batch["group_id"] + first, batch["rollout_id"] + first
+    torch.manual_seed(seed)
+    batch["log_probs", "full"], batch["teacher_log_probs", "full"] = torch.rand(2, len(batch), 8) - 1
+    return batch
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "opd"])
+def test_padding_rows_are_no_input_rows(recipe):
     """`remainder=pad` fills micro-batches with copies of rows, whose row number is −1."""
-    batch = batch_of(columns_of(0) | read_by("grpo", columns_of(0)))
+    batch = batch_of_teacher(0)
     whole, padded = [
         decide(
             batch,
+            recipe,
             group_size=4,
             stages={"split": {"minibatch_size": 3, "minibatches": None, "remainder": remainder}},
             microbatches=2,
@@ -176,6 +187,57 @@ def test_padding_rows_are_no_input_rows():
     assert (padded.run.batch["headrace", "row"] < 0).any()
     assert torch.equal(padded.advantage, whole.advantage)
     assert torch.equal(padded.in_loss, whole.in_loss)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("recipe", ["grpo", "opd"])
+def test_a_carried_row_trains_its_own_tokens_with_the_advantage_of_its_batch(recipe, ragged):
+    """Ragged rows of one batch are wider than those of another, and the widest ones leave."""
+    deciders = [
+        Decider(
+            recipe,
+            group_size=4,
+            on_incomplete="drop",
+            stages={"split": {"minibatch_size": 5, "minibatches": None, "remainder": remainder}},
+        )
+        for remainder in ("carry", "uneven")
+    ]
+    every, carried = [], 0
+    for call in range(4):
+        batch = batch_of_teacher(call, 1000 * call)
+        batch = batch[batch["rollout_id"] % 1000 > 0]  # so group 0 is not complete
+        if ragged:
+            lengths = batch["masks", "all_attention_mask"].sum(1)
+            lengths = lengths.clamp(max=6 - call % 2 * 2).where(batch["group_id"] % 1000 > 0, 8).tolist()
+            batch = lazy_stack([lazy_row(*each) for each in zip(batch.unbind(0), lengths, strict=True)])
+        found, alone = [decider.decide(batch) for decider in deciders]
+        numbers = [*range(len(every), len(every) + len(batch)), *found.carried.tolist()]
+        every += zip(alone.in_loss.tolist(), alone.advantage.tolist(), strict=True)
+        for place, number in enumerate(numbers):
+            mask, advantage = every[number]
+            trains = bool(found.keep[place])
+            assert found.in_loss[place].nonzero().flatten().tolist() == (
+                [at for at, bit in enumerate(mask) if bit] if trains else []
+            )
+            own = found.advantage[place]
+            if recipe == "grpo":
+                assert own == (advantage if trains else 0.0)
+            else:
+                expected = [value for value, bit in zip(advantage, mask, strict=True) if bit and trains]
+                assert own[found.in_loss[place]].tolist() == expected
+                assert not own[~found.in_loss[place]].any()
+        carried += int(found.keep[len(batch) :].sum())
+        assert not ragged or found.in_loss.shape[1] == 8 > found.run.batch[-1][MASK].shape[0]
+    assert carried >= 4
+
+
+def lazy_row(row: TensorDict, length: int) -> TensorDict:
+    """One without what is behind its tokens."""
+    short = row.clone(False)
+    for key in row.keys(include_nested=True, leaves_only=True):
+        if row[key].ndim:
+            short[key] = row[key][:length]
+    return short
 
 
 @pytest.mark.parametrize(
