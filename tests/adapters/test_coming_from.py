@@ -13,6 +13,7 @@ import random
 import re
 import shlex
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -393,6 +394,42 @@ def test_skyrl_gets_its_own_numbers_over_uneven_groups(monkeypatch, recipe):
     recipe(None, "pipeline.stages.gate.group_size=8")
     with pytest.raises(IncompleteGroupsError, match=r"uid-0.* of 8"):
         registry["headrace"](token_level_rewards=rewards, response_mask=mask, index=uids)
+
+
+def test_verl_gives_all_outputs_of_a_session_the_advantage_of_its_last(monkeypatch, recipe):
+    """By a loop. The last of twelve outputs is number 11; outside of the mask the advantage is 0."""
+    _, trainer = foreign.verl_trainer(monkeypatch)
+    monkeypatch.delitem(sys.modules, "headrace.adapters.verl", raising=False)
+    importlib.import_module("headrace.adapters.verl")  # once: it replaces the trainer's function
+    compute, seen = trainer.compute_advantage_for_multi_trajectories, 0
+    for seed in range(5):
+        rng = random.Random(seed)
+        sessions = [f"a_prompt_{uid}_{session}" for uid in range(3) for session in range(4)]
+        keys = [f"{one}_{output}" for one in sessions for output in range(rng.choice([1, 2, 12]))]
+        keys += [f"pad{seed:032x}_{number}_0" for number in range(3)]
+        rng.shuffle(keys)
+        scores, mask = torch.zeros(len(keys), 5), torch.zeros(len(keys), 5)
+        for row in range(len(keys)):
+            scores[row, 0] = rng.choice([0.0, 1.0, 0.25])
+            mask[row, rng.randint(0, 2) : rng.randint(3, 5)] = 1.0
+        data = SimpleNamespace(batch={"response_mask": mask, "token_level_rewards": scores})
+        found = compute(data, keys, "headrace", num_repeat=4).batch["advantages"]
+        last: dict[str, tuple[int, float]] = {}
+        for key, score in zip(keys, scores.sum(1).tolist(), strict=True):
+            session, _, output = key.rpartition("_")
+            last[session] = max(last.get(session, (-1, 0.0)), (int(output), score))
+        for key, advantages, own in zip(keys, found, mask, strict=True):
+            expected = 0.0
+            if not key.startswith("pad"):
+                uid = key.rsplit("_", 2)[0]
+                group = [score for session, (_, score) in last.items() if session.rsplit("_", 1)[0] == uid]
+                mine, std = last[key.rpartition("_")[0]][1], statistics.stdev(group)
+                expected = (mine - statistics.fmean(group)) / (std + 1e-6) if std else 0.0
+                seen += int(own.sum() < 5) * bool(expected)
+            assert advantages.tolist() == pytest.approx((own * expected).tolist(), abs=1e-5), key
+        assert torch.equal(data.batch["returns"], found)
+    assert seen > 20
+    assert compute(data, keys, "grpo") == "verl's grpo"
 
 
 def test_rllm_gets_its_own_numbers_of_each_role(monkeypatch, recipe):

@@ -10,7 +10,7 @@ from saving import as_saved
 from tensordict import TensorDict, lazy_stack
 
 from headrace.pipeline import informative, load_pipeline
-from headrace.transforms import BatchError, IncompleteGroupsError, StalledError
+from headrace.transforms import BatchError, GroupAssembler, IncompleteGroupsError, StalledError
 
 pytestmark = pytest.mark.slow
 
@@ -77,6 +77,41 @@ def test_it_requests_groups_at_most_so_often():
     assert [batch["group_id"].tolist() for batch in short] == [[1, 1], [5, 5]]
     with pytest.raises(StalledError, match="and 0 wait"):  # where there is nothing, nothing goes out
         next(iter(informative(many("ffff"), groups=2, max_batches=3, on_short="yield")))
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_source_may_write_each_batch_into_the_memory_of_the_last(lazy):
+    """As collectors do; rows that wait are the ones that were read."""
+    batches = [batch_of({g: [0.0, 1.0], g + 1: [0.5, 0.25 * g]}) for g in range(0, 8, 2)]
+
+    def reusing():
+        memory = batches[0].clone()
+        memory = lazy_stack([row.clone() for row in memory.unbind(0)]) if lazy else memory
+        for batch in batches:
+            for row, own in zip(memory.unbind(0), batch.unbind(0), strict=True):
+                for key in own.keys(include_nested=True, leaves_only=True):
+                    row[key].copy_(own[key])
+            yield memory
+
+    expected = list(informative(batches, groups=3))
+    assert len(expected) == 3
+    for found, own in zip(informative(reusing(), groups=3), expected, strict=True):
+        for key in own.keys(include_nested=True, leaves_only=True):
+            assert torch.equal(found[key], own[key]), key
+
+
+@pytest.mark.parametrize("assembler", [None, GroupAssembler()])
+def test_a_source_that_has_nothing_yet_is_asked_at_most_so_often(assembler):
+    """`None` is no batch, and is yielded by sources that do not wait."""
+    asked = []
+
+    def nothing_yet():
+        while len(asked) < 100:
+            yield asked.append(None)
+
+    with pytest.raises(StalledError, match=r"3 batches had 0 groups"):
+        next(iter(informative(nothing_yet(), groups=2, max_batches=3, assembler=assembler)))
+    assert len(asked) == 3
 
 
 def test_leftover_groups_wait_for_the_next_batch_also_over_a_restart():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+from tensordict import TensorDict
+
 from headrace.pipeline import RepeatSampler, paced
-from headrace.transforms import GroupAssembler
+from headrace.transforms import GroupAssembler, StalledError
 
 
 def test_a_sampler_that_is_ahead_or_behind_goes_on_at_the_first_group_that_was_never_announced():
@@ -31,3 +34,18 @@ def test_a_draw_of_which_a_part_was_announced_goes_on_with_the_rest():
     assert next(draws)["group_id"].tolist() == [0, 1]
     again.discard_batch()
     assert next(draws)["group_id"].tolist() == [2]
+
+
+def test_a_draw_is_cut_only_if_nothing_is_pending():
+    """There is room for two groups. While one is pending, a draw of three waits as a whole."""
+    draws = [TensorDict({"group_id": ids}, [len(ids)]) for ids in ([0], [1, 2, 3])]
+    assembler = GroupAssembler(groups=2, group_size=1, steps_ahead=0)
+    source = paced(iter(draws), assembler, patience=0.01)
+    assert next(source)["group_id"].tolist() == [0]
+    assert (assembler.pending, assembler.capacity()) == (1, 1)
+    with pytest.raises(StalledError, match="No capacity to dispatch 3 groups"):
+        next(source)
+    source = paced(iter(draws[1:]), assembler)
+    assembler.discard_batch()
+    assert (assembler.pending, assembler.capacity()) == (0, 2)
+    assert next(source)["group_id"].tolist() == [1, 2]

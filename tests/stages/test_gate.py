@@ -13,6 +13,7 @@ from tensordict import TensorDict, lazy_stack
 from headrace.transforms import (
     BatchError,
     CompletenessGate,
+    GroupAssembler,
     IncompleteGroupsError,
     MissingKeyError,
     Status,
@@ -130,9 +131,20 @@ def test_a_batch_without_rows_lacks_every_group(make_batch):
     assert CompletenessGate(group_size=2)(empty) is empty
 
 
-def test_a_fraction_includes_its_bound(make_batch):
-    gate = CompletenessGate(group_size=13, on_incomplete="keep", min_fraction=7 / 13)
-    assert len(gate(make_batch([0.0] * 7, [0] * 7))) == 7
+def test_a_share_exactly_at_min_fraction_is_kept_in_the_gate_and_in_the_assembler(make_batch):
+    """Of up to 13 rollouts; a share of one rollout fewer is not. 7 / 13 is no binary fraction."""
+    for expected in range(2, 14):
+        for have in range(1, expected):
+            rows = make_batch([0.0] * expected, [0] * expected, list(range(expected)))
+            rows["status"] = torch.tensor([DONE] * have + [FAILED] * (expected - have))
+            rows["expected_rollouts"] = torch.full((expected,), expected)
+            rows["next", "done"] = torch.ones(expected, dtype=torch.bool)
+            for least, kept in ((have / expected, have), ((have + 1) / expected, 0)):
+                gate = CompletenessGate(on_incomplete="keep", min_fraction=least)
+                assembler = GroupAssembler(on_failure="keep", min_fraction=least)
+                assembler.put(rows)
+                found = assembler.take()
+                assert len(gate(rows)) == (0 if found is None else len(found)) == kept, (have, expected)
 
 
 def test_the_status_after_the_step_counts(make_batch):

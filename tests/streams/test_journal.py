@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import resource
 import shutil
 import warnings
 from pathlib import Path
@@ -319,6 +320,25 @@ def test_a_refused_put_is_not_in_the_journal(tmp_path):
             assembler.put(rows)
     assert (assembler.held, path.stat().st_size) == (1, size)
     assert GroupAssembler(journal=path).held == 1
+
+
+def test_a_write_that_fails_in_its_middle_leaves_no_trace(tmp_path):
+    """The disk is full after any number of bytes: the put is refused. The next one is read again."""
+    rows = [batch_of_lines([Line(group, 2 * group + r, 0, True) for r in range(2)]) for group in range(3)]
+    path = tmp_path / "rows"
+    assembler = GroupAssembler(journal=path)
+    assembler.put(rows[0])
+    size, limits = path.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    for free in (0, 1, 7, 100, 999):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + free, limits[1]))
+        try:
+            with pytest.raises(OSError, match="too large"):
+                assembler.put(rows[1])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert (path.stat().st_size, assembler.held) == (size, 2)
+    assembler.put(rows[2])
+    assert GroupAssembler(journal=path).take()["group_id"].tolist() == [0, 0, 2, 2]
 
 
 def test_a_journal_of_another_assembler_and_other_files_are_refused(tmp_path):

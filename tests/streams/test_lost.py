@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
+import torch
 from fleets import Fleet, Sent
 from saving import as_saved
 from tensordict import TensorDict
 
-from headrace.transforms import BatchError, GroupAssembler, IncompleteGroupsError, StreamWarning
+from headrace.transforms import BatchError, GroupAssembler, IncompleteGroupsError, Status, StreamWarning
 
 
 def in_pieces(rows: list[Sent], rng: random.Random) -> list[list[Sent]]:
@@ -105,6 +107,27 @@ def test_a_group_with_a_lost_rollout_ends_as_one_with_a_failed_rollout():
     kept = GroupAssembler(on_failure="keep", min_rollouts=1)
     kept.put(rows)
     assert kept.take()["rollout_id"].tolist() == [1]
+
+
+@pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
+def test_a_rollout_that_fails_and_lacks_rows_is_missing_once():
+    """In any order, in one put or in several; of four rollouts two are whole, and one is not there yet."""
+    fleet = Fleet(1, 4, 4, 9)
+    others = [Sent(0, number, 0, True, 0, number) for number in (1, 2)]
+    own = [Sent(0, 0, number, number == 4, 0, 0) for number in (0, 2, 4)]  # without its rows 1 and 3
+    for failed, apart, first in itertools.product(range(3), (False, True), (False, True)):
+        asked: list[tuple[int, int]] = []
+        assembler = GroupAssembler(on_failure="refill", refill=lambda *what, asked=asked: asked.append(what))
+        rows = [*others, *own] if first else [*own, *others]
+        batch = fleet.batch(rows)
+        batch["status"] = torch.tensor([Status.FAILED * (row == own[failed]) for row in rows])
+        for part in batch.split(1) if apart else (batch,):
+            assembler.put(part)
+        assert (assembler.ready, assembler.pending, asked) == (0, 1, []), (failed, apart, first)
+        last = fleet.batch([Sent(0, 3, 0, True, 0, 3)])
+        last["status"] = torch.zeros(1, dtype=torch.int64)
+        assembler.put(last)
+        assert asked == [(0, 1)], (failed, apart, first)
 
 
 def test_a_repeated_row_is_a_duplicate():

@@ -57,6 +57,15 @@ def verl_advantages(token_level_rewards, response_mask, index, epsilon=1e-6):
     return found, found
 
 
+def verl_trainer(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], ModuleType]:
+    """Its registry of advantage estimators, and the module of the v1 trainer's function for sessions."""
+    registry: dict[str, Any] = {}
+    names = {"register_adv_est": lambda name: lambda each: registry.setdefault(name, each)}
+    module_of(monkeypatch, "verl.trainer.ppo.core_algos", names)
+    sessions = {"compute_advantage_for_multi_trajectories": lambda data, keys, name, **_: f"verl's {name}"}
+    return registry, module_of(monkeypatch, "verl.trainer.ppo.v1.trainer_base", sessions)
+
+
 # -- slime and miles: utils/types.py and ray/rollout ----------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import random
 import tracemalloc
 
 import pytest
@@ -205,7 +206,7 @@ def test_verifiers_groups_are_examples_and_errors_are_failures(tmp_path):
 def test_prime_rl_episodes_are_rollouts_with_tool_output_masked(tmp_path):
     rows = [
         episode("g", "a", {"right": {"score": 1.0, "weight": 2.0}, "style": {"score": 0.5}}),
-        episode("g", "b", {"right": {"score": 0.0, "weight": 2.0}, "style": {"score": 0.5}}),
+        episode("g", "b", {"right": {"score": 0.0}, "style": {"score": 0.5}}),
     ]
     path = write_lines(tmp_path / "traces.jsonl", rows)
     step, batch = only(open_source(path))
@@ -217,6 +218,18 @@ def test_prime_rl_episodes_are_rollouts_with_tool_output_masked(tmp_path):
     assert batch["next", "policy_version"].tolist() == [1, 1]
     assert batch["prompt_text"][0] == "user: user says"
     assert rewards(only(open_source(path, reward_key="style"))[1]) == [0.5, 0.5]
+
+
+def test_prime_rl_the_reward_is_the_sum_of_score_times_weight(tmp_path):
+    """The weight 1 if there is none; also with weights of 0 and below."""
+    rng, rows, expected = random.Random(0), [], []
+    for number in range(20):
+        parts = [(rng.uniform(-1, 1), rng.choice([None, 0, 0.0, -0.5, 2.0])) for _ in range(3)]
+        given = {f"r{k}": {"score": score, "weight": weight} for k, (score, weight) in enumerate(parts)}
+        rows.append(episode("g", str(number), given))
+        expected.append(math.fsum(score if weight is None else score * weight for score, weight in parts))
+    path = write_lines(tmp_path / "traces.jsonl", rows)
+    assert rewards(only(open_source(path))[1]) == pytest.approx(expected, abs=1e-6)
 
 
 def test_prime_rl_branches_are_segments_and_an_abandoned_compaction_is_masked(tmp_path):

@@ -260,6 +260,18 @@ def test_solved_is_the_greater_of_two_rewards_or_above_the_option(make_batch, tm
     assert re.search(r"\n *0 +1 +0% .*\n *1 +1 +0% ", text)
 
 
+def test_the_std_of_rewards_divides_by_one_less_than_their_number(make_batch, tmp_path):
+    """Rewards x ± d in groups of two have the std d √2. Of 0.1, 0.2 and 0.4 times √2 the lower quartile is 0.15 √2."""
+    rewards = [x + sign * d for x, d in ((5, 0), (6, 0.1), (7, 0.2), (8, 0.4)) for sign in (-1, 1)]
+    write_dump(make_report(Pipeline({}).run(make_batch(rewards, [0, 0, 1, 1, 2, 2, 3, 3]))), tmp_path)
+    _, text = planned(configured(tmp_path, "report.solved=100"), tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert found["quantity"] == "std of the rewards"
+    assert [each["range"] for each in found["ranges"]][:2] == ["0", "0 to 0.212"]
+    assert found["ranges"][-2]["range"].endswith(" to 0.566")
+    assert "0 to 0.212" in text
+
+
 def test_a_dump_that_cannot_be_planned_is_refused(make_batch, tmp_path):
     write_dump(make_report(Pipeline({}).run(make_batch([0.0, 1.0], [0, 1]))), tmp_path)
     with pytest.raises(ConfigError, match="needs groups with at least two rollouts with rewards"):

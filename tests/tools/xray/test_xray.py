@@ -316,6 +316,34 @@ def test_weights_of_another_recipe_and_untrained_rows_are_detected():
             wrong.assert_uniform()
 
 
+def with_turns_inside_rows(batch: TensorDictBase) -> None:
+    """Turns of two tokens, each with an index over its rollout."""
+    place = batch[LOSS].cumsum(1) - 1
+    row = torch.arange(len(batch))[:, None]  # so that each row's turns are its own
+    batch["turn_index"] = torch.where(batch[LOSS], place // 2 + 100 * row, -1)
+
+
+def mean_of_turns(model, batch, cut):
+    """By a loop: each turn counts the same, and in it each token."""
+    turns = batch["turn_index"]
+    numbers = [turn for turn in turns.unique().tolist() if turn >= 0]
+    for part in batch.chunk(cut):
+        for turn in part["turn_index"].unique().tolist():
+            if turn >= 0:
+                mine = terms(model, part)[part["turn_index"] == turn]
+                (-mine.sum() / (turns == turn).sum() / len(numbers)).backward()
+
+
+def test_a_mean_over_turns_inside_rows_is_uniform_and_no_other_mean_is():
+    """A row's last turn may have one token, which then weighs twice as much as another."""
+    words = "pipeline.stages.split.minibatches=1", "pipeline.stages.weight.turn_index_key=turn_index"
+    pipeline = load_pipeline("grpo", *words, loss_unit="turn")
+    options = {"cuts": (1, 3), "prepare": with_turns_inside_rows, "pad": ("right", "left")}
+    xray(mean_of_turns, pipeline, **options).assert_uniform()
+    with pytest.raises(AssertionError, match="times the weight of the pipeline"):
+        xray(mean_of_step, pipeline, **options).assert_uniform()
+
+
 def up_the_loss(model, batch, cut):
     (terms(model, batch).sum() / batch[LOSS].sum()).backward()
 
