@@ -9,7 +9,7 @@ CONSTRAINTS ?= --constraint constraints.txt
 # Each process that tests start would compile all that it imports anew, a sixth of its start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-light all-tests check quick slow long lint types bench generate certificates docs dist clean
+.PHONY: demo test test-light all-tests check quick slow long mutants lint types bench generate certificates docs dist clean
 
 demo: $(STAMP)
 	$(BIN)/headrace $(ARGS)
@@ -43,6 +43,11 @@ long: $(STAMP)
 test-light: $(STAMP)
 	$(BIN)/python tools/beside.py $(ARGS)
 	$(BIN)/python tools/generate.py
+
+# Plants faults, and runs the nearest tests: in the lines that differ from main, in ARGS=adapters, or at random places
+# with ARGS="--sample 200 --seed 1", which takes an hour or two and writes docs/benchmarks.md.
+mutants: $(STAMP)
+	$(BIN)/python tools/mutants.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

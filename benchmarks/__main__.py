@@ -22,7 +22,8 @@ from page import page, read_results
 ROOT = Path(__file__).parent.parent
 # In the order of the page.
 NAMES = ["yardstick", "pipeline", "stages", "tokens", "advantage", "peers", "stream", "runs", "survivors"]
-NAMES += ["ranks", "replay", "view", "trees", "gpu", "structure"]
+NAMES += ["ranks", "replay", "view", "trees", "gpu", "structure", "mutants"]
+LONG = ["mutants"]  # an hour or two: `make mutants`
 
 
 def run(script: Path, *words: str) -> None:
@@ -57,7 +58,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
+    usual = [name for name in NAMES if name not in LONG]
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=usual)
     parser.add_argument("--quick", action="store_true", help="tiny sizes; the numbers mean nothing")
     parser.add_argument("--render", action="store_true", help="run nothing, only write the page")
     parser.add_argument("--results", type=Path, help="folder of the JSON files")

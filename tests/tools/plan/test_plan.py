@@ -261,7 +261,7 @@ def test_solved_is_the_greater_of_two_rewards_or_above_the_option(make_batch, tm
 
 
 def test_the_std_of_rewards_divides_by_one_less_than_their_number(make_batch, tmp_path):
-    """Rewards x ± d in groups of two have the std d √2. Of 0.1, 0.2 and 0.4 times √2 the lower quartile is 0.15 √2."""
+    """Rewards x ± d have the std d √2. Of 0.1, 0.2 and 0.4 times √2 the lower quartile is 0.15 √2."""
     rewards = [x + sign * d for x, d in ((5, 0), (6, 0.1), (7, 0.2), (8, 0.4)) for sign in (-1, 1)]
     write_dump(make_report(Pipeline({}).run(make_batch(rewards, [0, 0, 1, 1, 2, 2, 3, 3]))), tmp_path)
     _, text = planned(configured(tmp_path, "report.solved=100"), tmp_path / "out")

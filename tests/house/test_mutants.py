@@ -1,0 +1,76 @@
+"""`make mutants` plants faults that Python reads, where they are asked for, and runs tests in a copy."""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tools"))
+
+import mutants  # noqa: E402
+
+pytest.importorskip("cosmic_ray", reason="cosmic-ray is not installed")
+pytestmark = pytest.mark.slow
+FILE = "transforms/split/bins.py"
+
+
+def test_each_mutant_is_a_program_with_other_lines_at_its_place():
+    source, seen = (ROOT / FILE).read_text().splitlines(), set()
+    for mutant in mutants.chosen_mutants([FILE], "", None, 0):
+        changed = mutant.code.splitlines()
+        assert ast.dump(ast.parse(mutant.code)) != ast.dump(ast.parse("\n".join(source)))
+        first = next(at for at, (old, new) in enumerate(zip(source, changed, strict=False), 1) if old != new)
+        assert mutant.line == first
+        assert [source[first - 1].strip()] == mutant.was.splitlines()[:1] != mutant.now.splitlines()[:1]
+        seen.add(mutant.line)
+    assert len(seen) > 10
+
+
+def test_only_changed_lines_have_mutants(monkeypatch):
+    lines = {mutant.line for mutant in mutants.chosen_mutants([FILE], "", None, 0)}
+    some = {*sorted(lines)[:3]}
+    monkeypatch.setattr(mutants, "changed_lines", lambda base: {FILE: some})
+    assert {mutant.line for mutant in mutants.chosen_mutants([], "main", None, 0)} == some
+
+
+def test_a_sample_has_its_size_and_follows_its_seed():
+    first, again, other = (mutants.chosen_mutants(["transforms/split"], "", 5, seed) for seed in (1, 1, 2))
+    assert first == again != other
+    assert len({*first}) == 5
+
+
+def test_a_fault_that_tests_see_is_killed_and_one_that_they_do_not_see_survives(monkeypatch):
+    source = (ROOT / FILE).read_text()
+    monkeypatch.setattr(mutants, "nearest_tests", lambda file: ["tests/split/test_bins.py"])
+    killed, alive, known = (
+        mutants.Mutant(FILE, 1, "was", word, f"{source}\n{word}\n") for word in ("1 / 0", "1 / 1", "2 / 1")
+    )
+    monkeypatch.setattr(mutants, "equivalent", lambda: {(FILE, "was", "2 / 1")})
+    fates = mutants.fates_of([killed, alive, known], 1)
+    assert [*fates.values()] == ["killed", "survived", "equivalent"]
+    assert (ROOT / FILE).read_text() == source
+
+
+def test_each_equivalent_mutant_has_a_reason_and_its_lines_are_in_the_file():
+    for each in json.loads(mutants.EQUIVALENT.read_text()):
+        assert len(each["why"]) > 20, each
+        lines = [line.strip() for line in (ROOT / each["file"]).read_text().splitlines()]
+        assert each["was"].splitlines()[0] in lines, each
+
+
+def test_a_place_in_an_annotation_has_no_mutant(tmp_path, monkeypatch):
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    (tmp_path / "some.py").write_text(
+        "def f(x: int | None = 1 + 2) -> int | None:\n    y: int | None = 3 * x\n"
+    )
+    places = mutants.places_of("some.py")
+    assert len(places) == 5  # 1, +, 2, 3, *
+    for place in places:
+        now = mutants.mutant_at("some.py", place, random.Random(0)).now
+        assert now.count("int | None") == (2 if now.startswith("def") else 1), now
