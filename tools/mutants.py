@@ -20,12 +20,15 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from queue import Queue
 from tempfile import TemporaryDirectory
@@ -38,8 +41,8 @@ from nearest import nearest_tests  # noqa: E402
 
 FOLDERS = ("transforms", "pipeline", "adapters")
 EQUIVALENT = ROOT / "benchmarks" / "equivalent_mutants.json"
-PYTEST = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m"]
-WHICH = "not (long or browser or ray or gpu)"
+PYTEST = ["-m", "pytest", "-x", "-q", "-m", "not (long or browser or ray or gpu)"]
+NO_SOURCE = (".*", "build", "dist", "site", "outputs", "multirun", "__pycache__", "*.egg-info")
 LEAST, TIMES = 60, 4  # tests of a mutant may take so many seconds, or so many times those without it
 FATES = ("killed", "timed out", "survived", "equivalent")
 
@@ -65,35 +68,49 @@ def equivalent() -> set[tuple[str, ...]]:
     return {(each["file"], each["was"], each["now"]) for each in json.loads(EQUIVALENT.read_text())}
 
 
+def guard_of(node: ast.AST) -> ast.AST | None:
+    """The value of `strict=`, which matters only where lengths differ, and they do not."""
+    return node.value if isinstance(node, ast.keyword) and node.arg == "strict" else None
+
+
 @cache
 def places_of(file: str) -> dict[Any, list[tuple[Any, int]]]:
-    """The places of a file that operators change, each with the operators and the number of the place."""
+    """The places of a file that operators change, each with the operators and the number of the place.
+
+    Not those of annotations, which nothing reads.
+    """
     from cosmic_ray import plugins
     from cosmic_ray.ast import ast_nodes, get_ast
 
     source = (ROOT / file).read_text()
     nodes, places = [*ast_nodes(get_ast(source))], dict[Any, list[tuple[Any, int]]]()
-    notes = [
+    unseen = [
         ((note.lineno, note.col_offset), (note.end_lineno, note.end_col_offset))
         for node in ast.walk(ast.parse(source))
-        for note in (getattr(node, "annotation", None), getattr(node, "returns", None))
-        if isinstance(note, ast.expr)  # which nothing sees
+        for note in (getattr(node, "annotation", None), getattr(node, "returns", None), guard_of(node))
+        if isinstance(note, ast.expr)
     ]
     for operator in map(plugins.get_operator, sorted(plugins.operator_names())):
         if not operator.arguments():  # those need the names of variables
             found = (place for node in nodes for place in operator().mutation_positions(node))
             for number, (start, end) in enumerate(found):
-                if not any(first <= start and end <= last for first, last in notes):
+                if not any(first <= start and end <= last for first, last in unseen):
                     places.setdefault((start, end), []).append((operator(), number))
     return places
 
 
-def mutant_at(file: str, place: Any, rng: random.Random) -> Mutant:
-    """One of the mutants of a place, by chance."""
+def mutant_at(file: str, place: Any, rng: random.Random) -> Mutant | None:
+    """One of the mutants of a place, by chance; None if none is another program."""
     from cosmic_ray.mutating import mutate_code
 
-    source = (ROOT / file).read_text()
-    code = mutate_code(source, *rng.choice(places_of(file)[place]))
+    source, ways = (ROOT / file).read_text(), places_of(file)[place]
+    for way in rng.sample(ways, len(ways)):
+        code = mutate_code(source, *way)
+        with suppress(SyntaxError):
+            if ast.dump(ast.parse(code)) != ast.dump(ast.parse(source)):
+                break
+    else:
+        return None
     before, after = source.splitlines(), code.splitlines()
     first, behind = (
         next(at for at, (old, new) in enumerate(zip(before[::way], after[::way], strict=False)) if old != new)
@@ -128,7 +145,7 @@ def chosen_mutants(paths: list[str], base: str, sample: int | None, seed: int) -
     else:
         drawn = rng.choices(names, [path.stat().st_size for path in files], k=4 * sample)
         at = list(dict.fromkeys((f, rng.choice([*places_of(f)])) for f in drawn if places_of(f)))
-    return [mutant_at(*each, rng) for each in at[:sample]]
+    return list(islice(filter(None, (mutant_at(*each, rng) for each in at)), sample))
 
 
 class Runner:
@@ -136,13 +153,8 @@ class Runner:
 
     def __init__(self, count: int, folder: Path):
         self.copies, self.seconds = Queue[Path](), dict[tuple[str, ...], float]()
-        lists = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
-        listed = subprocess.run(lists, cwd=ROOT, capture_output=True, check=True).stdout
-        for number in range(count):
-            (copy := folder / str(number)).mkdir()
-            packs = ["tar", "-c", "--null", "-T", "-"]
-            packed = subprocess.run(packs, cwd=ROOT, input=listed, capture_output=True, check=True)
-            subprocess.run(["tar", "-x"], cwd=copy, input=packed.stdout, check=True)
+        for copy in (folder / str(number) for number in range(count)):
+            shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(*NO_SOURCE))
             self.copies.put(copy)
 
     def fate_of(self, mutant: Mutant) -> str:
@@ -173,9 +185,13 @@ def status_of(copy: Path, tests: tuple[str, ...], seconds: float) -> int | None:
     paths = os.pathsep.join([str(copy / "src"), str(copy / "tests" / "support")])
     variables = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE")}
     variables |= {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    words = [sys.executable, *PYTEST, WHICH, *tests]
-    with subprocess.Popen(words, cwd=copy, env=variables, start_new_session=True, **pipes) as process:
+    with subprocess.Popen(
+        [sys.executable, *PYTEST, *tests],
+        cwd=copy,
+        env=variables,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+    ) as process:
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -199,10 +215,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.sample is not None and not options.paths:
-        words = ["--json", "benchmarks/results/mutants.json", "--sample", str(options.sample)]
-        python = [sys.executable, "benchmarks/mutants.py", *words, "--seed", str(options.seed)]
-        subprocess.run(python, cwd=ROOT, check=True)
-        subprocess.run([sys.executable, "benchmarks", "--render"], cwd=ROOT, check=True)
+        numbers = ["--sample", str(options.sample), "--seed", str(options.seed)]
+        for words in (
+            ["benchmarks/mutants.py", "--json", "benchmarks/results/mutants.json", *numbers],
+            ["benchmarks", "--render"],
+        ):
+            subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
         return
     fates = fates_of(chosen_mutants(options.paths, options.base, options.sample, options.seed))
     print(", ".join(f"{[*fates.values()].count(fate)} {fate}" for fate in FATES))

@@ -398,7 +398,7 @@ def test_skyrl_gets_its_own_numbers_over_uneven_groups(monkeypatch, recipe):
 
 def test_verl_gives_all_outputs_of_a_session_the_advantage_of_its_last(monkeypatch, recipe):
     """By a loop. The last of twelve outputs is number 11; outside of the mask the advantage is 0."""
-    _, trainer = foreign.verl_trainer(monkeypatch)
+    registry, trainer = foreign.verl_trainer(monkeypatch)
     monkeypatch.delitem(sys.modules, "headrace.adapters.verl", raising=False)
     importlib.import_module("headrace.adapters.verl")  # once: it replaces the trainer's function
     compute, seen = trainer.compute_advantage_for_multi_trajectories, 0
@@ -429,6 +429,14 @@ def test_verl_gives_all_outputs_of_a_session_the_advantage_of_its_last(monkeypat
             assert advantages.tolist() == pytest.approx((own * expected).tolist(), abs=1e-5), key
         assert torch.equal(data.batch["returns"], found)
     assert seen > 20
+    recipe(None, "~pipeline.stages.gate")
+    row = {"token_level_rewards": scores, "response_mask": mask, "index": ["u"] * len(mask)}
+    with_std, usual, without = (
+        registry["headrace"](**row, config=config)[0]
+        for config in (None, {"others": 1}, {"norm_adv_by_std_in_grpo": False})
+    )
+    assert torch.equal(with_std, usual)
+    assert not torch.equal(with_std, without)
     assert compute(data, keys, "grpo") == "verl's grpo"
 
 

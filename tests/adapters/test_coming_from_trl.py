@@ -130,6 +130,22 @@ def test_with_its_own_recipe_trl_trains_on_its_own_advantages(make_trainer, thei
     assert any(not torch.equal(x, y) for x, y in zip(before, after, strict=True))
 
 
+def test_the_advantage_that_is_logged_of_a_row_is_its_own(make_trainer):
+    run = make_trainer("pipeline=as/trl", steps=1)
+    own, seen = run.trainer._generate_and_score_completions, []
+
+    def after(inputs):
+        output = own(inputs)
+        seen.append(list(run.trainer._logs["advantages"])[-ROWS:])
+        return output
+
+    run.trainer._generate_and_score_completions = after
+    run.trainer.train()
+    for logged, batch in zip(seen, run.batches, strict=True):
+        assert logged == pytest.approx(batch["advantages"].mean(1).tolist(), abs=1e-6)
+        assert len({*logged}) > 2
+
+
 @pytest.mark.parametrize("scale", ["none", "batch"])
 def test_the_default_recipe_follows_scale_rewards(make_trainer, theirs, scale):
     run = make_trainer(scale_rewards=scale, steps=1)

@@ -64,7 +64,7 @@ def test_each_equivalent_mutant_has_a_reason_and_its_lines_are_in_the_file():
         assert each["was"].splitlines()[0] in lines, each
 
 
-def test_a_place_in_an_annotation_has_no_mutant(tmp_path, monkeypatch):
+def test_a_place_that_no_test_can_see_has_no_mutant(tmp_path, monkeypatch):
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
     (tmp_path / "some.py").write_text(
         "def f(x: int | None = 1 + 2) -> int | None:\n    y: int | None = 3 * x\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
-from headrace.transforms import BatchError, TreeAdvantage, tree_advantage
+from headrace.pipeline import Pipeline
+from headrace.transforms import BatchError, BatchTransform, TreeAdvantage, tree_advantage
 from headrace.transforms.table.schema import COUNTED
 
 REAL = ("masks", "all_attention_mask")
@@ -218,6 +220,24 @@ def test_a_rollout_without_its_first_row_is_not_in_the_tree():
         TreeAdvantage()(lazy_stack(rows))
     rows[1][COUNTED] = torch.tensor(False)
     assert not TreeAdvantage()(lazy_stack(rows)).get("advantage", as_list=True)[2].any()
+
+
+class DropsFirst(BatchTransform):
+    """Drops the first row of the batch."""
+
+    reasons = types.MappingProxyType({"first": "dropped"})
+
+    def decide(self, rows) -> None:
+        rows.leave(torch.arange(len(rows)) == 0, "first")
+
+
+def test_a_fork_of_a_rollout_whose_first_row_has_left_is_refused():
+    """Its tokens begin in the row that is not there. The second row is out of the statistics."""
+    batch = leaves([[1], [1, 2], [1, 3]], [0] * 3, [1.0, 1.0, 5.0], parent_id=[-1, -1, 10])
+    batch["rollout_id"] = torch.tensor([10, 10, 11])
+    batch[COUNTED] = torch.tensor([True, False, True])
+    with pytest.raises(BatchError, match=r"in the same group; found parent 10 of rollout 11 \(row 2\)"):
+        Pipeline({"drop": DropsFirst(), "tree": TreeAdvantage(forks="parent")})(batch)
 
 
 @pytest.mark.parametrize(
