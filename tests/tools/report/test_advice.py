@@ -335,6 +335,20 @@ def test_the_options_that_a_report_shows_are_those_of_its_task_and_recipe():
         compose_config("config", *typed, *sorted(own))
 
 
+def test_an_advisory_on_the_terminal_ends_with_its_first_remedy_and_its_options():
+    seen = 0
+    for name, symptom in symptoms().items():
+        (line,) = show_advisories([Advisory(name, "Said.", "", ())])
+        first = next((each for each in symptom.remedies if each.under(None) is not None), None)
+        said = f"{name}: Said."
+        if first is not None:
+            options = f": {first.under(None).overrides}" if first.under(None).overrides else ""
+            said += f" → {first.under(None).text.removesuffix('.').replace('`', '')}{options}"
+            seen += bool(options)
+        assert line.plain == said
+    assert seen > 3
+
+
 def test_what_a_run_has_already_is_not_advised():
     config = compose_config("config", "pipeline=dapo")
     setup = Setup(config, ["pipeline=dapo"])
