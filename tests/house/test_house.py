@@ -41,6 +41,7 @@ MODULES = {name: path for path, name in NAMES.items()}
 FACES = {path for path in OURS if path.name == "__init__.py" and ast.get_docstring(TREES[path])}
 PUBLIC_MODULES = {
     *(f"transforms.table.{name}" for name in ("options", "schema", "tensordicts", "tokens")),
+    "adapters.environment",
     *("adapters.openrlhf", "adapters.slime"),
 }
 # Modules of the chain of which the other layers of headrace use what their `__all__` lists.
