@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from any_rank import results_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
@@ -72,6 +74,33 @@ def test_the_groups_that_stay_are_those_whose_advantage_is_not_0(several, seed, 
         stages = [filtered.stages[name] for name in ("gate", "collapse", "filter")]
         (sampled,) = informative([rows], groups=GROUPS, stages=stages, on_short="yield")
         assert set(sampled["group_id"].tolist()) == expected
+
+
+def groups_on_ranks(rank: int, world: int) -> list[tuple[int, str, set[int], set[int]]]:
+    """For each batch, of which each rank has every `world`-th rollout: the groups that stay, and should."""
+    found = []
+    for seed in range(12):
+        for several in ("sum", "decoupled"):
+            rows = batch(seed, missing=bool(seed % 2))
+            mine = rows[(rows["rollout_id"] % world == rank).nonzero().flatten()]
+            plain = made(several, missing=bool(seed % 2), has_filter=False).run(rows).batch
+            expected = set(plain["group_id"][plain["advantage"].reshape(-1).abs() > 1e-12].tolist())
+            filtered = made(several, missing=bool(seed % 2), has_filter=True)
+            stages = {name: filtered.stages[name] for name in ("gate", "collapse", "filter", "advantage")}
+            run = Pipeline(stages, process_group="world", shared_ids="same", patience=60.0).run(mine)
+            kept = [set[int]()] * world
+            dist.all_gather_object(kept, set(run.batch["group_id"].tolist()))
+            found.append((seed, several, set().union(*kept), expected))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_keep_the_groups_that_one_process_keeps(world, tmp_path):
+    for of_rank in results_of(groups_on_ranks, world, tmp_path):
+        assert len(of_rank) == 24
+        assert [each for each in of_rank if each[2] != each[3]] == []
+        assert any(0 < len(expected) < GROUPS for *_, expected in of_rank)
 
 
 def test_a_filter_that_judges_another_reward_is_refused():
