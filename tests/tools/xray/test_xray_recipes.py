@@ -14,7 +14,7 @@ from torchrl.objectives.llm import GRPOLoss
 from torchrl.trainers import Trainer
 from torchrl.trainers.trainers import DefaultOptimizationStepper
 
-from headrace.pipeline import Pipeline, PipelineHook, XRay, optimise, xray
+from headrace.pipeline import Pipeline, PipelineHook, XRay, load_pipeline, optimise, xray
 
 pytestmark = [pytest.mark.torchrl, pytest.mark.slow]
 
@@ -183,3 +183,17 @@ def test_two_ranks_train_the_weights_of_one(recipe, how):
 
     second = pipeline_of(recipe, **BY_TURN.get(recipe, {}))
     measure(step, recipe, second, ranks=(1, 2), cuts=(1, 2), gradients="reduced").assert_uniform(1e-9)
+
+
+def test_options_by_column_are_trained_for_any_number_of_micro_batches():
+    values = {0: {"scale": "none"}, 1: {"baseline": "leave_one_out"}, 2: {"baseline": "median"}}
+    advantage = {"by_column": "group_id", "values": values}
+    for cut in (1, 2, 3, 4, 14):
+        options = {"stages": {"advantage": advantage, "filter": None}, "microbatches": cut}
+        pipeline, second = (load_pipeline("grpo", group_size=4, **options) for _ in range(2))
+        assert pipeline.stages["advantage"].column == "group_id"
+
+        def step(model, batch, _, pipeline=pipeline):
+            optimise(pipeline.minibatches(batch), loss_of(model), plain(model))
+
+        measure(step, "grpo", second).assert_uniform(1e-9)
