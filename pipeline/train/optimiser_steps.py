@@ -19,7 +19,15 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from headrace.transforms import BatchError, pack, split_microbatches, weighted_loss
 from headrace.transforms.table import resolve_group
 from headrace.transforms.table.options import above_zero, nested_key, takes_options
-from headrace.transforms.table.schema import MICROBATCH, RANK, ROW, STEP_WEIGHT, has_key
+from headrace.transforms.table.schema import (
+    LOSS_WEIGHTS,
+    MICROBATCH,
+    RANK,
+    ROW,
+    STEP_WEIGHT,
+    STEP_WEIGHTS,
+    has_key,
+)
 from headrace.transforms.table.tensordicts import device_of
 from headrace.transforms.table.tokens import loss_tokens
 
@@ -58,9 +66,9 @@ def optimise(
         gradient = Σ_ranks Σ_micro-batches ∇ reduce(loss(micro-batch), micro-batch)
 
     With the weights of :class:`LossWeight` this is the gradient of the mean that its `unit` names, over the
-    whole minibatch of all ranks. A step in which no rank has a token in the loss is skipped. With DDP, each
-    rank needs as many micro-batches as the others if one may have no rows: ``remainder="pad"``, or
-    ``carry``.
+    whole minibatch of all ranks. A step in which no rank has a token in the loss, or in a component of the
+    loss, is skipped. With DDP, each rank needs as many micro-batches as the others if one may have no rows:
+    ``remainder="pad"``, or ``carry``.
 
     Args:
         minibatches: TensorDicts ``[n]``, such as those of a pipeline's run.
@@ -112,9 +120,9 @@ def optimise(
         cut = has_key(minibatch, MICROBATCH)
         # A rank without rows runs no forward pass, but takes part in the collectives below.
         microbatches = list(split_microbatches(minibatch)) if cut else [minibatch][: len(minibatch)]
-        tokens, weights = count_step(minibatch, group=group, **keys)
+        tokens, weights, shares = count_step(minibatch, group=group, **keys)
         del minibatch  # so that only one is in memory when the next is gathered
-        if not tokens:
+        if not tokens and not shares:
             continue
         averaging = set[Averaging]()
         optimizer.zero_grad()
@@ -296,24 +304,27 @@ def count_step(
     log_prob_key: NestedKey | None,
     weight_key: NestedKey,
     group: dist.ProcessGroup | None,
-) -> tuple[float, float]:
+) -> tuple[float, float, float]:
     """Count the tokens in the loss of an optimiser step, over all ranks, and its weights.
 
     Weighted rows carry their step's number of tokens and its sum of weights (``num_tokens`` and
-    ``("headrace", "step_weight")``). The rows must then have these sums, and no row may be there twice. This
-    reads the device once, and needs two collectives if there is a group.
+    ``("headrace", "step_weight")``). The rows must then have these sums, and no row may be there twice. The
+    weights of each component must sum to its own sum, too. This reads the device once, and needs two
+    collectives if there is a group.
 
     Returns:
-        The number of tokens, and Σ weight × tokens of the step; −∞ if the rows do not carry it.
+        The number of tokens; Σ weight × tokens of the step, −∞ if the rows do not carry it; and the number of
+        components with a token in the step.
 
     Raises:
         BatchError: the rows are not those of one step, as in a sample of a replay buffer.
         MissingKeyError: the loss mask is missing.
     """
     device = device_of(minibatch)
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # tokens; weight × tokens; duplicate rows
+    # tokens; weight × tokens; duplicate rows; Σ of the components' weights, each over its sum in the step
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
     ends = torch.full(
-        (2, 2), -torch.inf, dtype=torch.float64, device=device
+        (3, 2), -torch.inf, dtype=torch.float64, device=device
     )  # maximum, and minus the minimum
     if len(minibatch):
         tokens = loss_tokens(minibatch, loss_mask_key, log_prob_key)
@@ -329,13 +340,23 @@ def count_step(
             if has_key(minibatch, key):
                 column = minibatch.get(key).reshape(-1).double()
                 ends[place] = torch.stack([column.amax(), -column.amin()])
+        if has_key(minibatch, LOSS_WEIGHTS):
+            sums[3], column = _shares_of_components(minibatch)
+            ends[2] = torch.stack([column.amax(), -column.amin()])
     if group is not None:  # ranks take each step together
         dist.all_reduce(sums, group=group)
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
-    found, weighs, twice, most, least, heaviest, lightest = torch.cat([sums, ends.flatten()]).tolist()
+    found, weighs, twice, shares, *of_rows = torch.cat([sums, ends.flatten()]).tolist()
+    most, least, heaviest, lightest, highest, lowest = of_rows
     # Without a group, other ranks may have further rows of the step.
     part = group is None and (dist.is_initialized() or has_key(minibatch, RANK))
     wrong = twice > 0 or _differs(found, most, -least, 0.0, part)
+    if _differs(shares, highest, -lowest, CLOSE, part):
+        raise BatchError(
+            f"the rows must be those of one weighted step, with all tokens of {highest:g} components of the "
+            f"loss; found the weights of {shares:.4g}. For samples of a replay buffer use first, second = "
+            "pipeline.halves(), and run the second on each sample"
+        )
     if wrong or _differs(weighs, heaviest, -lightest, CLOSE, part):
         raise BatchError(
             f"the rows must be those of one weighted step: {most:g} tokens (num_tokens) with weights that "
@@ -344,7 +365,29 @@ def count_step(
             "pipeline.halves(), and run the second on each sample"
         )
     # With DDP, a rank that has none of the step's tokens must take part in the step, too.
-    return max(found, most), heaviest
+    return max(found, most), heaviest, max(shares, highest)
+
+
+def _shares_of_components(minibatch: TensorDictBase) -> tuple[Tensor, Tensor]:
+    """Σ over components of their weights over their sum in the step: 1 for each component with tokens.
+
+    Returns:
+        The sum; and (n,) the number of components with tokens in the step, as each row says it. Of rows that
+        do not say it, the sum of all weights, and −∞.
+    """
+    rows = minibatch.unbind(0) if isinstance(minibatch, LazyStackedTensorDict) else [minibatch]
+    share, counts = torch.zeros((), dtype=torch.float64, device=device_of(minibatch)), []
+    for row in rows:
+        of_row = {name: each.double().sum(-1) for name, each in row.get(LOSS_WEIGHTS).items()}
+        if (sums := row.get(STEP_WEIGHTS, None)) is None:
+            return torch.stack([each.sum() for each in of_row.values()]).sum(), share.new_full(
+                (1,), -torch.inf
+            )
+        of_step = torch.stack([sums.get(name).reshape(-1) for name in of_row])
+        shares = torch.stack([each.reshape(-1) for each in of_row.values()]) / of_step
+        share = share + torch.where(of_step > 0, shares, 0.0).sum()
+        counts.append((of_step > 0).double().sum(0))
+    return share, torch.cat(counts)
 
 
 def _differs(found: float, most: float, least: float, share: float, part: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -25,10 +26,13 @@ from headrace.transforms.table.process_group import check_one_way
 from headrace.transforms.table.schema import (
     FLOAT,
     FOLDED_WEIGHT,
+    LOSS_WEIGHTS,
     MICROBATCH,
     MINIBATCH,
+    PADDING,
     RANK,
     STEP_WEIGHT,
+    STEP_WEIGHTS,
     TOKEN_WEIGHT,
     has_key,
     key_names,
@@ -46,9 +50,15 @@ from headrace.transforms.table.tokens import (
     write_tokens,
 )
 
+from .components import component_loss, read_components
+
 Mean = Literal["token", "sample", "turn", "rollout", "group", "constant", "inverse_length"]
 Fold = Literal["none", "sum", "token_mean"]
 Gradients = Literal["sum", "mean"]
+NEEDS = {
+    "constant": "rollout",
+    "inverse_length": "rollout",
+}  # the unit whose ids a mean needs, if not its own
 SORTED = 2**15  # tokens whose turns are sorted in one block; sorting needs 100 bytes per token
 
 
@@ -300,6 +310,11 @@ class LossWeight(
     ``("headrace", "token_weight")`` (N, T) when rows are gathered: a factor of the row's weight at each token
     (:func:`turn_weight`). :func:`weighted_loss` applies it, also to packed rows. `fold` cannot.
 
+    With `components`, each term of the loss has weights of its own. A component is a term ``loss_<name>``,
+    with its own mean over its own tokens (:class:`Component`). ``("loss_weights", name)`` (N, T) is its
+    weight at each token: 0 outside of its tokens, and else `factor` times the weight of the mean over its
+    tokens in the step. ``("headrace", "step_weights", name)`` (N,) is their sum over the row's step.
+
     Of a dump that has neither tokens nor their number (``("headrace", "no_lengths")``) it writes nothing: a
     weight depends on lengths, and there is no loss to weigh. Under `fold` it raises.
 
@@ -316,13 +331,16 @@ class LossWeight(
             are one step. A pipeline applies it to all stages.
         shared_ids: meaning of an id that several ranks of `process_group` have: the ``same`` unit,
             ``different`` units, or ``raise`` an error.
+        components: options of each term of the loss by its name: `unit`, `length`, `power`, `factor` and
+            `mask_key` (:class:`Component`). None: all terms have the weight of the row.
         dtype: dtype of the weight; None: that of the advantage, but at least float32.
         names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is missing.
-        BatchError: a row in the loss has no id, an id is on several ranks under ``raise``, a token in the
-            loss has no turn, or the rows have token weights already.
+        BatchError: a row in the loss or in a component has no id, an id is on several ranks under ``raise``,
+            a token in the loss has no turn, a mask of a component has another width than the loss mask, or
+            the rows have token weights already.
 
     Example:
         >>> from tensordict import TensorDict
@@ -346,6 +364,7 @@ class LossWeight(
         ranks: int = 1,
         process_group: dist.ProcessGroup | str | None = None,
         shared_ids: SharedIds = "raise",
+        components: Mapping[str, Any] | None = None,
         dtype: torch.dtype | str | None = None,
         **names: Unpack[ColumnNames],
     ):
@@ -367,20 +386,28 @@ class LossWeight(
         self.fold, self.gradients = fold, gradients
         self.ranks, self.process_group, self.shared_ids = ranks, process_group, shared_ids
         self.check_ranks(process_group)
-        self.dtype = as_dtype(dtype)
-        needs = {
-            "constant": "rollout",
-            "inverse_length": "rollout",
-            "turn": "rollout" if self.turn_index_key is None else "",
-        }
+        self.components, self.dtype = components, as_dtype(dtype)
+        needs = {**NEEDS, "turn": "rollout" if self.turn_index_key is None else ""}
         self._needs = needs.get(unit, unit)  # the unit whose ids are required
-        ids = {"rollout": self.rollout_key, "group": self.group_key}.get(self._needs)
+        keys = {"rollout": self.rollout_key, "group": self.group_key}
+        ids = keys.get(self._needs)
+        self._components = read_components(components or {}, (unit, length, power), self.loss_mask_key)
+        for each in self._components.values():
+            check_mean(each.unit, each.length, each.power)
+        if components and fold != "none":
+            raise ValueError(
+                f"with components each term has its own weight, and {fold=} cannot put it into the "
+                "advantage: set fold='none', and sum the loss with weighted_loss"
+            )
         written = self.weight_key if fold == "none" else self.advantage_key
         second = STEP_WEIGHT if fold == "none" else FOLDED_WEIGHT
         super().__init__(
-            [MINIBATCH, ids, *given, None if fold == "none" else written],
+            [MINIBATCH, ids, *given, None if fold == "none" else written]
+            + [keys.get(NEEDS.get(each.unit, each.unit)) for each in self._components.values()]
+            + [PADDING] * bool(components),
             [written, second, "num_tokens", "num_samples", "num_rollouts", "num_groups"]
-            + ([] if self.turn_index_key is None else [TOKEN_WEIGHT]),
+            + ([] if self.turn_index_key is None else [TOKEN_WEIGHT])
+            + [key for name in self._components for key in ((LOSS_WEIGHTS, name), (*STEP_WEIGHTS, name))],
         )
         self.weighed_keys = () if fold == "none" else (written,)
 
@@ -390,8 +417,9 @@ class LossWeight(
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
-        """Tokens in the loss."""
-        return [(self.loss_mask_key, self.log_prob_key)]
+        """Tokens in the loss, and those of components with a mask."""
+        masks = [each.mask_key for each in self._components.values() if each.mask_key is not None]
+        return [(self.loss_mask_key, self.log_prob_key), *((mask, None) for mask in masks)]
 
     def decide(self, rows: Rows) -> None:
         """Write the weights of the rows of each step."""
@@ -424,10 +452,8 @@ class LossWeight(
         inside = None if self.turn_index_key is None else self._turns_inside(rows, tokens)
         ids = units.get("rollout_id"), units.get("group_id"), units.get("turn")
         weighed = weigh(tokens, self.unit, *ids, minibatch, self.length, inside, self.power)
-        weight, total = weighed.weight, weighed.total
-        if self.gradients == "mean":
-            averaged = self.ranks * rows.table.ranks.size
-            weight, total = weight * averaged, total * averaged
+        averaged = self.ranks * rows.table.ranks.size if self.gradients == "mean" else 1
+        weight, total = weighed.weight * averaged, weighed.total * averaged
         # 3. Write the weights, or multiply the advantage by them.
         dtype = self.dtype or FLOAT
         if self.dtype is None and (credit := advantage_dtype(rows)) is not None:
@@ -437,6 +463,7 @@ class LossWeight(
             rows.put(STEP_WEIGHT, total, dtype=torch.float64, ndim=1)
             if inside is not None:
                 rows.when_gathered(partial(self._weigh_tokens, dtype=dtype), [TOKEN_WEIGHT])
+            self._weigh_components(rows, tokens, minibatch, averaged, dtype)
         else:
             factor = weight if self.fold == "sum" else weight * self._tokens_of_microbatch(rows, tokens)
             if rows.has("num_tokens"):
@@ -456,6 +483,24 @@ class LossWeight(
         rows.metric("samples", tokens.count_nonzero())
         if self.length is not None:
             rows.metric("divisor", self.length)
+
+    def _weigh_components(
+        self, rows: Rows, in_loss: Tensor, minibatch: Tensor | None, averaged: int, dtype: torch.dtype
+    ) -> None:
+        """Write the weights of each component; `in_loss`: (M,) int64, tokens in the loss."""
+        for name, each in self._components.items():
+            tokens, ids = each.tokens(rows, in_loss), dict[str, Ids]()
+            if (unit := NEEDS.get(each.unit, each.unit)) in ("rollout", "group"):
+                ids[unit] = rows.with_excluded.ids(unit, checked=False)
+                why, who = "rows without an id would share one weight", f"every row in the component {name!r}"
+                rows.with_excluded.require_set(ids[unit], f"{unit}_id", why, who=who, needed=tokens > 0)
+            of_rows = ids.get("rollout"), ids.get("group"), None
+            weighed = weigh(tokens, each.unit, *of_rows, minibatch, each.length, None, each.power)
+            factor = each.factor * averaged
+            rows.put((*STEP_WEIGHTS, name), weighed.total * factor, dtype=torch.float64, ndim=1)
+            change = partial(each.write, name=name, keys=(self.loss_mask_key, self.log_prob_key), dtype=dtype)
+            rows.when_gathered(change, [(LOSS_WEIGHTS, name)], weight=weighed.weight * factor)
+            rows.metric(f"tokens_{name}", tokens.sum())
 
     def _turns_inside(self, rows: Rows, tokens: Tensor) -> Tensor:
         """(M,) int64: turns with a token in the loss of each row.
@@ -516,7 +561,9 @@ def weighted_loss(
 
         L = Σ_k Σ_i w_i Σ_t f_it ℓ_kit,   ℓ_k the entries named loss_*, 0 for tokens out of the loss
 
-    f is ``("headrace", "token_weight")`` if the batch has it (turns inside rows), else 1.
+    f is ``("headrace", "token_weight")`` if the batch has it (turns inside rows), else 1. If the batch has
+    ``("loss_weights", name)`` (N, T), the components of :class:`LossWeight`, each term ``loss_<name>`` is
+    weighted by its own: L = Σ_k Σ_it w_kit ℓ_kit. What a term is outside of its component does not matter.
 
     The loss of an optimiser step is the sum of L over its micro-batches and ranks.
 
@@ -531,7 +578,8 @@ def weighted_loss(
 
     Raises:
         MissingKeyError: the batch has no weights.
-        BatchError: a term is not per token, because it was averaged already; or ragged rows have token
+        BatchError: a term is not per token, because it was averaged already; a term has no component, or a
+            component has no term; or ragged rows have token
             weights, and it is not known on which side the loss padded them.
 
     Example:
@@ -541,6 +589,8 @@ def weighted_loss(
         >>> float(weighted_loss(terms, batch))
         2.25
     """
+    if has_key(batch, LOSS_WEIGHTS):
+        return component_loss(terms_of(terms), batch.get(LOSS_WEIGHTS))
     if not has_key(batch, weight_key):
         raise MissingKeyError(
             f"weighted_loss needs the key {weight_key!r} (weight_key), written by LossWeight after the "
@@ -558,14 +608,8 @@ def weighted_loss(
                 "(rows=llm), or use optimise(..., transform=pack)"
             )
         weight = weight.reshape(len(batch), -1) * of_token
-    if not hasattr(terms, "items"):
-        kind = type(terms).__name__
-        raise BatchError(f"a loss must return a TensorDict with entries loss_* per token; got a {kind}")
-    losses = {
-        key: value for key, value in terms.items() if key.startswith("loss_") and isinstance(value, Tensor)
-    }
     total = torch.zeros((), dtype=weight.dtype, device=weight.device)
-    for key, value in losses.items():
+    for key, value in terms_of(terms).items():
         if value.ndim < 2 or value.shape[: weight.ndim] != weight.shape:
             raise BatchError(
                 f"weighted_loss needs per-token terms, ({len(batch)}, T) or ({len(batch)}, T, 1); {key!r} is "
@@ -573,6 +617,20 @@ def weighted_loss(
                 "their micro-batch: use headrace.pipeline.TokenGRPOLoss for these"
             )
         total = total + (value * weight.reshape(*weight.shape, *[1] * (value.ndim - weight.ndim))).sum()
+    return total
+
+
+def terms_of(terms: TensorDictBase) -> dict[str, Tensor]:
+    """The entries ``loss_*`` of a loss, by their names.
+
+    Raises:
+        BatchError: there are none, or the loss is no TensorDict.
+    """
+    if not hasattr(terms, "items"):
+        kind = type(terms).__name__
+        raise BatchError(f"a loss must return a TensorDict with entries loss_* per token; got a {kind}")
+    losses = {key: value for key, value in terms.items() if key.startswith("loss_")}
+    losses = {key: value for key, value in losses.items() if isinstance(value, Tensor)}
     if not losses:
         raise BatchError(f"a loss must have entries named loss_*; found {sorted(map(str, terms.keys()))}")
-    return total
+    return losses

@@ -528,11 +528,11 @@ class Rows:
         """(M,) int64: tokens that the row had in the loss mask on arrival, also if it is masked now."""
         return self.count("loss_mask", arrived=True)
 
-    def count(self, role: str, *, finite: bool = False, arrived: bool = False) -> Tensor:
+    def count(self, role: Any, *, finite: bool = False, arrived: bool = False) -> Tensor:
         """(M,) int64: number of True entries in each row of a token mask, dense or ragged.
 
         Args:
-            role: of the mask.
+            role: of the mask, or its key.
             finite: count only tokens with a finite log-probability.
             arrived: rows that a stage has masked get the count that they had before.
 

@@ -28,6 +28,8 @@ column                                  shape, dtype      meaning
 ``("headrace", "step_weight")``         (N,) float64      sum of weight × tokens over the row's optimiser step
 ``("headrace", "token_weight")``        (N, T) float      factor of the row's weight at each token in the
                                                           loss, with mean 1; absent: 1
+``("headrace", "step_weights", name)``  (N,) float64      sum of a component's weights over the row's step;
+                                                          absent: the loss has no components
 ``("headrace", "folded_weight")``       (N,) float        the row's weight, if the advantage is already
                                                           multiplied by it
 ``("headrace", "padding")``             (N,) bool         True: a copy of a row that does not train; absent:
@@ -85,6 +87,7 @@ __all__ = [
     "IN_LOSS",
     "IS_FIRST_SEGMENT",
     "LENGTH",
+    "LOSS_WEIGHTS",
     "MASKS",
     "MICROBATCH",
     "MINIBATCH",
@@ -104,6 +107,7 @@ __all__ = [
     "STATUS_KEYS",
     "STEPS_LEFT",
     "STEP_WEIGHT",
+    "STEP_WEIGHTS",
     "TOKEN_WEIGHT",
     "TRAINER_VERSION",
     "Origin",
@@ -138,6 +142,8 @@ MICROBATCH = ("headrace", "microbatch")
 RANK = ("headrace", "rank")
 PLACES = (MINIBATCH, MICROBATCH, RANK)  # where the split puts a row
 STEP_WEIGHT = ("headrace", "step_weight")
+STEP_WEIGHTS = ("headrace", "step_weights")  # below it, by component
+LOSS_WEIGHTS = "loss_weights"  # below it (N, T) float by component, which users read
 TOKEN_WEIGHT = ("headrace", "token_weight")
 FOLDED_WEIGHT = ("headrace", "folded_weight")
 PADDING = ("headrace", "padding")

@@ -20,7 +20,7 @@ from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.tools.report import FittedColumn, FittedTable
 from headrace.transforms import group_relative_advantage
 from headrace.transforms.table.options import at_least, takes_options
-from headrace.transforms.table.schema import MICROBATCH, ROW, TOKEN_WEIGHT, has_key
+from headrace.transforms.table.schema import LOSS_WEIGHTS, MICROBATCH, ROW, TOKEN_WEIGHT, has_key
 
 from .means import PADDED, WHOLE, StepTokens, TokenMean, nearest_mean, odd_part
 from .token_table import LOSS, TokenTable, explain_gradient, padded_column, tokens_of
@@ -245,8 +245,9 @@ def xray(
 
     Args:
         step: the loss and backward pass of a trainer, ``step(model, batch, cut)``.
-        pipeline: its weights and advantages are the expected ones. None: the step's weights are compared with
-            those of its first run, and with the means that trainers use.
+        pipeline: its weights and advantages are the expected ones. If its loss has components,
+            ``loss_objective`` must be the policy gradient, and each other term −log π, a cross entropy. None:
+            the step's weights are compared with those of its first run, and with the means that trainers use.
         cuts: numbers of micro-batches of a rank.
         ranks: numbers of processes, with gloo. Each runs the same step on its own groups. If one number is
             above 1, a single rank also runs in a process with a process group.
@@ -303,8 +304,9 @@ def xray(
                 micro[part] = rank * cut + number
         reward = batch["next", "reward"].sum(-1)
         advantage, expected = group_relative_advantage(reward, group, rollout).double()[:, None], None
+        of_components = None
         if pipeline is not None:
-            advantage, expected = declared(pipeline, batch)
+            advantage, expected, of_components = declared(pipeline, batch)
         batch["advantage"] = advantage[..., None]
 
         # 2. The step, which may write its own advantages, mask and micro-batches if it is alone.
@@ -333,6 +335,9 @@ def xray(
             found = explain_gradient(model, batch)
             coefficient = torch.where(found.weights.abs() > found.exact, found.weights, 0.0)
             padding = found.padding if found.padding > found.exact else 0.0
+        if of_components is not None:  # their tokens may be outside the loss mask
+            inside = of_components != 0
+            advantage = torch.where(inside, expected / of_components.masked_fill(~inside, 1.0), 0.0)
         tokens = StepTokens(inside, rollout, group, micro, of_rank)
         found_in, found_out, given = coefficient * inside, coefficient * ~inside, advantage * inside
         runs.append(
@@ -341,12 +346,14 @@ def xray(
     return XRay(runs, *nearest_mean(runs[0].weight, runs[0].tokens), close)
 
 
-def declared(pipeline: Pipeline, batch: TensorDictBase) -> tuple[Tensor, Tensor]:
+def declared(pipeline: Pipeline, batch: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute the advantages and coefficients of a pipeline for the rows of a batch, float64.
 
     Returns:
-        (N, 1) or (N, T) advantages, and (N, T) coefficients: the row's weight × the token's weight × the
-        advantage; 0 for tokens that do not train.
+        (N, 1) or (N, T) advantages; (N, T) coefficients: the row's weight × the token's weight × the
+        advantage, 0 for tokens that do not train; and the (N, T) sum of the weights of the loss's components,
+        None without them. With components the coefficient of a token is the sum of their weights, of which
+        that of ``objective`` is multiplied by the advantage.
 
     Raises:
         ValueError: the pipeline writes no weights, or changes the rows.
@@ -369,8 +376,15 @@ def declared(pipeline: Pipeline, batch: TensorDictBase) -> tuple[Tensor, Tensor]
     if has_key(out, TOKEN_WEIGHT):
         weight = weight * padded_column(out, TOKEN_WEIGHT)
     advantage = torch.zeros(len(batch), of_row.shape[1], dtype=torch.float64).index_copy(0, rows, of_row)
-    expected = torch.zeros(tokens_of(batch)[0].shape, dtype=torch.float64)
-    return advantage, expected.index_add(0, rows, weight * of_row)
+    nothing = torch.zeros(tokens_of(batch)[0].shape, dtype=torch.float64)
+    if not has_key(out, LOSS_WEIGHTS):
+        return advantage, nothing.index_add(0, rows, weight * of_row), None
+    weights = {
+        name: padded_column(out, (LOSS_WEIGHTS, name)).double() for name in out.get(LOSS_WEIGHTS).keys()
+    }
+    expected = sum(each * of_row if name == "objective" else each for name, each in weights.items())
+    total = torch.stack([*weights.values()]).sum(0)
+    return advantage, nothing.index_add(0, rows, expected), nothing.index_add(0, rows, total)
 
 
 def _over_ranks(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.transforms.table import BatchError, listing
 from headrace.transforms.table.options import nested_key
-from headrace.transforms.table.schema import TOKEN_WEIGHT, has_key, require
+from headrace.transforms.table.schema import LOSS_WEIGHTS, TOKEN_WEIGHT, has_key, require
 from headrace.transforms.table.tensordicts import (
     as_data,
     column_of,
@@ -137,20 +137,22 @@ def pack(
     begins = torch.searchsorted(segment, torch.arange(len(batch) + 1, device=at.device))
     position = torch.arange(len(at), device=at.device) - begins.index_select(0, segment)
 
-    wrong = [begins.diff() == 0]
+    loss, weights = torch.zeros_like(real), _weights_of_components(batch)
     if (loss_mask := _column(batch, loss_mask_key)) is not None:
         check_mask(batch, loss_mask_key)
         if (found := _shapes(loss_mask)) != shapes:
             raise _outside([row for row, shape in enumerate(found) if shape != shapes[row]])
         loss = _end_to_end(loss_mask).reshape(-1)
-        wrong += [loss & ~real, loss.index_select(0, at) & (position == 0)]
+    for key in weights:
+        loss = loss | (_end_to_end(_column(batch, key)).reshape(-1) != 0)
+    wrong = [begins.diff() == 0, loss & ~real, loss.index_select(0, at) & (position == 0)]
     if bool(torch.stack([flags.any() for flags in wrong]).any()):  # the second device read
         _explain(sizes, segment, *wrong)
 
     inputs = {key: _column(batch, key, "input_keys") for key in map(nested_key, input_keys)}
     keys, spread = (
         {key: column for key in map(nested_key, each) if (column := _column(batch, key)) is not None}
-        for each in ((*token_keys, TOKEN_WEIGHT), row_keys)
+        for each in ((*token_keys, TOKEN_WEIGHT, *weights), row_keys)
     )
     keys |= {} if tree else inputs
     if taken := [key for key in (*keys, *inputs) if key in (*OWN, *OWN_OF_TREE)]:
@@ -316,21 +318,28 @@ def _lay(
 
 def _outside(rows: list[int]) -> BatchError:
     return BatchError(
-        f"tokens in the loss must be real; in rows {rows[:10]} the loss mask has another shape than the "
-        "attention mask, or is True where that is False, and packing would drop those tokens"
+        f"tokens in the loss must be real; in rows {rows[:10]} the loss mask, or that of a component, has "
+        "another shape than the attention mask, or is True where that is False, and packing would drop those "
+        "tokens"
     )
 
 
-def _explain(sizes: list[int], segment: Tensor, empty: Tensor, *in_loss: Tensor) -> None:
+def _weights_of_components(batch: TensorDictBase) -> list[NestedKey]:
+    """The columns of the weights of components (:class:`LossWeight`)."""
+    row = batch.tensordicts[0] if isinstance(batch, LazyStackedTensorDict) else batch
+    names = row.get(LOSS_WEIGHTS).keys() if has_key(row, LOSS_WEIGHTS) else ()
+    return [(LOSS_WEIGHTS, name) for name in names]
+
+
+def _explain(sizes: list[int], segment: Tensor, empty: Tensor, outside: Tensor, first: Tensor) -> None:
     """Raise an error for the first fault, with the rows. May read from the device several times."""
     rows = empty.nonzero().flatten().tolist()
     if rows:
         raise BatchError(f"every row needs a token; rows {rows[:10]} have none")
-    outside, first = in_loss
     rows = [row for row, entries in enumerate(outside.split(sizes)) if bool(entries.any())]
     if rows:
         raise _outside(rows)
     raise BatchError(
         "the first token of a row has no context to predict it from, and it is in the loss in rows "
-        f"{segment[first].tolist()[:10]}: remove it from the loss mask"
+        f"{segment[first].tolist()[:10]}: remove it from the loss mask, or that of the component"
     )
