@@ -14,9 +14,7 @@ from tensordict import TensorDict, lazy_stack
 from headrace.pipeline import Pipeline, load_pipeline, optimise
 from headrace.transforms import (
     BatchError,
-    CompletenessGate,
     FanOutCollapse,
-    GroupRelativeAdvantage,
     LossWeight,
     MissingKeyError,
     RewardsVary,
@@ -238,9 +236,9 @@ def test_a_demonstration_trains_in_its_component_and_is_in_no_statistic():
     """Without a token in the loss mask it is excluded as empty: the advantages are those of the pair alone.
     Imitation is the mean of rows of 1 and of 2 tokens: 0.1/2 each, and per token 0.05 and 0.025.
     """
-    gate = CompletenessGate(group_size=2, on_incomplete="keep", min_rollouts=1)
-    stages = {"gate": gate, "advantage": GroupRelativeAdvantage(), "weight": LossWeight(components=CHORD)}
-    run = Pipeline(stages).run(pair())
+    batch = pair()
+    batch["expected_rollouts"] = torch.tensor([2, 2, 1])
+    run = load_pipeline("grpo", stages={"weight": {"components": CHORD}}, shuffle=False).run(batch)
     out = run.batch
     assert out["loss_weights", "imitation"].tolist() == [
         pytest.approx(row) for row in ([0, 0, 0], [0, 0, 0.05], [0, 0.025, 0.025])
@@ -248,7 +246,7 @@ def test_a_demonstration_trains_in_its_component_and_is_in_no_statistic():
     assert out["loss_weights", "objective"].tolist() == [
         pytest.approx(row) for row in ([0, 0.3, 0.3], [0, 0.3, 0], [0, 0, 0])
     ]
-    alone = Pipeline({**stages, "weight": LossWeight()}).run(pair()[:2]).batch
+    alone = load_pipeline("grpo", shuffle=False).run(batch[:2]).batch
     assert torch.equal(out["advantage"][:2], alone["advantage"])
     assert run.metrics["weight/tokens_imitation"] == 3
     assert run.metrics["weight/tokens_objective"] == run.metrics["weight/tokens"] == 3

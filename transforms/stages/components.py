@@ -19,17 +19,10 @@ ComponentMean = Literal["token", "sample", "rollout", "group", "constant", "inve
 
 
 class Component(NamedTuple):
-    """A term of a loss with weights of its own.
-
-    With `mask_key`, a component has exactly the True entries of its mask, in all rows that are in a
-    minibatch. These are also rows that a stage has masked or excluded, such as a group with equal rewards,
-    and a demonstration without a token in the loss mask. Rows that were dropped, and copies of rows
-    (padding), are in no component. Without `mask_key`, it has the tokens in the loss.
-    """
+    """The options of a component (:class:`LossWeight`): a term of a loss with weights of its own."""
 
     unit: ComponentMean
-    """The mean over the tokens of the component, and its denominator. Left out: that of the stage, with its
-    length and power."""
+    """The mean over the tokens of the component."""
     length: int | None = None
     """Number of tokens, for ``constant``."""
     power: float | None = None

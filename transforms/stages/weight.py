@@ -310,10 +310,17 @@ class LossWeight(
     ``("headrace", "token_weight")`` (N, T) when rows are gathered: a factor of the row's weight at each token
     (:func:`turn_weight`). :func:`weighted_loss` applies it, also to packed rows. `fold` cannot.
 
-    With `components`, each term of the loss has weights of its own. A component is a term ``loss_<name>``,
-    with its own mean over its own tokens (:class:`Component`). ``("loss_weights", name)`` (N, T) is its
-    weight at each token: 0 outside of its tokens, and else `factor` times the weight of the mean over its
-    tokens in the step. ``("headrace", "step_weights", name)`` (N,) is their sum over the row's step.
+    With `components`, each term of the loss has weights of its own. The component ``kl`` is for the term
+    ``loss_kl``. ``("loss_weights", name)`` (N, T) is its weight at each token: 0 outside of its tokens, and
+    else `factor` times the weight in the mean over its tokens of the step. Its options are:
+
+    - `unit`, `length`, `power`: as above, without ``turn``. Without `unit` they are those of the stage.
+    - `factor`: coefficient of the mean in the loss, ≥ 0; 1 if it is left out.
+    - `mask_key`: (N, T) bool. The component has exactly its True entries, in all rows that are in a
+      minibatch. These are also rows that a stage has masked or excluded, such as a group with equal rewards,
+      and a demonstration without a token in the loss mask. Without it: the tokens in the loss.
+
+    ``("headrace", "step_weights", name)`` (N,) is the sum of its weights over the row's step.
 
     Of a dump that has neither tokens nor their number (``("headrace", "no_lengths")``) it writes nothing: a
     weight depends on lengths, and there is no loss to weigh. Under `fold` it raises.
@@ -331,8 +338,8 @@ class LossWeight(
             are one step. A pipeline applies it to all stages.
         shared_ids: meaning of an id that several ranks of `process_group` have: the ``same`` unit,
             ``different`` units, or ``raise`` an error.
-        components: options of each term of the loss by its name: `unit`, `length`, `power`, `factor` and
-            `mask_key` (:class:`Component`). None: all terms have the weight of the row.
+        components: options of each term of the loss by its name: `unit`, `length`, `power`, `factor`,
+            `mask_key`. None: all terms have the weight of the row.
         dtype: dtype of the weight; None: that of the advantage, but at least float32.
         names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
 

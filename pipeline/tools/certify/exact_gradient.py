@@ -22,7 +22,7 @@ from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.pipeline import Pipeline
 from headrace.transforms import CompletenessGate, ShuffleSplit
 from headrace.transforms.table import BatchError, stage_parts
-from headrace.transforms.table.schema import MINIBATCH, TOKEN_WEIGHT, has_key
+from headrace.transforms.table.schema import LOSS_WEIGHTS, MINIBATCH, TOKEN_WEIGHT, has_key
 
 from .small_task import Prompt, SmallTask, Trajectory
 
@@ -286,6 +286,11 @@ def gradients_of(
         trained = pipeline(rows)
         if len(trained) == 0:
             continue
+        if has_key(trained, LOSS_WEIGHTS):
+            raise BatchError(
+                "a certificate is of the policy gradient alone, and this loss has components: certify the "
+                "recipe without components of LossWeight"
+            )
         credit = trained[keys.get("advantage", "advantage")].reshape(len(trained), -1)  # (N, 1) or (N, T)
         inside = trained[LOSS_MASK] & (trained[ACTIONS] >= 0)
         credit = torch.where(inside, credit.to(score.dtype), 0.0)
