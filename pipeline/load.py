@@ -12,8 +12,9 @@ from omegaconf.errors import OmegaConfBaseException
 from tensordict import NestedKey
 from typing_extensions import Unpack
 
-from headrace.transforms.stages import Mean, OnIncomplete, Reduction
+from headrace.transforms.stages import OnIncomplete, Reduction
 from headrace.transforms.stages.advantage import Baseline, Scale
+from headrace.transforms.stages.weight import Mean
 from headrace.transforms.table import COLUMNS, Missing, SharedIds
 from headrace.transforms.table.empty import Empty
 

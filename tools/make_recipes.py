@@ -46,7 +46,7 @@ On this page, `advantage.eps` is short for the option `pipeline.stages.advantage
 | column | meaning |
 |---|---|
 | baseline, scale | options of `advantage`; [equations](../transforms/stages/advantage/group_relative.py) |
-| mean of the loss | the option `weight.unit`; [equations](../transforms/stages/weight.py) |
+| mean of the loss | the option `weight.unit`; [equations](../transforms/stages/weight/stage.py) |
 | further stages | stages in addition to `gate`, `collapse`, `advantage`, `split` and `weight` |
 | other options | options of the advantage that differ from the usual ones |
 

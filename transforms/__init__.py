@@ -66,7 +66,7 @@ if TYPE_CHECKING:
         overlong_punishment,
         relative_length,
     )
-    from .stages.weight import LossWeight, Weighed, loss_weight, turn_weight, weighted_loss
+    from .stages.weight.stage import LossWeight, Weighed, loss_weight, turn_weight, weighted_loss
     from .streams.assembler import GroupAssembler
     from .streams.limits import StalledError
     from .table import schema

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         overlong_punishment,
         relative_length,
     )
-    from .weight import LossWeight, Mean, Weighed, loss_weight, turn_weight, weighted_loss
 
 __all__ = [
     "ByColumn",
@@ -28,22 +27,16 @@ __all__ = [
     "FanOutCollapse",
     "IncompleteGroups",
     "LengthPenalty",
-    "LossWeight",
-    "Mean",
     "OnIncomplete",
     "OverlongPunishment",
     "Reduction",
     "RelativeLength",
     "RewardScale",
-    "Weighed",
     "collapse_fan_out",
     "incomplete_groups",
     "length_penalty",
-    "loss_weight",
     "overlong_punishment",
     "relative_length",
-    "turn_weight",
-    "weighted_loss",
 ]
 
 __getattr__, __dir__ = lazy(__name__, __all__)

@@ -146,6 +146,13 @@ def test_a_users_gate_option_is_kept():
     assert isinstance(refused, Refused)
     assert "incomplete" in refused.reason
     assert "Set pipeline.stages.gate.on_incomplete=drop" in refused.reason
+
+
+def test_a_loss_with_components_has_no_certificate():
+    """A certificate is of `loss_weight` and the advantage, and would not see the factor."""
+    refused = certified("rloo", "fan_out", "pipeline.stages.weight.components={objective:{factor:0.5}}")
+    assert isinstance(refused, Refused)
+    assert "this loss has components" in refused.reason
     keep = "pipeline.stages.gate.on_incomplete=keep"
     kept = ratio("rloo", "by_chance", keep, "pipeline.stages.gate.min_rollouts=2")
     assert kept == pytest.approx([kept[0]] * 2)

@@ -1,0 +1,14 @@
+"""Loss weights: the mean over a step that the loss is, however the step is split."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.faces import lazy
+
+if TYPE_CHECKING:
+    from .stage import LossWeight, Mean, Weighed, loss_weight, turn_weight, weighted_loss
+
+__all__ = ["LossWeight", "Mean", "Weighed", "loss_weight", "turn_weight", "weighted_loss"]
+
+__getattr__, __dir__ = lazy(__name__, __all__)
