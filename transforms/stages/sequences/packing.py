@@ -318,9 +318,9 @@ def _lay(
 
 def _outside(rows: list[int]) -> BatchError:
     return BatchError(
-        f"tokens in the loss must be real; in rows {rows[:10]} the loss mask, or that of a component, has "
-        "another shape than the attention mask, or is True where that is False, and packing would drop those "
-        "tokens"
+        f"tokens in the loss must be real; in rows {rows[:10]} the loss mask has another shape than the "
+        "attention mask, or it or the mask of a component is True where that is False, and packing would "
+        "drop those tokens"
     )
 
 
