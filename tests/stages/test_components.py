@@ -151,7 +151,8 @@ def test_each_component_is_the_mean_of_its_own_tokens_in_the_step_of_any_cut():
         in_loss = rows_in_loss(batch)
         cut = {"minibatches": 1 + seed % 2, "microbatches": 1 + seed % 4}
         seen = 0
-        for minibatch in pipeline_of(components, **cut).minibatches(batch):
+        given = lazy_stack(list(batch.unbind(0))) if seed % 5 == 0 else batch
+        for minibatch in pipeline_of(components, **cut).minibatches(given):
             rows = [row for row in minibatch[ROW].tolist() if row >= 0]
             seen += len(rows)
             if PADDING in minibatch.keys(True):
@@ -327,6 +328,15 @@ def test_terms_and_components_have_the_same_names():
         weighted_loss(TensorDict({"loss_objective": term, "loss_imitation": term[0]}), out)
 
 
+def test_rows_with_weights_of_components_get_no_others():
+    """A stage without components would leave the old weights, and weighted_loss would apply them."""
+    first, second = LossWeight(components=CHORD), LossWeight()
+    with pytest.raises(BatchError, match="already have the weights of components"):
+        second(first(pair()))
+    with pytest.raises(BatchError, match="already have the weights of components"):
+        Pipeline({"first": first, "second": second})(pair())
+
+
 def test_without_components_no_column_is_added_or_changed():
     batch = drawn(1)
     plain, with_them = LossWeight()(batch), LossWeight(components=components_of(1))(batch)
@@ -382,7 +392,7 @@ def steps_taken(minibatches, seen: list | None = None) -> int:
     parameter = torch.nn.Parameter(torch.ones(()))
 
     def loss(batch: TensorDict) -> TensorDict:
-        terms = parameter * torch.ones(batch[LOSS].shape)
+        terms = parameter * torch.ones(len(batch), 3)
         return TensorDict({"loss_objective": terms, "loss_imitation": terms})
 
     optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -421,7 +431,10 @@ def test_rows_that_are_not_those_of_one_step_are_refused():
 
 
 def test_ragged_rows_of_a_step_are_checked_too():
-    ragged = LossWeight(components=CHORD)(lazy_stack([row.clone() for row in pair().unbind(0)]))
+    rows = [row.clone() for row in pair().unbind(0)]
+    for key in (LOSS, SEEN, LOG_PROB):
+        rows[0][key] = rows[0][key][1:]
+    ragged = LossWeight(components=CHORD)(lazy_stack(rows))
     with pytest.raises(BatchError, match="need dense rows"):
         steps_taken([ragged])
     ragged.tensordicts[1]["loss_weights", "imitation"] *= 2

@@ -159,6 +159,27 @@ def test_token_terms_sum_to_the_loss(scene):
         TokenGRPOLoss(policy, aggregation="token_mean")
 
 
+def test_each_term_of_grpo_loss_may_have_a_mean_of_its_own(scene):
+    """The policy gradient over tokens and the KL over rows, in one and in three micro-batches."""
+    policy, batch = scene
+    batch["next", "ref_log_probs", "full"] = batch["log_probs", "full"] - 0.1
+    loss = TokenGRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, kl_to_ref_coeff=0.3)
+    found = []
+    for microbatches in (1, 3):
+        split = ShuffleSplit(minibatches=1, microbatches=microbatches, shuffle=False)
+        components = {"objective": {}, "kl_to_ref": {"unit": "sample"}}
+        rows = LossWeight(components=components, dtype="float64")(split(batch))
+        optimise([rows], loss, torch.optim.SGD(policy.parameters(), lr=0.0))
+        found.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
+    policy.zero_grad()
+    terms, inside = loss(batch), batch["masks", "all_assistant_mask"]
+    of_rows = terms.loss_kl_to_ref.squeeze(-1).sum(1) / inside.sum(1)
+    (terms.loss_objective.sum() / inside.sum() + of_rows.mean()).backward()
+    expected = torch.cat([p.grad.flatten() for p in policy.parameters()])
+    for each in found:
+        torch.testing.assert_close(each, expected, rtol=1e-10, atol=1e-14)
+
+
 def test_a_batch_instead_of_minibatches_is_refused(scene):
     policy, batch = scene
     with pytest.raises(TypeError, match=r"needs an iterable of minibatches.*split_minibatches\(batch\)"):

@@ -113,6 +113,7 @@ __all__ = [
     "Origin",
     "Status",
     "Unit",
+    "component_names",
     "facts_of",
     "has_key",
     "key_names",
@@ -209,6 +210,12 @@ def has_key(batch: TensorDictBase, key: NestedKey | None) -> bool:
     if isinstance(batch, LazyStackedTensorDict):
         return entries_of(batch, key) is not None
     return any_row_has(batch, key)
+
+
+def component_names(batch: TensorDictBase) -> list[str]:
+    """The names of the components of a loss whose weights a batch has, dense or ragged."""
+    row = batch.tensordicts[0] if isinstance(batch, LazyStackedTensorDict) else batch
+    return list(row.get(LOSS_WEIGHTS).keys()) if has_key(row, LOSS_WEIGHTS) else []
 
 
 def key_names(batch: TensorDictBase | None) -> list[NestedKey]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.transforms.table import BatchError, listing
 from headrace.transforms.table.options import nested_key
-from headrace.transforms.table.schema import LOSS_WEIGHTS, TOKEN_WEIGHT, has_key, require
+from headrace.transforms.table.schema import LOSS_WEIGHTS, TOKEN_WEIGHT, component_names, has_key, require
 from headrace.transforms.table.tensordicts import (
     as_data,
     column_of,
@@ -137,7 +137,7 @@ def pack(
     begins = torch.searchsorted(segment, torch.arange(len(batch) + 1, device=at.device))
     position = torch.arange(len(at), device=at.device) - begins.index_select(0, segment)
 
-    loss, weights = torch.zeros_like(real), _weights_of_components(batch)
+    loss, weights = torch.zeros_like(real), [(LOSS_WEIGHTS, name) for name in component_names(batch)]
     if (loss_mask := _column(batch, loss_mask_key)) is not None:
         check_mask(batch, loss_mask_key)
         if (found := _shapes(loss_mask)) != shapes:
@@ -322,13 +322,6 @@ def _outside(rows: list[int]) -> BatchError:
         "attention mask, or it or the mask of a component is True where that is False, and packing would "
         "drop those tokens"
     )
-
-
-def _weights_of_components(batch: TensorDictBase) -> list[NestedKey]:
-    """The columns of the weights of components (:class:`LossWeight`)."""
-    row = batch.tensordicts[0] if isinstance(batch, LazyStackedTensorDict) else batch
-    names = row.get(LOSS_WEIGHTS).keys() if has_key(row, LOSS_WEIGHTS) else ()
-    return [(LOSS_WEIGHTS, name) for name in names]
 
 
 def _explain(sizes: list[int], segment: Tensor, empty: Tensor, outside: Tensor, first: Tensor) -> None:

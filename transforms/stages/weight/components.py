@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.table import BatchError, Rows, few
 from headrace.transforms.table.options import described, fits, nested_key, within
-from headrace.transforms.table.schema import LOSS_WEIGHTS, PADDING, has_key
+from headrace.transforms.table.schema import LOSS_WEIGHTS, PADDING, component_names, has_key
 from headrace.transforms.table.tensordicts import ATTENTION, check_mask, column_of, loss_mask_of
 from headrace.transforms.table.tokens import read_mask, tokens_in_loss, write_tokens
 
@@ -139,7 +139,7 @@ def read_components(
     return found
 
 
-def component_loss(terms: Mapping[str, Tensor], weights: Any) -> Tensor:
+def component_loss(terms: Mapping[str, Tensor], batch: TensorDictBase) -> Tensor:
     """Sum the terms of a loss, each with the weights of its component.
 
     ::
@@ -148,7 +148,7 @@ def component_loss(terms: Mapping[str, Tensor], weights: Any) -> Tensor:
 
     Args:
         terms: (N, T) or (N, T, 1) float each, by ``loss_<name>``.
-        weights: (N, T) float each, by name: a TensorDict.
+        batch: TensorDict ``[N]`` with ``("loss_weights", name)`` (N, T) float.
 
     Returns:
         A scalar.
@@ -158,29 +158,27 @@ def component_loss(terms: Mapping[str, Tensor], weights: Any) -> Tensor:
             ragged.
 
     Example:
+        >>> from tensordict import TensorDict
         >>> terms = {"loss_objective": torch.tensor([[1.0, 2.0]]), "loss_sft": torch.tensor([[3.0, 4.0]])}
         >>> weights = {"objective": torch.tensor([[1.0, 0.0]]), "sft": torch.tensor([[0.0, 0.5]])}
-        >>> float(component_loss(terms, weights))
+        >>> float(component_loss(terms, TensorDict({"loss_weights": weights}, batch_size=[1])))
         3.0
     """
-    names = {f"loss_{name}": name for name in weights.keys()}
+    names = {f"loss_{name}": name for name in component_names(batch)}
     if names.keys() != terms.keys():
         raise BatchError(
             "each term of the loss needs a component of LossWeight, and each component a term: the terms are "
             f"{sorted(terms)}, and the components are of {sorted(names)}. Name them alike in components"
         )
-    if isinstance(weights, LazyStackedTensorDict):
-        raise BatchError(
-            "weights of components need dense rows: it is not known on which side the loss padded ragged "
-            "rows, so tokens could get the weights of others. Put DenseRows in front (rows=llm), or use "
-            "optimise(..., transform=pack)"
-        )
     total: Any = 0.0
     for key, name in names.items():
-        term, weight = (
-            terms[key],
-            column_of(weights, name) if isinstance(weights, TensorDictBase) else weights[name],
-        )
+        term, weight = terms[key], column_of(batch, (LOSS_WEIGHTS, name))
+        if not isinstance(weight, Tensor):
+            raise BatchError(
+                "weights of components need dense rows: it is not known on which side the loss padded ragged "
+                "rows, so tokens could get the weights of others. Put DenseRows in front (rows=llm), or use "
+                "optimise(..., transform=pack)"
+            )
         if term.shape not in (weight.shape, (*weight.shape, 1)):
             raise BatchError(
                 f"the term of a component must have one number for each token, {tuple(weight.shape)} or "

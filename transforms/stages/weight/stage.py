@@ -441,6 +441,12 @@ class LossWeight(
                 f"these rows already have token weights, {TOKEN_WEIGHT!r}, which would be applied twice: "
                 "remove the column with batch.exclude"
             )
+        late = [key[0] for each in rows.table.late for key in each.writes]
+        if LOSS_WEIGHTS in late or rows.table.find(LOSS_WEIGHTS) is not None:
+            raise BatchError(
+                "these rows already have the weights of components, which weighted_loss would apply instead "
+                f"of new ones: use one LossWeight, or remove the column with batch.exclude({LOSS_WEIGHTS!r})"
+            )
         if rows.table.masking.no_lengths and self.fold == "none":
             return  # a weight is for the loss of tokens, and here are none; a fold would change the advantage
         # 2. What is counted in each step: tokens, and the units that have a token in the loss.
@@ -597,7 +603,7 @@ def weighted_loss(
         2.25
     """
     if has_key(batch, LOSS_WEIGHTS):
-        return component_loss(terms_of(terms), batch.get(LOSS_WEIGHTS))
+        return component_loss(terms_of(terms), batch)
     if not has_key(batch, weight_key):
         raise MissingKeyError(
             f"weighted_loss needs the key {weight_key!r} (weight_key), written by LossWeight after the "
