@@ -79,7 +79,7 @@ def components_of(seed: int) -> dict[str, dict]:
     return {
         "objective": own[0],
         "kl": own[1] | {"factor": 0.25},
-        "seen": own[2] | {"factor": 0.5, "mask_key": SEEN},
+        "seen": own[2] | {"factor": 0.5, "loss_mask_key": SEEN},
     }
 
 
@@ -101,7 +101,7 @@ def terms_of(part: TensorDict, names: Sequence[str]) -> TensorDict:
 
 def by_loops(batch: TensorDict, rows: Sequence[int], in_loss: set[int], options: dict, number: int) -> float:
     """The mean of a component over its own tokens in a step of these rows, times its factor."""
-    own = "mask_key" in options
+    own = "loss_mask_key" in options
     tokens = [
         (row, place)
         for row in rows
@@ -230,7 +230,7 @@ def pair() -> TensorDict:
     )
 
 
-CHORD = {"objective": {"factor": 0.9}, "imitation": {"unit": "sample", "mask_key": SEEN, "factor": 0.1}}
+CHORD = {"objective": {"factor": 0.9}, "imitation": {"unit": "sample", "loss_mask_key": SEEN, "factor": 0.1}}
 
 
 def test_a_demonstration_trains_in_its_component_and_is_in_no_statistic():
@@ -275,7 +275,7 @@ def test_dropped_rows_are_in_no_component():
 def test_copies_of_rows_are_in_no_component_of_a_stage_without_a_pipeline():
     split = ShuffleSplit(minibatches=2, microbatches=2, remainder="pad", unit="sample", shuffle=False)
     batch = take_rows(pair(), torch.tensor([1, 2, 2]))
-    out = LossWeight(components={"imitation": {"mask_key": SEEN}})(split(batch))
+    out = LossWeight(components={"imitation": {"loss_mask_key": SEEN}})(split(batch))
     assert out[PADDING].sum() == 1
     for minibatch in split_minibatches(out):
         assert float(minibatch["loss_weights", "imitation"].sum()) == pytest.approx(1)
@@ -285,7 +285,7 @@ def test_copies_of_rows_are_in_no_component_of_a_stage_without_a_pipeline():
 def test_a_row_without_an_id_may_not_share_a_weight():
     batch = pair()
     batch["rollout_id"][2] = -1
-    component = {"imitation": {"unit": "rollout", "mask_key": SEEN}}
+    component = {"imitation": {"unit": "rollout", "loss_mask_key": SEEN}}
     with pytest.raises(BatchError, match="every row in the component 'imitation' needs a rollout_id ≥ 0"):
         LossWeight(components=component)(batch)
 
@@ -456,7 +456,7 @@ def test_ragged_rows_of_a_step_are_checked_too():
         ({"components": {"kl": {"factor": True}}}, "must be a finite number; got True"),
         ({"components": {"kl": {"unit": "constant"}}}, "unit='constant' needs length"),
         ({"components": {"kl": {"power": 1.0}}}, "unit='inverse_length' needs power"),
-        ({"components": {"kl": {"mask_key": list(LOSS)}}}, "leave out mask_key"),
+        ({"components": {"kl": {"loss_mask_key": list(LOSS)}}}, "leave out loss_mask_key"),
         ({"components": {"kl": {}}, "fold": "sum"}, "with components each term has its own weight"),
         ({"components": {"kl": {}}, "unit": "turn", "turn_key": "turn"}, "needs unit, .*is 'turn'"),
     ],
@@ -483,7 +483,7 @@ def test_a_mask_must_be_there_be_bool_and_have_an_entry_for_each_token():
 
 def test_a_recipe_takes_components_as_words():
     """As on the command line: a list of names is the key of a column."""
-    word = "{objective:{},seen:{unit:sample,mask_key:[masks,seen],factor:0.05}}"
+    word = "{objective:{},seen:{unit:sample,loss_mask_key:[masks,seen],factor:0.05}}"
     pipeline = load_pipeline("grpo", f"pipeline.stages.weight.components={word}", "pipeline.stages.gate=null")
     batch = pair()
     out = pipeline(batch)

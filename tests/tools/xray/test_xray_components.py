@@ -18,8 +18,8 @@ LOSS, REAL, SEEN = ("masks", "all_assistant_mask"), ("masks", "all_attention_mas
 SEGMENTS = (1, 1, 2, 1, 1, 1, 2, 1, 1, 1, 1, 1)
 LENGTHS = (3, 9, 5, 4, 8, 2, 6, 7, 5, 3, 10, 4, 2, 6)
 REWARDS = (1.0, 0.0, 0.25, 0.5, 0.0, 0.0, 0.0, 0.0, 0.3, 0.9, 0.0, 0.5)  # equal in the second group
-ECHO = "{objective:{},seen:{unit:rollout,factor:0.05,mask_key:[masks,seen]}}"
-WITH_KL = "{objective:{},kl:{unit:sample,factor:0.1},seen:{unit:group,mask_key:[masks,seen]}}"
+ECHO = "{objective:{},seen:{unit:rollout,factor:0.05,loss_mask_key:[masks,seen]}}"
+WITH_KL = "{objective:{},kl:{unit:sample,factor:0.1},seen:{unit:group,loss_mask_key:[masks,seen]}}"
 
 
 def prepare(batch: TensorDictBase) -> None:

@@ -29,7 +29,7 @@ class Component(NamedTuple):
     """α ≥ 0, for ``inverse_length``."""
     factor: float = 1.0
     """Coefficient of the mean in the loss, ≥ 0."""
-    mask_key: NestedKey | None = None
+    loss_mask_key: NestedKey | None = None
     """(N, T) bool, True at the tokens of the component; None: the tokens in the loss."""
 
     def tokens(self, rows: Rows, in_loss: Tensor) -> Tensor:
@@ -39,20 +39,20 @@ class Component(NamedTuple):
             MissingKeyError: the mask is missing.
             BatchError: it is not bool, or has not one entry for each token.
         """
-        key, table = self.mask_key, rows.table
+        key, table = self.loss_mask_key, rows.table
         if key is None:
             return in_loss
         key = (key,) if isinstance(key, str) else key  # a key, and no role
         if len(table.batch) and not table.masking.elsewhere:
-            if (mask := table.find(self.mask_key)) is None:  # else the response would be counted instead
+            if (mask := table.find(self.loss_mask_key)) is None:  # else the response would be counted instead
                 raise rows.missing(key, "components")
-            check_mask(table.batch, self.mask_key)
+            check_mask(table.batch, self.loss_mask_key)
             loss_mask = loss_mask_of(table.batch, rows.key("loss_mask"))
             if loss_mask is not None and (found := _widths(mask)) != (needed := _widths(loss_mask)):
                 raise BatchError(
                     "the mask of a component must have one entry for each token, as many as the loss mask: "
-                    f"{few(needed)}; {self.mask_key!r} has {few(found)}. For the tokens of whole rows, write "
-                    "chosen[:, None] & mask into the batch"
+                    f"{few(needed)}; {self.loss_mask_key!r} has {few(found)}. For the tokens of whole rows, "
+                    "write chosen[:, None] & mask into the batch"
                 )
         tokens = rows.count(key)
         return tokens * ~rows[PADDING] if rows.has(PADDING) else tokens
@@ -75,13 +75,13 @@ class Component(NamedTuple):
             keys: of the loss mask and the log-probabilities.
             dtype: of the column.
         """
-        weight, like = numbers["weight"], (self.mask_key, keys[0], ATTENTION)
+        weight, like = numbers["weight"], (self.loss_mask_key, keys[0], ATTENTION)
         if has_key(batch, PADDING):  # a copy has the weight of its row
             weight = weight.masked_fill(batch.get(PADDING), 0.0)
-        if self.mask_key is None:
+        if self.loss_mask_key is None:
             inside = tokens_in_loss(batch, *keys)
         else:
-            inside = read_mask(batch, self.mask_key, reader="LossWeight", option="components")
+            inside = read_mask(batch, self.loss_mask_key, reader="LossWeight", option="components")
         values = (weight.unsqueeze(1) * inside).to(dtype)
         write_tokens(batch, (LOSS_WEIGHTS, name), values, next(key for key in like if has_key(batch, key)))
 
@@ -96,7 +96,7 @@ KINDS = {
     "length": int | None,
     "power": float | None,
     "factor": float,
-    "mask_key": NestedKey | None,
+    "loss_mask_key": NestedKey | None,
 }
 
 
@@ -132,9 +132,9 @@ def read_components(
             options = dict(zip(("unit", "length", "power"), of_stage, strict=True)) | dict(options)
         component = Component(**options)
         within(f"factor of {where}", component.factor, 0)
-        component = component._replace(mask_key=nested_key(component.mask_key))
-        if component.mask_key == nested_key(loss_mask_key):
-            raise ValueError(f"leave out mask_key of {where}: the loss mask is the default")
+        component = component._replace(loss_mask_key=nested_key(component.loss_mask_key))
+        if component.loss_mask_key == nested_key(loss_mask_key):
+            raise ValueError(f"leave out loss_mask_key of {where}: the loss mask is the default")
         found[name] = component
     return found
 

@@ -316,7 +316,7 @@ class LossWeight(
 
     - `unit`, `length`, `power`: as above, without ``turn``. Without `unit` they are those of the stage.
     - `factor`: coefficient of the mean in the loss, ≥ 0; 1 if it is left out.
-    - `mask_key`: (N, T) bool. The component has exactly its True entries, in all rows that are in a
+    - `loss_mask_key`: (N, T) bool. The component has exactly its True entries, in all rows that are in a
       minibatch. These are also rows that a stage has masked or excluded, such as a group with equal rewards,
       and a demonstration without a token in the loss mask. Without it: the tokens in the loss.
 
@@ -339,7 +339,7 @@ class LossWeight(
         shared_ids: meaning of an id that several ranks of `process_group` have: the ``same`` unit,
             ``different`` units, or ``raise`` an error.
         components: options of each term of the loss by its name: `unit`, `length`, `power`, `factor`,
-            `mask_key`. None: all terms have the weight of the row.
+            `loss_mask_key`. None: all terms have the weight of the row.
         dtype: dtype of the weight; None: that of the advantage, but at least float32.
         names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
 
@@ -425,7 +425,7 @@ class LossWeight(
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
         """Tokens in the loss, and those of components with a mask."""
-        masks = [each.mask_key for each in self._components.values() if each.mask_key is not None]
+        masks = [each.loss_mask_key for each in self._components.values() if each.loss_mask_key is not None]
         return [(self.loss_mask_key, self.log_prob_key), *((mask, None) for mask in masks)]
 
     def decide(self, rows: Rows) -> None:
