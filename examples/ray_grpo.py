@@ -69,6 +69,7 @@ def main(steps: int = 60) -> list[float]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="GRPO with tasks of Ray that generate")
     parser.add_argument("--steps", type=int, default=60)
+    steps = parser.parse_args().steps
     torch.set_num_threads(1)  # the model is too small to share
     ray.init(log_to_driver=False)
-    main(parser.parse_args().steps)
+    main(steps)

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from lives import Groups
-from processes import process_context
 from tensordict import TensorDict
 
 from headrace.pipeline import Checkpoint, RayAssembler, RepeatSampler, RolloutStream
@@ -78,7 +77,8 @@ def train(folder: Path, address: str, epochs: int, every: int) -> None:
 
 def killed(folder: Path, kills: int, seed: int, epochs: int, every: int) -> tuple[list[int], list[str]]:
     """Kill the program, or its workers, so many times, and let it end: what it has trained, and the kills."""
-    context, dice = process_context(), random.Random(seed)
+    # A new interpreter: Ray reads the token of its cluster from the environment when it is imported.
+    context, dice = torch.multiprocessing.get_context("spawn"), random.Random(seed)
     address, happened = ray.get_runtime_context().gcs_address, []
     for number in range(kills + 1):
         for file in ("begun", "lost"):
