@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tensordict import NestedKey
 
-from headrace.transforms.table import TokenCount, label_key, stage_parts
+from headrace.transforms.table import TokenCount, label_key, stage_parts, stages_of_values
 from headrace.transforms.table.options import nested_key
 from headrace.transforms.table.schema import REWARD, TRAINER_VERSION
 
@@ -94,7 +94,8 @@ class Keys:
         named = keys_of_stages(stages)
         units = {unit: key for unit, key in ids.items() if key is not None}
         named |= {f"{unit.removesuffix('s')}_label": label_key(key) for unit, key in units.items()}
-        comparing = [stage.group_key for stage in stages if hasattr(stage, "advantage_by_row")]
+        every = (own for stage in stages for own in stages_of_values(stage).values())
+        comparing = [own.group_key for own in every if hasattr(own, "advantage_by_row")]
         if comparing and comparing[0] != units.get("groups"):
             named["peers"] = comparing[0]
         named |= {name: nested_key(key) for name, key in report.items()}

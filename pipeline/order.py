@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from headrace.transforms.table import COLUMNS, column_keys, stage_parts
+from headrace.transforms.table import COLUMNS, column_keys, stage_parts, stages_of_values
 from headrace.transforms.table.options import nested_key
 from headrace.transforms.table.schema import COUNTED, IN_LOSS, MINIBATCH, REWARD
 
@@ -105,9 +105,9 @@ def check_comparison(stages: Mapping[str, Any]) -> None:
     pairs = [
         (name, other, own, compares)
         for name, stage in stages.items()
-        for value, own in _of_values(stage).items()
+        for value, own in stages_of_values(stage).items()
         for other, behind in stages.items()
-        for of, compares in _of_values(behind).items()
+        for of, compares in stages_of_values(behind).items()
         if hasattr(compares, "several") and (value == of or None in (value, of))
     ]
     for name, other, own, compares in pairs:
@@ -125,11 +125,6 @@ def check_comparison(stages: Mapping[str, Any]) -> None:
                     f"stage {name!r} judges groups by several={judges!r}, and {other!r} compares them by "
                     f"several={meant!r}, so groups with an advantage would leave, or others stay. {todo}"
                 )
-
-
-def _of_values(stage: Any) -> Mapping[Any, Any]:
-    """The stages of a :class:`ByColumn`, by value; the stage itself, by None, which is for all values."""
-    return getattr(stage, "of_values", {None: stage})
 
 
 def check_order(stages: Mapping[str, Callable]) -> None:
@@ -171,8 +166,11 @@ def check_order(stages: Mapping[str, Callable]) -> None:
                     f"stage {name!r} reads {columns}, which {later!r} writes later, so {later!r} would have "
                     f"no effect on {name!r}. Put {later!r} before {name!r}, or remove it"
                 )
-            if wrong := wrong_pair(name, stages[name], later, stages[later]):
-                raise ValueError(wrong)
+            for value, own in stages_of_values(stages[name]).items():
+                for of, behind in stages_of_values(stages[later]).items():
+                    same = value == of or None in (value, of)
+                    if same and (wrong := wrong_pair(name, own, later, behind)):
+                        raise ValueError(wrong)
         _check_effect(name, stages[name], {each: stages[each] for each in names[i + 1 :]})
         made |= writes
 
@@ -199,7 +197,9 @@ def _check_effect(name: str, stage: Callable, behind: Mapping[str, Callable]) ->
                 f"stage {later!r} overwrites the columns that {name!r} writes, and no stage reads them in "
                 f"between, so {name!r} would have no effect. Remove one of them (set it to null)"
             )
-    if writes == {REWARD} and any(among_others(each) for each in behind.values()):
+    if writes == {REWARD} and any(
+        among_others(own) for each in behind.values() for own in stages_of_values(each).values()
+    ):
         raise ValueError(
             f"stage {name!r} changes the rollout's reward, and no later stage reads that reward, so it would "
             "have no effect on any advantage. Remove it, or use an advantage that compares rollouts"
@@ -313,7 +313,8 @@ def _takes_parts(one: Named, other: Named) -> str | None:
 
 
 def _takes_kept_tokens(one: Named, other: Named) -> str | None:
-    if not one.has("after_filters") or other.has("criterion") is None:
+    zeroes = other.has("corrects") is not None and other.has("bound") == "zero"
+    if not one.has("after_filters") or not (zeroes or other.has("criterion") is not None):
         return None
     return (
         f"stage {one.name!r} trains tokens that several rows share in one of them, and {other.name!r} may "

@@ -34,6 +34,7 @@ from headrace.transforms.table import (
     enter_rows,
     labels_in_errors,
     stage_parts,
+    stages_of_values,
 )
 from headrace.transforms.table.alone import connect
 from headrace.transforms.table.columns import REFERENCE
@@ -157,7 +158,8 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
                     raise ValueError(f"stage {name!r}: {err}") from err
         self.stages = nn.ModuleDict({name: as_module(stage) for name, stage in arranged.items()})
         self.order, self._split_index = list(arranged), index_of_split(arranged)
-        self._takes_empty_out = not any(hasattr(stage, "empty") for stage in arranged.values())
+        each = (own for stage in arranged.values() for own in stages_of_values(stage).values())
+        self._takes_empty_out = not any(hasattr(own, "empty") for own in each)
         self.columns, own = dict(columns or {}), self._columns
         self.name_columns({f"{role}_key": key for role, key in self.columns.items() if role in own} | names)
         self.masked_log_prob = masked_log_prob

@@ -13,16 +13,21 @@ from headrace.pipeline import Pipeline, load_pipeline, make_report
 from headrace.transforms import (
     BatchError,
     ByColumn,
+    CompletenessGate,
     FanOutCollapse,
     GroupRelativeAdvantage,
     LengthPenalty,
+    LossWeight,
     RewardScale,
     RewardsVary,
     RewardWithin,
+    RolloutCorrection,
     RunningBaseline,
     SampleFilter,
     SignFactors,
     TokenFilter,
+    TrainSharedOnce,
+    TurnAdvantage,
 )
 
 ENVIRONMENTS = ("math", "code", "games")
@@ -131,9 +136,12 @@ def test_what_cannot_be_decided_by_column_is_refused():
         column="environment", stages={"a{b}": GroupRelativeAdvantage(), "b": GroupRelativeAdvantage()}
     )
     for column, message in (
-        (["b", "b", "c", "c"], r"each value of 'environment' needs an entry; 'c' has none.* are a\{b\}, b"),
+        (
+            ["b", "b", "c", "c"],
+            r"each value of 'environment' needs an entry; 'c' has none.* are 'a\{b\}', 'b'",
+        ),
         (["b", "a{b}", "b", "b"], "all rows of a group need the same value of 'environment'.*group 0"),
-        (["b", "b", "", ""], "every row needs an? (label|environment)"),
+        (["b", "b", "", ""], "every row needs a (label|environment)"),
         (None, "needs the key 'environment'"),
     ):
         rows = batch.clone()
@@ -146,7 +154,11 @@ def test_what_cannot_be_decided_by_column_is_refused():
         ({}, "one class"),
         ({"a": RewardScale(), "b": LengthPenalty(coefficient=0.1)}, "LengthPenalty, RewardScale"),
         ({"a": RunningBaseline(baseline_key="x")}, "RunningBaseline keeps a state"),
-        ({"a": TokenFilter(criterion=RewardsVary())}, "TokenFilter changes tokens"),
+        ({"a": TokenFilter(criterion=RewardsVary())}, "TokenFilter gives each token its own number"),
+        ({True: RewardScale()}, "whole numbers or texts; got True"),
+        ({"a": LossWeight()}, "LossWeight needs all rows of an optimiser step"),
+        ({"a": CompletenessGate(expected_groups=[1])}, "expected_groups, which are those of the whole batch"),
+        ({"a": FanOutCollapse(), "b": FanOutCollapse(columns=2, weights=[1, 0])}, "the same weights"),
         ({"a": GroupRelativeAdvantage(), "b": GroupRelativeAdvantage(group_key="g")}, "differ in group_key"),
         (
             {action: SampleFilter(criterion=RewardsVary(), action=action) for action in ("mask", "exclude")},
@@ -155,6 +167,43 @@ def test_what_cannot_be_decided_by_column_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             ByColumn(column="environment", stages=stages)
+
+
+def test_an_excluded_row_needs_an_entry_too():
+    """No stage would see it, and its advantage would be unknown instead of 0."""
+    batch = batch_of([1.0, 0, 9], [0, 0, 1])
+    batch["environment"] = torch.tensor([0, 0, 7])
+    out = SampleFilter(criterion=RewardWithin(high=5.0), action="exclude")
+    advantage = ByColumn(column="environment", stages={0: GroupRelativeAdvantage()})
+    with pytest.raises(BatchError, match="needs an entry; 7 has none"):
+        Pipeline({"collapse": FanOutCollapse(), "filter": out, "advantage": advantage})(batch)
+
+
+def test_a_gate_by_column_follows_empty_of_each_value():
+    batch = batch_of([1.0, 0, 1, 0], [0, 0, 1, 1])
+    batch["environment"] = torch.tensor([0, 0, 1, 1])
+    batch["masks", "all_assistant_mask"][[1, 3]] = False
+    gates = {0: CompletenessGate(group_size=2), 1: CompletenessGate(group_size=2, empty="count")}
+    stages = {"gate": ByColumn(column="environment", stages=gates), "collapse": FanOutCollapse()}
+    run = Pipeline(stages | {"advantage": GroupRelativeAdvantage(scale="none")}).run(batch)
+    assert run.batch["advantage"].flatten().tolist() == [0.0, 0.0, 0.5, -0.5]
+    assert {"gate/0/missing_groups", "gate/1/missing_groups"} <= run.metrics.keys()
+
+
+def test_orders_are_checked_for_each_value():
+    """One value has options with which the order is wrong."""
+    by_row = SampleFilter(criterion=RewardWithin(high=5.0), action="drop", unit="sample")
+    both = {0: by_row, 1: SampleFilter(criterion=RewardsVary(), action="drop")}
+    filters = ByColumn(column="environment", stages=both)
+    for stage in (by_row, filters):
+        with pytest.raises(ValueError, match="rejects single rows of rollouts"):
+            Pipeline({"filter": stage, "turns": TurnAdvantage(turn_index_key=None)})
+    for late in (by_row, filters):
+        with pytest.raises(ValueError, match="trains tokens that several rows share"):
+            Pipeline({"once": TrainSharedOnce(), "filter": late})
+    corrects = RolloutCorrection(level="sequence", bound="zero")
+    with pytest.raises(ValueError, match="trains tokens that several rows share"):
+        Pipeline({"once": TrainSharedOnce(), "correction": corrects})
 
 
 def test_a_filter_must_judge_what_the_advantage_of_its_value_compares():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.transforms.table import BatchTransform, Rows, as_ids, column_keys, listing
 from headrace.transforms.table.options import nested_key
-from headrace.transforms.table.schema import COMPARED
+from headrace.transforms.table.schema import COMPARED, MINIBATCH, REWARD
 
 OF_ALL = ("final_keys", "weighed_keys", "before_baseline", "of_whole_rollouts")  # what order checks read
 
@@ -45,9 +45,10 @@ class ByColumn(BatchTransform):
 
     Raises:
         ValueError: at construction. The stages are not of one class, name different columns, keep a state,
-            or change tokens.
+            need tokens or the whole batch, or take rows out for one reason in two ways.
         MissingKeyError: the column is missing.
-        BatchError: a value has no stage, or the rows of a group differ in it; or a stage refuses its rows.
+        BatchError: a value has no stage, also that of an excluded row, or the rows of a group differ in it;
+            or a stage refuses its rows.
 
     Example:
         >>> from tensordict import TensorDict
@@ -67,8 +68,11 @@ class ByColumn(BatchTransform):
             raise ValueError(
                 f"stages must be of one class, with other options; got {listing(kinds) or 'none'}"
             )
-        if type(found[0]).decide is BatchTransform.decide or found[0].stateful:
-            why = "keeps a state" if found[0].stateful else "changes tokens"
+        if odd := [
+            value for value in self.stages if isinstance(value, bool) or not isinstance(value, int | str)
+        ]:
+            raise ValueError(f"values must be whole numbers or texts; got {odd[0]!r}")
+        if why := _no_reason(found):
             raise ValueError(f"stages must decide on the table of one batch; {kinds[0]} {why}")
         for option, key in column_keys(found[0]).items():
             if any(column_keys(stage)[option] != key for stage in found):
@@ -117,14 +121,15 @@ class ByColumn(BatchTransform):
             raise rows.missing(key, "column")
         name = str(self.column if isinstance(self.column, str) else self.column[-1])
         found, known = rows.integers(key, name), as_ids([*self.stages], name)
-        rows.require_set(found, name, "rows without a value would have no options")
-        rows.require(
+        every = rows.with_excluded  # no stage would see an excluded row without an entry
+        every.require_set(found, name, "rows without a value would have no options")
+        every.require(
             torch.isin(found, known),
             "each value of {column} needs an entry; {found} has none. Give it one, which may be empty; the "
             "entries are {entries}",
             lambda row: str(int(found[row])),
             role=key,
-            entries=listing(map(str, self.stages)),
+            entries=listing(map(repr, self.stages)),
         )
         if rows.has("group"):
             groups = rows.ids("group", checked=False)
@@ -144,6 +149,22 @@ class ByColumn(BatchTransform):
                 compared += [(own, notes.pop(COMPARED))] if COMPARED in notes else []
         if compared:
             notes[COMPARED] = partial(_of_parts, compared)
+
+
+def _no_reason(stages: Sequence[BatchTransform]) -> str:
+    """Why stages cannot decide about parts of a batch; empty if they can."""
+    first = stages[0]
+    if first.stateful:
+        return "keeps a state"
+    if type(first).decide is BatchTransform.decide:
+        return "gives each token its own number"
+    if MINIBATCH in (*first.in_keys, *first.out_keys):
+        return "needs all rows of an optimiser step"
+    if any(getattr(stage, "expected_groups", None) is not None for stage in stages):
+        return "has expected_groups, which are those of the whole batch"
+    if REWARD in first.out_keys and len({repr(getattr(stage, "weights", None)) for stage in stages}) > 1:
+        return "weighs several rewards, and a report has one sum of them: give all values the same weights"
+    return ""
 
 
 def _of_parts(parts: Sequence[tuple[Tensor, Callable[[int], Tensor]]], size: int) -> Tensor:
@@ -172,6 +193,11 @@ class _Part(Rows):
 
     def metric(self, name: str, value: Any) -> None:
         super().metric(f"{self.value}/{name}", value)
+
+    def _view(self, index: Tensor | None, all_count: bool) -> Rows:
+        part = _Part(self.table, self.names, self.reader, self.stage, index, self.declared, all_count)
+        part.value = self.value
+        return part
 
     def when_gathered(self, *_: Any, **__: Any) -> None:
         raise TypeError(

@@ -23,7 +23,7 @@ from .labels import as_ids, label_key, labels_in_errors, labels_of, labels_said,
 from .places import places_on_arrival
 from .process_group import SharedIds, resolve_group
 from .rewards import Missing, as_rewards, credit_dtype, weighted_reward
-from .rows import Rows, column_keys, few, stage_parts
+from .rows import Rows, column_keys, few, stage_parts, stages_of_values
 from .stage import BatchTransform
 from .table import AHEAD, OF_THE_TABLE, Table, TokenCount, unknown
 
@@ -71,6 +71,7 @@ __all__ = [
     "schema",
     "stable_order",
     "stage_parts",
+    "stages_of_values",
     "unknown",
     "weighted_reward",
     "who_stamps",

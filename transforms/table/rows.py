@@ -746,9 +746,14 @@ class Rows:
 
 def stage_parts(stage: Any) -> list[Any]:
     """A stage, and its criteria and its token term, if it has them; of a ByColumn those of each value."""
-    own = [*getattr(stage, "of_values", {"": stage}).values()]
+    own = stages_of_values(stage).values()
     parts = (getattr(each, option, None) for each in own for option in ("criterion", "also", "term"))
     return [stage, *(part for part in parts if part is not None)]
+
+
+def stages_of_values(stage: Any) -> Mapping[Any, Any]:
+    """The stages of a `ByColumn`, by value; of another stage itself, by None, which is for all values."""
+    return getattr(stage, "of_values", {None: stage})
 
 
 def column_keys(stage: Any) -> dict[str, NestedKey | None]:

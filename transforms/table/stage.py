@@ -19,7 +19,7 @@ from .entry import enter_rows
 from .fates import Effect
 from .labels import labels_in_errors
 from .options import describe_options, nested_key
-from .rows import Rows
+from .rows import Rows, stages_of_values
 from .schema import COUNTED, REWARD
 from .tensordicts import shallow_copy
 from .torchrl_base import EnvBase, Transform
@@ -170,7 +170,8 @@ class BatchTransform(TakesColumns, Transform):
         # Which rollouts are empty is decided on what arrived, by the first stage that compares rewards. It
         # writes COUNTED, so no later stage decides it again, when tokens may be masked.
         compares = REWARD in self.in_keys or "group" in self._columns
-        if compares and not hasattr(self, "empty") and rows.table.find(COUNTED) is None:
+        decides = any(hasattr(own, "empty") for own in stages_of_values(self).values())
+        if compares and not decides and rows.table.find(COUNTED) is None:
             take_empty_out(rows.seen_by(self), "exclude")
         return rows
 

@@ -332,14 +332,18 @@ class Decider:
             ValueError: the recipe does not read one of the columns, or `extra` names one that is missing.
         """
         if isinstance(columns, TensorDictBase):
+            if extra:
+                raise ValueError(
+                    f"extra is for plain columns; a TensorDict has all of its own: leave out {extra!r}"
+                )
             return self._decide(columns, _rows_of(columns), {})
         refuse_other_arguments(columns)
-        if isinstance(extra, str) or (lacking := [name for name in extra if name not in columns]):
-            found = (
-                f"the text {extra!r}" if isinstance(extra, str) else f"{listing(lacking)}, which are missing"
-            )
+        if isinstance(extra, str) or not all(isinstance(name, str) for name in extra):
+            raise ValueError(f"extra must list names of columns; found {extra!r}")
+        if wrong := [name for name in extra if name not in columns or name in (*COUNTS, "next", "headrace")]:
             raise ValueError(
-                f"extra must list names of columns; found {found}. The columns are {listing(columns)}"
+                f"extra must list columns that only a function of yours reads; found {listing(wrong)}, which "
+                f"are missing or have a meaning. The columns are {listing(columns)}"
             )
         try:
             return self._decide(None, *self._read(columns, extra))

@@ -16,7 +16,7 @@ from headrace.pipeline.account_keys import TEXTS
 from headrace.pipeline.conversations import labels_of_ids, strings
 from headrace.pipeline.wording import printable, suggest
 from headrace.transforms import Status
-from headrace.transforms.table import enter_rows
+from headrace.transforms.table import enter_rows, stages_of_values
 from headrace.transforms.table.options import takes_options
 from headrace.transforms.table.schema import FINISHED
 
@@ -273,6 +273,8 @@ def make_report(
     columns = {**report_columns(run), "reason": run.ledger.reason.numpy()}
     columns["row"] = np.arange(len(columns["reason"]))
     comparing = [stage for stage in run.stages.values() if hasattr(stage, "advantage_by_row")]
+    of_values = [own for stage in run.stages.values() for own in stages_of_values(stage).values()]
+    several = {getattr(own, "several", "sum") for own in of_values if hasattr(own, "advantage_by_row")}
     if (
         comparing and run.rows.table.ranks.size == 1
     ):  # of groups that are spread over ranks, a part says nothing
@@ -314,7 +316,7 @@ def make_report(
         texts=_texts(run, columns, there if batch is None else batch, decode) | given,
         group_size=gates[0] if gates else None,
         solved=solved,
-        each_reward=not comparing or getattr(comparing[0], "several", "sum") != "sum",
+        each_reward=several != {"sum"},
         metrics=metrics,
         by_token=by_token,
         survivors=survivors,

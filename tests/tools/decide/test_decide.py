@@ -434,8 +434,15 @@ def test_extra_columns_reach_a_function_of_the_caller_and_no_stage():
     # By hand: the mean of 1 and 0; that of 1, 0 and 0.
     expected = torch.tensor([0.5, -0.5, 0, 0, 2 / 3, -1 / 3, 0, -1 / 3], dtype=torch.float64)
     torch.testing.assert_close(found.advantage, expected)
-    for extra, message in ((("flag",), "columns note"), (("flag", "tone"), "tone, which are missing")):
+    for extra, message in (
+        (("flag",), "columns note"),
+        (("flag", "tone"), "found tone, which are missing"),
+        (("flag", "note", "tokens"), "found tokens, which are missing or have a meaning"),
+        (("headrace",), "found headrace"),
+        ("flag", "extra must list names of columns; found 'flag'"),
+        ((1,), "extra must list names"),
+    ):
         with pytest.raises(ValueError, match=message):
-            decide(columns | more, "grpo", extra=extra, **options)
-    with pytest.raises(ValueError, match="extra must list names of columns; found the text 'flag'"):
-        decide(columns | more, "grpo", extra="flag", **options)
+            decide(columns | more | {"tokens": [1] * 8}, "grpo", extra=extra, **options)
+    with pytest.raises(ValueError, match="extra is for plain columns"):
+        decide(TensorDict({"x": torch.zeros(1)}, [1]), "grpo", extra=("x",), **options)

@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 
 from headrace.installed import import_extra
 from headrace.transforms.table import (
+    BatchError,
     BatchTransform,
     ColumnNames,
     Rows,
@@ -20,7 +21,7 @@ from headrace.transforms.table import (
 from headrace.transforms.table.checks import require_turns
 from headrace.transforms.table.ids import add_up
 from headrace.transforms.table.options import takes_options, within
-from headrace.transforms.table.schema import COUNTED, REWARD
+from headrace.transforms.table.schema import COUNTED, LENGTH, REWARD
 from headrace.transforms.table.tensordicts import count_true
 from headrace.transforms.table.tokens import (
     check_lengths,
@@ -270,6 +271,11 @@ class GAE(
 
     def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
         """Compute and write the advantage and the target."""
+        if rows.table.find(LENGTH) is not None and bool((rows[LENGTH] >= 0).any()):
+            raise BatchError(
+                "GAE reads the loss mask as the rows arrived, and a stage that ran alone has masked some of "
+                "them: put both stages into one pipeline"
+            )
         # 1. The values and steps of the tokens.
         reader, like = type(self).__name__, self.loss_mask_key
         sampled = read_mask(batch, like, reader=reader, option="loss_mask_key")
