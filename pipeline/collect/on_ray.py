@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -358,7 +359,7 @@ class Writers:
     """Watches whether the writers have ended or died.
 
     Args:
-        tasks: the objects that ``.remote()`` returned.
+        tasks: the objects that ``.remote()`` returned, or the futures of an executor of Python.
         go_on: continue without lost writers, while there are others.
     """
 
@@ -387,15 +388,15 @@ class Writers:
         """Check which writers have ended or died."""
         if self.are_over or not self.open:
             return
-        ray, tasks = _ray(), list(self.open)
-        for task in ray.wait(tasks, num_returns=len(tasks), timeout=0)[0]:
-            position = self.open.pop(task)
-            try:
-                ray.get(task)
-            except ray.exceptions.RayError as err:
+        of_ray = [task for task in self.open if not isinstance(task, Future)]
+        done = [task for task in self.open if isinstance(task, Future) and task.done()]
+        done += _ray().wait(of_ray, num_returns=len(of_ray), timeout=0)[0] if of_ray else []
+        for task in done:
+            position, error = self.open.pop(task), _error_of(task)
+            if error is not None:
                 self.failed.append(position)
                 if not self.go_on or len(self.failed) == self.number:
-                    self.lost = getattr(err, "cause", None) or err
+                    self.lost = error
 
     def refuse_lost(self, assembler: Any, remedy: str) -> None:
         """Raise if a lost writer ends the iteration."""
@@ -403,3 +404,15 @@ class Writers:
             names = listing([f"writer {number}" for number in self.failed])
             why = f"{len(self.failed)} of {self.number} writers lost: {names} ({type(self.lost).__name__}: "
             raise assembler.stalled(f"{why}{self.lost}). {remedy}") from self.lost
+
+
+def _error_of(task: Any) -> BaseException | None:
+    """The error of a task that has ended."""
+    if isinstance(task, Future):
+        return CancelledError() if task.cancelled() else task.exception()
+    ray = _ray()
+    try:
+        ray.get(task)
+    except ray.exceptions.RayError as err:
+        return getattr(err, "cause", None) or err
+    return None

@@ -162,10 +162,10 @@ class RolloutStream(OverSource):
         self.assembler.put(rows)
 
     def watch(self, *tasks: Any) -> None:
-        """Watch tasks of Ray that put rows: if one dies or raises, :meth:`take` and the iteration raise.
+        """Watch tasks that put rows: if one dies or raises, :meth:`take` and the iteration raise.
 
         Args:
-            tasks: the objects that ``.remote()`` returned.
+            tasks: the objects that ``.remote()`` of Ray returned, or ``submit()`` of an executor of Python.
         """
         self._writers.watch(tasks)
 

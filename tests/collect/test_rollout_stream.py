@@ -6,6 +6,8 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from random import Random
@@ -17,7 +19,7 @@ from ray_here import Stored, ray_here
 from tensordict import TensorDict
 
 from headrace.pipeline import RayAssembler, RepeatSampler, RolloutStream
-from headrace.transforms import BatchError, StalledError, StreamWarning
+from headrace.transforms import BatchError, MissingKeyError, StalledError, StreamWarning
 
 PROMPTS = 12
 
@@ -223,3 +225,27 @@ def test_a_lost_task_ends_the_stream_once_no_whole_batch_is_left(dies):
         assert sorted(groups_of(stream.take())) == [0, 1, 2]
         with pytest.raises(StalledError, match=r"1 of 2 writers lost: writer 1 .*Start again"):
             next(iter(stream))
+
+
+def test_a_watched_future_that_raises_ends_the_stream_with_its_error():
+    stream = RolloutStream(RepeatSampler(2, group_size=2), steps_ahead=1, epochs=1, patience=60)
+
+    def generate(draws: TensorDict) -> None:
+        raise OSError("the engine is gone")
+
+    with ThreadPoolExecutor(1) as pool:
+        stream.watch(*[pool.submit(generate, draws) for draws in stream.draws()])
+        with pytest.raises(StalledError, match=r"writers lost: writer .*OSError: the engine is gone"):
+            list(stream)
+
+
+def test_an_error_names_puts_that_were_refused_in_other_threads():
+    stream = RolloutStream(RepeatSampler(2, group_size=2), max_staleness=4, epochs=1, patience=0.5)
+    for draws in stream.draws():
+        draws["next", "done"] = torch.ones(len(draws), dtype=torch.bool)
+        with suppress(MissingKeyError):  # as a pool of threads keeps it
+            stream.put(draws)
+    with pytest.raises(
+        StalledError, match=r"2 puts of rows were refused, the last by MissingKeyError.*version"
+    ):
+        next(iter(stream))

@@ -305,6 +305,8 @@ class GroupAssembler(
         """Number of groups that left without being taken, by reason; also those without rows."""
         return {reason: number for reason, number in self._stream.lost_groups.items() if number}
 
+    _refused: tuple[int, str] = (0, "")  # puts that raised, and the error of the last
+
     @property
     def survivors(self) -> Survivors:
         """Which groups were trained and lost, by how long they took, since the start or the last restart.
@@ -397,15 +399,19 @@ class GroupAssembler(
             StalledError: no group has become whole for `max_idle` puts.
         """
         keys = [self.group_key, self.rollout_key]
-        with self._lock, labels_in_errors(batch, keys):
-            self._begin()
-            kinds = None
-            if isinstance(batch, TensorDictBase) and batch.batch_dims == 1:
-                kinds = kinds_of(batch)
-            if kinds != self._kinds:  # rows of the same kinds as before need no further check
-                batch = enter_rows(batch, keys, reader=type(self).__name__)
-                kinds = kinds_of(batch)
-            self._put(batch, kinds)
+        try:
+            with self._lock, labels_in_errors(batch, keys):
+                self._begin()
+                kinds = None
+                if isinstance(batch, TensorDictBase) and batch.batch_dims == 1:
+                    kinds = kinds_of(batch)
+                if kinds != self._kinds:  # rows of the same kinds as before need no further check
+                    batch = enter_rows(batch, keys, reader=type(self).__name__)
+                    kinds = kinds_of(batch)
+                self._put(batch, kinds)
+        except Exception as err:  # the caller may be a thread whose errors nobody sees
+            self._refused = self._refused[0] + 1, f"{type(err).__name__}: {err}"
+            raise
 
     def _put(self, batch: TensorDictBase, kinds: Kinds, holds: Sequence[Any] = ()) -> None:
         """Take in rows after :func:`enter_rows`.
@@ -455,6 +461,10 @@ class GroupAssembler(
             worker: worker w of W, as :class:`headrace.pipeline.StampIds` numbers them; lists only its groups.
         """
         with self._lock:
+            puts, last = self._refused
+            if puts:
+                s = "" if puts == 1 else "s"
+                why = f"{why.rstrip('.')}. {puts} put{s} of rows were refused, the last by {last.rstrip('.')}"
             return stalled(why, self._plan(), self._awaited(self.groups or 1) or (), worker)
 
     def _plan(self) -> StreamPlan:

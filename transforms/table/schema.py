@@ -285,6 +285,8 @@ def read_column(batch: TensorDictBase, key: NestedKey, *, reader: str, option: s
     if not isinstance(value, Tensor) or value.numel() != len(batch):
         found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         labels = "" if isinstance(value, Tensor) else ". headrace.transforms.number_labels makes them numbers"
+        if labels and option == "status_key":
+            labels = ". Write the numbers of headrace.transforms.Status, such as Status.FAILED"
         facts = facts_of(batch, key, option, reader)
         needed = f"one number per row in {{column}}, for {len(batch)} rows"
         raise BatchError(f"{{reader}} needs {needed}; found {found}{labels}", **facts)
