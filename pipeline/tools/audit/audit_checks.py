@@ -563,7 +563,43 @@ def other_advantages(step: AuditedStep) -> CheckOutcome:
     for group, rows in step.by_group(off):
         if names := step.conventions[int(step.groups.of[rows][0])]:
             text += f"; those of group {group} are as if {' as well as if '.join(names)}"
+        if step.expected_rollouts is None and (said := drawn_again(step, rows)):
+            text += f"; group {group}: {said}"
     return CheckOutcome([step.finding(off, text, step.by_recipe, step.logged, group=False)])
+
+
+def drawn_again(step: AuditedStep, off: Tensor) -> str:
+    """Say that a group of unknown size has the advantages of several draws of its prompt.
+
+    The runs of a group, in the order of the dump, are draws if in each of them the logged advantages are the
+    expected ones up to a constant and a factor, and have the mean 0. Of all cuts into runs of one size, the
+    one with the fewest is said; empty: there is none.
+
+    Args:
+        step: the rows.
+        off: (N,) bool, rows of one group.
+    """
+    of_group = step.groups.of == step.groups.of[off][0]
+    first = torch.zeros_like(of_group).index_fill(0, step.rollouts.first, True)
+    rows = (of_group & first & step.trains).nonzero().flatten()
+    logged, expected = step.logged[rows], step.by_recipe[rows]
+    count = len(rows)
+    if not bool((logged.isfinite() & expected.isfinite()).all()):
+        return ""
+    for runs in (runs for runs in range(2, count // 2 + 1) if count % runs == 0):
+        one, other = (each.reshape(runs, -1) for each in (logged, expected))
+        centred = other - other.mean(1, keepdim=True)
+        factor = (centred * one).sum(1, keepdim=True) / (centred**2).sum(1, keepdim=True).clamp(min=1e-12)
+        if not bool(((one - factor * centred).abs() <= step.near).all()):
+            continue
+        draws = "each half" if runs == 2 else f"each of {runs} equal parts"
+        shifts = listing([f"{value:+.4g}" for value in (one - factor * other).mean(1).tolist()], most=4)
+        scaled = "" if bool(((factor - 1).abs() <= AGREE).all()) else " and a factor"
+        return (
+            f"{draws} of its {count} rollouts is off by a constant{scaled} ({shifts}), as if its prompt was "
+            f"drawn {runs} times: if it was, set source.group_size={count // runs}"
+        )
+    return ""
 
 
 def wrong_weights(step: AuditedStep) -> CheckOutcome:

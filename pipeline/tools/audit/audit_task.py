@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.text import Text
 from tensordict import TensorDictBase
 
-from headrace.pipeline.load import build_pipeline
+from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.tools.dumps import DumpSteps, open_configured, print_files, write_files
 from headrace.pipeline.tools.report import FittedColumn, FittedTable, as_html, json_text, plain_page
-from headrace.pipeline.wording import printable
+from headrace.pipeline.wording import printable, suggest
 
 from .audit_checks import CHECKS, NO_ADVANTAGES, AuditedStep, AuditFinding, CheckOutcome, DeclaredRecipe
 from .logged import MOST, LoggedRows, explain_logged
@@ -36,7 +36,7 @@ SHARE = (
 
 
 class AuditFailed(RuntimeError):
-    """With ``audit.strict=true``: the audit has findings, or the recipe refused a step. Exit status 1."""
+    """With ``audit.strict``: findings, a step that the recipe refused, or a check not made. Exit status 1."""
 
 
 @dataclass
@@ -94,18 +94,19 @@ def audit(
         The number of findings.
 
     Raises:
-        ConfigError: ``source.path`` is missing, or a stage or option is unknown.
+        ConfigError: ``source.path`` is missing, or a stage, option or check is unknown.
         SourceError: a file cannot be read.
-        AuditFailed: there are findings or refused steps, and ``audit.strict`` is true.
+        AuditFailed: with ``audit.strict``, there are findings or refused steps, no check was made, or one of
+            those that it names was not.
         StepsFailed: some steps failed, and ``source.skip_bad`` does not allow it. All is written by then.
     """
     console = console or Console()
+    demanded = checks_demanded(config.audit.strict)
     declared = DeclaredRecipe(build_pipeline(config.pipeline))
     size = config.source.group_size or declared.group_size
     by_prompt = config.source.group_by == "prompt"
-    # A size tells the draws of a prompt apart, as in a replay. Else the source would refuse a group that is
-    # too large, which the audit must report.
-    dispatched = {"source": {"group_size": size if by_prompt else None}}
+    # A size tells the draws of a prompt apart, as in a replay. A recipe's is no option of every format.
+    dispatched = {"source": {"group_size": size if by_prompt else config.source.group_size}}
     source = open_configured(OmegaConf.merge(config, dispatched))  # type: ignore[arg-type]
     source.keeps_oversized = True
     results = {name: CheckResult(name, title) for name, (title, _) in CHECKS.items()}
@@ -154,12 +155,38 @@ def audit(
         console.print(Text(printable(line)), soft_wrap=True)
     read.show()
     print_files(console, output)
-    if config.audit.strict and (found or refused):
-        why = f"the audit has {found:,} finding{'s' * (found != 1)}"
-        why += f", and the recipe refused {refused:,} of {steps:,} steps" * bool(refused)
-        raise AuditFailed(why)
+    if config.audit.strict:
+        missing = [each.name for each in results.values() if each.state == "not checked"]
+        lacking = missing if len(missing) == len(results) else [name for name in missing if name in demanded]
+        if missing:
+            others = "" if demanded else f". To demand some: audit.strict=[{','.join(missing)}]"
+            console.print(Text(f"checks that were not made: {', '.join(missing)}{others}"), soft_wrap=True)
+        if found or refused or lacking:
+            why = f"the audit has {found:,} finding{'s' * (found != 1)}"
+            why += f", and the recipe refused {refused:,} of {steps:,} steps" * bool(refused)
+            why += f", and these checks were not made: {', '.join(lacking)}" * bool(lacking)
+            raise AuditFailed(why)
     read.end()
     return found
+
+
+def checks_demanded(strict: Any) -> list[str]:
+    """The names of the checks that ``audit.strict`` demands; none if it is true or false.
+
+    Raises:
+        ConfigError: there is no check of a name.
+
+    Example:
+        >>> checks_demanded(True), checks_demanded(["signs"])
+        ([], ['signs'])
+    """
+    names = [] if isinstance(strict, bool) else list(strict)
+    if unknown := [name for name in names if name not in CHECKS]:
+        raise ConfigError(
+            f"audit.strict must be true, false or a list of checks: {', '.join(CHECKS)}; got {unknown[0]!r}"
+            f"{suggest(unknown[0], CHECKS)}"
+        )
+    return names
 
 
 def verdict_of(results: Mapping[str, CheckResult], format: str) -> str:

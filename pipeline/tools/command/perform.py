@@ -71,7 +71,7 @@ TYPES: dict[str, Any] = {
     "report.parameters": float | None,
     "plan.group_sizes": list[int],
     "pipelines": list[str],
-    "audit.strict": bool,
+    "audit.strict": bool | list[str],
     "certify.group_sizes": int | list[int],
     "certify.only": str | list[str] | None,
     "certify.most": int,

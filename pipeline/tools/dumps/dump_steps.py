@@ -127,6 +127,7 @@ def said_of_draws(draws: Mapping[int, Draws]) -> list[str]:
     """Sentences about prompts that were drawn several times in one step."""
     said = []
     split = sum(each.split for each in draws.values())
+    confirmed = sum(each.confirmed for each in draws.values())
     left_out = sum(each.groups_left_out for each in draws.values())
     rows = sum(each.rows_left_out for each in draws.values())
     if draws:
@@ -139,7 +140,12 @@ def said_of_draws(draws: Mapping[int, Draws]) -> list[str]:
         named = "; ".join(prompts[:NAMED_DRAWS])
         others = ", and others" if len(prompts) > NAMED_DRAWS else ""
         said.append(f"{drawn} drawn several times in one step: {named}{others}.")
-    if split:
+    if confirmed:
+        said.append(
+            f"{confirmed:,} of these groups {'was' if confirmed == 1 else 'were'} split into the draws, and "
+            "the logged advantages are those of the draws."
+        )
+    if split := split - confirmed:
         said.append(
             f"{split:,} of these groups {'was' if split == 1 else 'were'} split into the draws, by the "
             "order of the dump. This is right if the trainer dumps rollouts in the order in which it drew "

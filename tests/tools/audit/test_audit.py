@@ -19,6 +19,7 @@ from composed import composed, configure
 from headrace.pipeline import ConfigError, make_report, write_dump
 from headrace.pipeline.tools.audit import AuditFailed, audit, logged
 from headrace.pipeline.tools.dumps.readers import SourceError, open_source
+from headrace.pipeline.tools.replay import replay
 
 pytestmark = pytest.mark.slow
 
@@ -509,3 +510,152 @@ def test_slime_advantages_belong_to_samples_by_index(tmp_path):
     (path / "train_data" / "5.pt").unlink()
     ((_, batch),) = open_source(path)
     assert "logged_advantage" not in batch.keys()
+
+
+# -- a prompt that was drawn twice ---------------------------------------------------------------------------
+
+DRAWS = [[1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0]]
+ORDERED = ("source.group_size=8", "audit.strict=true")
+
+
+def trl_draws(folder, draws=DRAWS, advantages=None):
+    """A step of TRL with the rollouts of each draw of one prompt, and exact advantages if none are given."""
+    rewards = [reward for draw in draws for reward in draw]
+    own = [value for draw in draws for value in grpo(draw, eps=1e-4)]
+    columns = {"step": [4] * len(rewards), "prompt": ["1+1?"] * len(rewards), "accuracy": rewards}
+    columns |= {"completion": [str(i) for i in range(len(rewards))], "advantage": advantages or own}
+    dumps.trl_dump(folder / "completions_4.parquet", **columns)
+    return folder, ("pipeline=as/trl", "source.group_by=prompt")
+
+
+def slime_draws(folder, draws=DRAWS, voters=None, advantages=None, **how):
+    """The same of slime, where both draws have the id of the problem; `how` is that of both."""
+    rows = Rows()
+    for draw, own in zip(draws, voters or draws, strict=True):
+        start = len(rows.samples)
+        rows.add(3, draw, grpo(draw, own), **how)
+        for sample in rows.samples[start:]:
+            sample["rollout_id"] += 50 * bool(start)
+    if advantages:
+        rows.advantages = advantages
+    dumps.slime_details(folder, *rows.columns())
+    return folder, ("pipeline=as/slime", "pipeline.empty=exclude")
+
+
+@pytest.mark.parametrize("write", [trl_draws, slime_draws])
+def test_a_problem_that_was_drawn_twice_with_exact_advantages_has_no_finding(write, tmp_path):
+    """Eight rollouts for each draw; the step has no other prompt. A replay trains all 16 rows."""
+    path, words = write(tmp_path / "dump")
+    text, checks = audited(path, tmp_path, *words, *ORDERED)
+    assert found(checks) == {}
+    assert checks["advantages"]["state"] == checks["oversized"]["state"] == "passed"
+    assert "1 of these groups was split into the draws, and the logged advantages are those" in text
+    trained, text = told(
+        replay, configure("config", f"source.path={path}", "task=replay", *words, ORDERED[0]), tmp_path / "r"
+    )
+    assert trained == 16
+    assert "16 rows have one, 100% agree with yours" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("write", [trl_draws, slime_draws])
+def test_equal_rewards_of_both_draws_are_no_finding(write, tmp_path):
+    path, words = write(tmp_path / "dump", [[1.0] * 8] * 2)
+    _, checks = audited(path, tmp_path, *words, *ORDERED)
+    assert found(checks) == {}
+
+
+def wrong_sign():
+    exact = [value for draw in DRAWS for value in grpo(draw, eps=1e-4)]
+    return [-value if at == 9 else value for at, value in enumerate(exact)]
+
+
+BOTH_DRAWS = [reward for draw in DRAWS for reward in draw]
+TWO_ROWS = {"rows": {0: 2}}
+NOT_MASKED = [draw[:1] + draw[2:] for draw in DRAWS]  # the second rollout of a draw is out of the loss
+THREE = [DRAWS[0], [1.0, 0.0] * 4, [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]]  # the last has the mean of all
+# What is wrong with the two draws: who writes it, and the findings of which checks it has.
+FAULTS = {
+    "a wrong sign": (lambda at: trl_draws(at, advantages=wrong_sign()), ["signs"]),
+    "the mean of both draws": (
+        lambda at: trl_draws(at, advantages=grpo(BOTH_DRAWS, eps=1e-4)),
+        ["oversized"],
+    ),
+    "a rollout is missing": (lambda at: trl_draws(at, [DRAWS[0], DRAWS[1][:7]]), ["incomplete"]),
+    "one draw is not divided by its std": (
+        lambda at: trl_draws(
+            at, advantages=grpo(DRAWS[0], eps=1e-4) + [r - statistics.mean(DRAWS[1]) for r in DRAWS[1]]
+        ),
+        ["advantages"],
+    ),
+    "a rollout of two rows counts twice": (
+        lambda at: slime_draws(at, voters=[[DRAWS[0][0], *DRAWS[0]], DRAWS[1]], **TWO_ROWS),
+        ["counted_twice"],
+    ),
+    "a rollout out of the loss counts": (lambda at: slime_draws(at, **REMOVED), ["masked"] * 2),
+    "the mean of three draws": (
+        lambda at: trl_draws(at, THREE, grpo([reward for draw in THREE for reward in draw], eps=1e-4)),
+        ["oversized"],
+    ),
+    "the mean of both draws, with ids": (
+        lambda at: slime_draws(at, advantages=grpo(BOTH_DRAWS)),
+        ["oversized"],
+    ),
+    "a rollout is missing, with ids": (lambda at: slime_draws(at, [DRAWS[0][:7], DRAWS[1]]), ["incomplete"]),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_one_of_two_draws_is_found_and_nothing_else(fault, tmp_path):
+    write, names = FAULTS[fault]
+    path, words = write(tmp_path / "dump")
+    with pytest.raises(AuditFailed, match=f"{len(names)} finding"):
+        audited(path, tmp_path, *words, *ORDERED)
+    checks = {check["check"]: check for check in json.loads((tmp_path / "audit.json").read_text())["checks"]}
+    assert [name for name, groups in found(checks).items() for _ in groups] == names
+
+
+def test_a_sound_draw_with_a_rollout_out_of_the_loss_is_no_finding(tmp_path):
+    path, words = slime_draws(tmp_path / "dump", voters=NOT_MASKED, **REMOVED)
+    assert found(audited(path, tmp_path, *words, *ORDERED)[1]) == {}
+
+
+def test_without_a_size_each_half_of_a_group_is_off_by_a_constant(tmp_path):
+    """Of 2 and 5 solved of eight: the means are ¼ and ⅝, that of all is 7/16, so 3/16 less and more."""
+    centred = [reward - statistics.mean(draw) for draw in DRAWS for reward in draw]
+    path, words = trl_draws(tmp_path / "dump", advantages=centred)
+    text, checks = audited(path, tmp_path, "pipeline=as/prime_rl", *words[1:])
+    said = "each half of its 16 rollouts is off by a constant (+0.1875, -0.1875), as if its prompt was drawn"
+    assert said in checks["advantages"]["findings"][0]["text"]
+    assert "set source.group_size=8" in " ".join(text.split())
+    path, words = trl_draws(tmp_path / "scaled")
+    _, checks = audited(path, tmp_path, *words)
+    assert "off by a constant and a factor" in checks["advantages"]["findings"][0]["text"]
+    path, words = trl_draws(tmp_path / "sign", [DRAWS[0]], [3.0, *grpo(DRAWS[0], eps=1e-4)[1:]])
+    _, checks = audited(path, tmp_path, *words)
+    assert "off by a constant" not in str(checks)
+
+
+def test_a_strict_audit_demands_checks_by_name(tmp_path):
+    samples = [dumps.slime_sample(0, i, R[i]) for i in range(4)]  # without --dump-details: no advantages
+    (tmp_path / "dump").mkdir()
+    dumps.slime_dump(tmp_path / "dump" / "5.pt", samples=samples)
+    words = ("pipeline=as/slime", "source.group_size=4")
+    text, checks = audited(tmp_path / "dump", tmp_path, *words, "audit.strict=true")
+    assert found(checks) == {}
+    lacking = "signs, counted_twice, masked, advantages, weights"
+    assert f"checks that were not made: {lacking}. To demand some: audit.strict=[signs,counted_twice" in text
+    with pytest.raises(AuditFailed, match=r"0 findings, and these checks were not made: signs, advantages$"):
+        audited(tmp_path / "dump", tmp_path, *words, "audit.strict=[signs,advantages,oversized]")
+    audited(tmp_path / "dump", tmp_path, *words, "audit.strict=[incomplete,oversized]")
+    with pytest.raises(
+        ConfigError, match=r"list of checks: signs, .*; got 'sign' \(did you mean 'signs'\?\)"
+    ):
+        audited(tmp_path / "dump", tmp_path, *words, "audit.strict=[sign]")
+
+
+def test_a_strict_audit_that_made_no_check_fails(tmp_path):
+    rows = [dumps.verl_row(None, float(i)) for i in range(4)]
+    path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
+    words = ("pipeline=as/verl", "source.format=verl", "source.group_by=prompt")
+    with pytest.raises(AuditFailed, match="0 findings, and these checks were not made: signs, mixed, "):
+        audited(path, tmp_path, *words, "audit.strict=true")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 
+from headrace.pipeline.tools.report import AGREE
 from headrace.transforms import Status, number_labels
 from headrace.transforms.table import listing
 from headrace.transforms.table.schema import FLOAT, IN_LOSS, NO_LENGTHS
@@ -21,6 +24,7 @@ from .record import SourceError, quote
 MAX_TOKENS = 2**24  # of a sample: a wrong length in a dump must not take all memory
 MAX_ROWS = 2**22  # of a step
 MAX_CELLS = 2**31  # of a step's loss mask: rows × the longest
+ZERO = 1e-6  # advantages that are not greater are 0: those of equal rewards, after rounding
 Label = str | int | tuple[str | int, ...]  # a tuple where it has parts, which a text would run together
 UNPADDED, PADDING = 2**26, 64  # rows × the longest: always allowed up to UNPADDED, or PADDING × the tokens
 
@@ -292,19 +296,27 @@ def check_groups(rows: Sequence[Sample]) -> None:
             )
 
 
-def separate_draws(samples: Sequence[Sample], *, leave_out: bool = True) -> tuple[list[Sample], Draws]:
+def separate_draws(
+    samples: Sequence[Sample], *, by_prompt: bool = True, leave_out: bool = True
+) -> tuple[list[Sample], Draws]:
     """Split groups that contain several draws of one prompt.
 
-    Groups that are made from prompts are too large if a prompt was drawn twice in a step: 16 rollouts, for
-    example, where 8 were dispatched for each draw. If the dump has the order of arrival, each run of 8
-    consecutive places is one draw, and becomes a group. The first group keeps the label, and the others get
-    their number added to it. Without that order, or if a run does not have 8 places, the group is left out.
+    A group is too large if its prompt was drawn twice in a step and the dump knows only the prompt: 16
+    rollouts, for example, where 8 were dispatched for each draw. Each run of 8 consecutive rollouts may then
+    be a draw. The first draw keeps the label of the group, and the others get their number added to it. A
+    group is split where
 
-    If every group of the step is too large, `expected_rollouts` is wrong. Then nothing is split, and
-    :func:`to_batch` raises an error.
+    1. the logged advantages are those of the runs (:func:`draws_by_advantages`), in any format; or
+    2. groups were made from prompts, not all groups of the step are too large, the dump has the order of
+       arrival, and each run has 8 consecutive places. Other groups are left out. A group whose advantages
+       were computed over all of its rollouts is no group of several draws, so it is left out, too.
+
+    If all groups of a step are too large, and advantages confirm no split, `expected_rollouts` may be wrong.
+    Then nothing is split, and :func:`to_batch` raises an error.
 
     Args:
         samples: of one step.
+        by_prompt: whether groups were made from prompts. False: only the first rule holds.
         leave_out: False keeps groups that cannot be split as they are.
 
     Returns:
@@ -317,38 +329,127 @@ def separate_draws(samples: Sequence[Sample], *, leave_out: bool = True) -> tupl
         >>> [row.group for row in found]
         [('q',), ('q',), ('q', 2), ('q', 2), ('p',)]
         >>> draws
-        Draws(split=1, groups_left_out=0, rows_left_out=0, drawn=(('q', 4),))
+        Draws(split=1, groups_left_out=0, rows_left_out=0, drawn=(('q', 4),), confirmed=0)
     """
-    groups: dict[Label, list[Sample]] = {}
+    groups: dict[Label, dict[Label, list[Sample]]] = {}
     for sample in samples:
-        groups.setdefault(sample.group, []).append(sample)
-    excess: dict[Label, int] = {}  # how many were dispatched, of groups that have more
+        groups.setdefault(sample.group, {}).setdefault(sample.rollout, []).append(sample)
+    large: dict[Label, list[list[Sample]]] = {}  # the rollouts of groups that have more than were dispatched
     for label, members in groups.items():
-        size = members[0].expected_rollouts
-        if size is not None and len({member.rollout for member in members}) > size:
-            excess[label] = size
-    if not excess or len(excess) == len(groups):
-        return list(samples), Draws()
-    drawn: dict[int, Label] = {}  # the new groups of samples, by identity
-    for label, size in excess.items():
-        members = groups[label]
-        places = sorted((member.place, id(member)) for member in members if member.place is not None)
-        runs = [places[start : start + size] for start in range(0, len(places), size)]
-        if len(places) == len(members) and all(
-            len(run) == size and run[-1][0] - run[0][0] == size - 1 for run in runs
-        ):
-            parts = label if isinstance(label, tuple) else (label,)
-            for number, run in enumerate(runs, start=1):
-                drawn |= {who: label if number == 1 else (*parts, number) for _, who in run}
+        rollouts = list(members.values())
+        size = rollouts[0][0].expected_rollouts
+        if size is not None and len(rollouts) > size:
+            if all(row.place is not None for rows in rollouts for row in rows):
+                rollouts.sort(key=lambda rows: rows[0].place or 0)
+            large[label] = rollouts
+    draws: dict[Label, list[list[list[Sample]]]] = {}
+    for label, rollouts in large.items():
+        if runs := draws_by_advantages(rollouts, rollouts[0][0].expected_rollouts or 1):
+            draws[label] = runs
+    confirmed = len(draws)
+    if not by_prompt or (len(large) == len(groups) and not draws):
+        large = {label: large[label] for label in draws}
+    for label, rollouts in large.items():
+        size = rollouts[0][0].expected_rollouts or 1
+        runs = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
+        whole = label in draws or fits_advantages(rollouts)
+        if not whole and all(len(run) == size and consecutive(run) for run in runs):
+            draws[label] = runs
+    renamed: dict[int, Label] = {}  # the new groups of samples, by identity
+    for label, runs in draws.items():
+        parts = label if isinstance(label, tuple) else (label,)
+        for number, run in enumerate(runs, start=1):
+            new = label if number == 1 else (*parts, number)
+            renamed |= {id(row): new for rows in run for row in rows}
+    left = large.keys() - draws.keys()
     stay = [
-        replace(sample, group=drawn.get(id(sample), sample.group))
+        replace(sample, group=renamed.get(id(sample), sample.group))
         for sample in samples
-        if not leave_out or sample.group not in excess or id(sample) in drawn
+        if not leave_out or sample.group not in left
     ]
-    left = {sample.group for sample in samples if sample.group in excess and id(sample) not in drawn}
-    drawn_again = tuple((label_text(label), len(groups[label])) for label in excess)
-    split, rows_left_out = len(excess) - len(left), len(samples) - len(stay)
-    return stay, Draws(split, len(left) * leave_out, rows_left_out, drawn_again)
+    drawn = tuple((label_text(label), len(rollouts)) for label, rollouts in large.items())
+    return stay, Draws(len(draws), len(left) * leave_out, len(samples) - len(stay), drawn, confirmed)
+
+
+def consecutive(rollouts: Sequence[list[Sample]]) -> bool:
+    """Whether the places of samples are known, and each is one more than that before it."""
+    places = [row.place for rows in rollouts for row in rows]
+    return places[0] is not None and places == list(range(places[0], places[0] + len(places)))
+
+
+def draws_by_advantages(rollouts: Sequence[list[Sample]], size: int) -> list[list[list[Sample]]]:
+    """Cut a group into the runs of rollouts whose logged advantages are their own; empty if there are none.
+
+    A cut is right if each run has `size` rollouts, the advantages of a run are its own
+    (:func:`fits_advantages`), and those of the whole group are not. Then the advantages of another run may
+    have a fault, which an audit finds. It is also right if all advantages are those of the runs. Then one run
+    may have fewer rollouts, if some are missing. If all rewards are equal and all advantages are 0, every cut
+    gives the same numbers.
+
+    Args:
+        rollouts: of a group, in the order of arrival; each as its samples.
+        size: rollouts of a draw.
+    """
+    whole, best, most = fits_advantages(rollouts), list[list[list[Sample]]](), 0
+    count, rest = len(rollouts) // size, len(rollouts) % size
+    zero = whole is None and any(math.isfinite(_advantage(row)) for rows in rollouts for row in rows)
+    if zero and not rest:  # every cut is as good
+        return [list(rollouts[start : start + size]) for start in range(0, len(rollouts), size)]
+    for short in range(count + 1 if rest else 1):
+        lengths = [size] * count
+        if rest:
+            lengths.insert(short, rest)
+        ends = list(itertools.accumulate(lengths, initial=0))
+        runs = [list(rollouts[start:end]) for start, end in itertools.pairwise(ends)]
+        fits = [fits_advantages(run) for run in runs]
+        if fits.count(True) > most and (False not in fits or not (whole or rest)):
+            best, most = runs, fits.count(True)
+    return best
+
+
+def fits_advantages(rollouts: Sequence[list[Sample]]) -> bool | None:
+    """Whether the logged advantages of some rollouts are those of a group of exactly these rollouts.
+
+    That is whether there are factors c, not all 0, with A_i = Σ_k c_k · (R_ik − mean_k). So it holds for each
+    baseline that is a mean of the group, with or without the rollout itself, and for each scale that all
+    rollouts of the group share. The mean is over all rollouts that did not fail, or over those with an
+    advantage.
+
+    Args:
+        rollouts: each as its samples.
+
+    Returns:
+        None if the advantages cannot tell: all rewards are equal and all advantages are 0, or there are none.
+
+    Example:
+        >>> own = [Sample(0, i, reward, advantage=reward - 0.5) for i, reward in enumerate([1.0, 0.0])]
+        >>> fits_advantages([[sample] for sample in own]), fits_advantages([own[:1]])
+        (True, False)
+    """
+    voters = [rows for rows in rollouts if not rows[0].lost]
+    own = ([rows[0].reward] if rows[0].rewards is None else [*rows[0].rewards.values()] for rows in voters)
+    rewards = np.array(list(own), dtype=float)
+    known = [[each for row in rows if math.isfinite(each := _advantage(row))] for rows in voters]
+    has = np.array([bool(each) for each in known], bool)
+    if not has.any():
+        return None
+    if not np.isfinite(rewards).all():  # some have no reward: how they count is not known
+        return False
+    logged = np.array([each[0] for each in known if each])
+    far = np.abs(logged).max()
+    if (rewards[has] == rewards[has][0]).all() and far <= ZERO:
+        return None
+    for counted in (np.ones_like(has), has):
+        centred = rewards[has] - rewards[counted].mean(0)
+        factors, *_ = np.linalg.lstsq(centred, logged, rcond=None)
+        close = np.abs(centred @ factors - logged).max() <= AGREE * far
+        if close and far > ZERO and rewards.shape[1] < len(voters):
+            return True
+    return False
+
+
+def _advantage(sample: Sample) -> float:
+    return math.nan if sample.advantage is None else sample.advantage
 
 
 class Draws(NamedTuple):
@@ -362,6 +463,8 @@ class Draws(NamedTuple):
     """Number of rows of the latter."""
     drawn: tuple[tuple[str, int], ...] = ()
     """The label of each of these groups, and its rollouts."""
+    confirmed: int = 0
+    """Number of groups that were split because their logged advantages are those of the draws."""
 
 
 def column(rows: Sequence[Sample], name: str, *, default: Any) -> list[Any] | None:

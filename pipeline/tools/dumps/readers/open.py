@@ -254,12 +254,12 @@ class Source:
         """The batch of a step, after `regrade`."""
         try:
             if isinstance(rows[0], Sample):
-                if self._options.group_by == "prompt":
-                    rows, draws = separate_draws(rows, leave_out=not self.keeps_oversized)
-                    if draws.drawn:
-                        self.draws[step] = draws
-                    if self.keeps_oversized and self._options.group_size:  # which would refuse them
-                        rows = [replace(row, expected_rollouts=None) for row in rows]
+                by_prompt = self._options.group_by == "prompt"
+                rows, draws = separate_draws(rows, by_prompt=by_prompt, leave_out=not self.keeps_oversized)
+                if draws.drawn:
+                    self.draws[step] = draws
+                if self.keeps_oversized and self._options.group_size:  # which would refuse them
+                    rows = [replace(row, expected_rollouts=None) for row in rows]
                 if self._options.encode is not None:
                     add_tokens(rows, self._options.encode)
             batch = to_batch(rows) if isinstance(rows[0], Sample) else rows[0]
