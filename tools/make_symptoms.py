@@ -16,6 +16,10 @@ has three parts:
 - **Cause**: what may be wrong.
 - **What you can do**: changes to try. Most of them are overrides for the `headrace` command.
 
+A warning appears because a number is beyond its bound. So the number in it is more extreme, on average,
+than that of the next steps, most of all if the steps have few groups. Before you change a run, look at the
+curve of the number.
+
 For example, if most advantages are 0, you can give more weight to prompts that are solved about half of the
 time:
 

@@ -7,6 +7,7 @@ not change. G of them are equal with the chance Σ_v p_v^G, which never rises wi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -85,6 +86,34 @@ def chances_of_sizes(
         for size in sizes
     ]
     return np.stack(each), np.stack([np.maximum(own, pooled) >= size for size in sizes])
+
+
+def choosing_half(pool: np.ndarray, reward: np.ndarray) -> np.ndarray:
+    """Choose half of the rollouts of each pool at random, rounded down; the same ones for the same dump.
+
+    What is selected by some rollouts and estimated from the same ones is biased: of prompts of which half is
+    solved, those with few solved rollouts look hard. An estimate from the other rollouts is not: they are
+    independent of the selection, given the prompt (cross-fitting, arXiv 1608.00060).
+
+    Args:
+        pool: (R,) the pool of each rollout, from 0.
+        reward: (R,) of each rollout.
+
+    Returns:
+        (R,) bool, the rollouts that select. The others are for estimates.
+
+    Example:
+        >>> pool = np.array([0, 1, 0, 1, 1])
+        >>> np.bincount(pool, choosing_half(pool, np.ones(5))).tolist()
+        [1.0, 1.0]
+    """
+    # A dump may be sorted by reward: then the same places in every dump would be no draw.
+    seed = int.from_bytes(blake2b(reward.tobytes(), digest_size=8).digest(), "big")
+    order = np.lexsort((np.random.default_rng(seed).random(len(pool)), pool))
+    number = np.bincount(pool)
+    place = np.empty(len(pool), int)
+    place[order] = np.arange(len(pool)) - np.repeat(np.cumsum(number) - number, number)
+    return place < number[pool] // 2
 
 
 def pools_of(

@@ -37,10 +37,14 @@ from headrace.pipeline.tools.report import (
 )
 from headrace.transforms.table.schema import has_key
 
-from .chances import chances_of_sizes, pools_of
+from .chances import chance_of_equal, chances_of_sizes, choosing_half, different_values, pools_of
 
 RATES = ((0.0, 0.0), (0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (1.0, 1.0))
 PARTS = 0.1  # least share of rollouts on each side of `solved`; below it, solve rates are not shown
+HALVES = (
+    "Half of the rollouts of a prompt, drawn at random, choose its line above all. The other half gives the "
+    "numbers of the line, so no prompt is selected by what is counted. –: the other half has fewer than G."
+)
 
 
 class GroupsSeen(NamedTuple):
@@ -159,6 +163,9 @@ def show_group_sizes(
 ) -> dict[str, Any]:
     """Print a table with a line for each range of solve rates or of spreads, and a column for each size.
 
+    Half of the rollouts of a prompt choose its line (:func:`choosing_half`), and the others are counted, so
+    the numbers of a line are unbiased estimates. The last line counts all rollouts.
+
     Args:
         seen: the groups.
         sizes: group sizes, ascending.
@@ -171,7 +178,13 @@ def show_group_sizes(
     pool, width = pools_of(seen.prompt, seen.step, seen.rewards, seen.group)
     rollouts = np.bincount(seen.group)
     chances, known = chances_of_sizes(seen.values, seen.group, pool, sizes)
-    name, lines = lines_of(seen, pool, solved)
+    choose = choosing_half(pool[seen.group], seen.rewards)
+    name, lines = lines_of(seen, pool, solved, choose)
+    owner, count = different_values(seen.values[~choose], pool[seen.group][~choose])
+    others = np.stack([chance_of_equal(count, owner, size)[pool] for size in sizes])
+    enough = np.stack([(np.bincount(owner, count) >= size)[pool] for size in sizes])
+    if not (enough.any(1) & (np.array(sizes) > 1)).any():
+        lines = []
     columns = [
         FittedColumn(f"G={size}" + "*" * bool((rollouts < size).any()), right=True, leaves=k + 1)
         for k, size in enumerate(sizes)
@@ -181,23 +194,33 @@ def show_group_sizes(
         [*head, *columns], "the chance that all rewards of a group are equal, by group size G"
     )
     by_line = []
-    for label, inside in [*lines, ("all", np.ones(len(pool), bool))]:
+    for label, inside in lines:
         if inside.any():
-            # Estimates from a group and from its pool differ by chance: without this, a chance could rise.
-            mean = np.minimum.accumulate(chances[:, inside].mean(1)).tolist()
-            bound = ["≤" * (not each) for each in known[:, inside].all(1)]
-            cells = [f"{mark}{chance:.0%}" for mark, chance in zip(bound, mean, strict=True)]
-            table.add(label, f"{inside.sum():,}", *cells, style="bold" if label == "all" else "")
             found = {
-                str(size): {"at_most": chance, "estimated": not mark}
-                for size, chance, mark in zip(sizes, mean, bound, strict=True)
+                str(size): {"at_most": float(others[k, inside].mean()), "estimated": True}
+                for k, size in enumerate(sizes)
+                if enough[k, inside].all()
             }
+            cells = [f"{found[each]['at_most']:.0%}" if each in found else "–" for each in map(str, sizes)]
+            table.add(label, f"{inside.sum():,}", *cells)
             by_line.append({"range": label, "groups": int(inside.sum()), "chance_of_equal": found})
+    # Estimates from a group and from its pool differ by chance: without this, a chance could rise.
+    mean = np.minimum.accumulate(chances.mean(1)).tolist()
+    bound = ["≤" * (not each) for each in known.all(1)]
+    cells = [f"{mark}{chance:.0%}" for mark, chance in zip(bound, mean, strict=True)]
+    table.add("all", f"{len(pool):,}", *cells, style="bold")
+    found = {
+        str(size): {"at_most": chance, "estimated": not mark}
+        for size, chance, mark in zip(sizes, mean, bound, strict=True)
+    }
+    by_line.append({"range": "all", "groups": len(pool), "chance_of_equal": found})
     # Of all groups, the last line.
     needed = [size / (1 - chance) if chance < 1 else inf for size, chance in zip(sizes, mean, strict=True)]
     cells = [f"{mark}{count:,.0f}" if count < inf else "∞" for mark, count in zip(bound, needed, strict=True)]
     table.add("rollouts per informative group", "", *cells)
     console.print(table)
+    if lines:
+        console.print(Text(HALVES))
     share, span = float(seen.equal.sum() / seen.compared.sum()), len(np.unique(seen.step))
     pooled = len(np.unique(pool)) < len(pool)
     if (rollouts < sizes[-1]).any():
@@ -232,20 +255,29 @@ def _said_of_pools(steps: int, width: int, pooled: bool) -> str:
     )
 
 
-def lines_of(seen: GroupsSeen, pool: np.ndarray, solved: float) -> tuple[str, list[tuple[str, np.ndarray]]]:
+def lines_of(
+    seen: GroupsSeen, pool: np.ndarray, solved: float, choose: np.ndarray
+) -> tuple[str, list[tuple[str, np.ndarray]]]:
     """Return the name of the quantity in the table's first column, and for each line a label and (P,) bool.
 
     The quantity is the solve rate of the prompt if rewards have two values, where the greater one is solved,
     or if at least a tenth of the rollouts are on each side of `solved`. Else it is the standard deviation of
-    its rewards. A prompt has the rollouts of its pool.
+    its rewards; then there are no lines if two rollouts do not choose for each prompt.
+
+    Args:
+        seen: the groups.
+        pool: (P,) the pool of each group. A prompt has the rollouts of its pool.
+        solved: least reward of a solved rollout.
+        choose: (R,) bool, the rollouts that choose the line of their prompt.
     """
-    values, of = np.unique(seen.rewards), pool[seen.group]
-    number = np.bincount(of)
+    values = np.unique(seen.rewards)
     if len(values) == 2:
         solved = values[1]
-    reached = seen.rewards >= solved
-    rate = (np.bincount(of, reached) / number)[pool]
-    if len(values) == 2 or PARTS <= reached.mean() <= 1 - PARTS:
+    by_rate = len(values) == 2 or PARTS <= (seen.rewards >= solved).mean() <= 1 - PARTS
+    rewards, of = seen.rewards[choose], pool[seen.group][choose]
+    number = np.bincount(of)
+    rate = (np.bincount(of, rewards >= solved) / number)[pool]
+    if by_rate:
         lines = [
             (f"{low:g}", rate == low)
             if low == high
@@ -253,9 +285,11 @@ def lines_of(seen: GroupsSeen, pool: np.ndarray, solved: float) -> tuple[str, li
             for low, high in RATES
         ]
         return f"solve rate, at {solved:g}", lines
-    mean = (np.bincount(of, seen.rewards) / number)[of]
-    apart = np.bincount(of, seen.rewards != seen.rewards[np.unique(of, return_index=True)[1]][of]) > 0
-    squares = np.bincount(of, (seen.rewards - mean) ** 2)
+    if number.min() < 2:
+        return "std of the rewards", []
+    mean = (np.bincount(of, rewards) / number)[of]
+    apart = np.bincount(of, rewards != rewards[np.unique(of, return_index=True)[1]][of]) > 0
+    squares = np.bincount(of, (rewards - mean) ** 2)
     spread = np.where(apart, np.sqrt(squares / np.maximum(number - 1, 1)), 0.0)[pool]
     positive = spread[spread > 0]
     ends = np.unique([0.0, *(np.quantile(positive, (0.25, 0.5, 0.75, 1)) if len(positive) else ())])
