@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Literal, NamedTuple
@@ -65,6 +65,8 @@ class Bound(NamedTuple):
     """Whether exactly 0 is worth a sentence, of a number that is never below."""
     also: str = ""
     """A sentence behind it, where a group is solved by all of its rollouts, or by none."""
+    cases: Mapping[str, str] = {}
+    """Other symptoms by numbers; one of them is named whose number is more than half of this one."""
     least_groups: int = 0
     """Steps of fewer groups are not judged."""
 
@@ -101,7 +103,8 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
     a zero                    the number is exactly 0 at each of the last five steps: `learning-rate-zero`,
                               `gradient-zero`
     a bound                   the mean of the number over the last five steps is above its bound:
-                              `advantage-all-zero` ½ of ``frac_reward_zero_std``, `rollouts-truncated` ¼,
+                              `advantage-all-zero` ½ of ``frac_reward_zero_std`` (`groups-solved`, or
+                              `groups-unsolved`, where most of these groups are), `rollouts-truncated` ¼,
                               `rollouts-failed`, `rollouts-empty`, `rewards-missing` and
                               `groups-incomplete` a tenth,
                               `trained-without-reward` 0 rollouts, `tokens-trained-again` 0 tokens,
@@ -168,7 +171,7 @@ def unchecked(history: History) -> list[str]:
         "penalty-unused": LONGEST in last,
         "divisor-unused": LONGEST in last,
     }
-    return [name for name in symptoms() if not judged[name]]
+    return [name for name in symptoms() if not judged.get(name, True)]  # a case has the rule of another one
 
 
 def verdict(numbers: Numbers, history: History = ()) -> str:
@@ -225,8 +228,9 @@ def _bound(rule: Bound, history: History) -> Advisory | None:
     shares = {key: mean_over(points).value if points else 0.0 for key, points in solved.items()}
     if rule.also and any(shares.values()):
         text += f". {rule.also.format(**{key: percent(share) for key, share in shares.items()})}"
+    name = next((case for key, case in rule.cases.items() if shares[key] > value / 2), rule.name)
     steps = [step for step, each in history if rule.holds(each) and rule.fires(each[rule.number])]
-    return Advisory(rule.name, f"{text}.", rule.number, tuple(steps))
+    return Advisory(name, f"{text}.", rule.number, tuple(steps))
 
 
 def _least(numbers: Numbers) -> list[Advisory]:

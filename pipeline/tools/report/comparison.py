@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -53,6 +55,11 @@ class Comparison:
         cosines: of steps at which both train something, that of what rows weigh (:func:`gradient_cosine`).
         trains: steps at which the first recipe has a gradient, and the second.
         movers: the groups whose share differs most, of all steps.
+        kept: rows that only the first recipe trains and that have a gradient, and only the second.
+        causes: rows whose advantages differ by one factor for all, by a factor of their ``group``, or
+            ``otherwise``; and rows that have other loss ``weights``, up to a factor of their step.
+        by_length: sum over rows of the correlation of their step between the second recipe's loss weight over
+            the first's and the tokens of the row, as logarithms.
         shares: by table (``segments`` of the rollout, ``tokens`` of the row), by line, (3,): the
             two shares of the gradient and the number of rows, summed over steps (:meth:`mean_shares`).
     """
@@ -71,6 +78,9 @@ class Comparison:
     cosines: list[float] = field(default_factory=list)
     trains: list[int] = field(default_factory=lambda: [0, 0])
     movers: list[Mover] = field(default_factory=list)
+    kept: list[int] = field(default_factory=lambda: [0, 0])
+    causes: Counter[str] = field(default_factory=Counter)
+    by_length: float = 0.0
     shares: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
 
     @property
@@ -121,7 +131,66 @@ class Comparison:
             said += " The two gradients of each step have the same direction."
         elif not np.isnan(self.moved):
             said += f" {self.numbers['gradient_moved']:.1%} of the gradient moves to other groups."
-        return said
+        return f"{said} {self.why}".rstrip()
+
+    @property
+    def why(self) -> str:
+        """In which of three things the recipes differ: rows that train, advantages, weights of rows.
+
+        Example:
+            >>> print(Comparison(("grpo", "rloo"), changed=8, causes=Counter(group=8)).why)
+            They differ in the scale of each group alone: its advantages differ by a factor.
+        """
+        names, reasons = list(map(printable, self.names)), []
+        if self.causes["otherwise"]:
+            reasons.append("in the advantages of a group, by more than a factor")
+        elif self.causes["group"]:
+            reasons.append("in the scale of each group")
+        elif self.causes["all"]:
+            reasons.append("in the scale of all advantages, by one factor")
+        if rows := self.causes["weights"]:
+            more = names[self.by_length > 0]
+            long = abs(self.by_length) > rows / 2
+            reasons.append(
+                f"in the weights of long rows, which are greater in {more}"
+                if long
+                else "in the weights of rows"
+            )
+        for name, kept in zip(names, self.kept, strict=True):
+            if kept:
+                reasons.append(f"in {kept:,} row{'s' * (kept > 1)} that only {name} trains")
+        if reasons == ["in the scale of each group"]:
+            return "They differ in the scale of each group alone: its advantages differ by a factor."
+        return f"They differ {', and '.join(reasons)}." if reasons else ""
+
+    def _explain(self, pair: Sequence[StepReport], trained: np.ndarray, advantage: np.ndarray) -> None:
+        """Count why the rows of a step differ, from the (2, N) rows that train and their advantages."""
+        columns, both = [report.columns for report in pair], trained.all(0) & np.isfinite(advantage).all(0)
+        one, other = advantage[:, both]
+        _, group = np.unique(
+            columns[0].get("group_id", np.zeros(len(pair[0]), int))[both], return_inverse=True
+        )
+        size = np.bincount(group, one**2)
+        factor = np.bincount(group, one * other) / np.where(size, size, 1.0)
+        off = _differ(factor[group] * one, other) | ((factor[group] <= 0) & _differ(one, other))
+        apart = np.bincount(group, off)[group] > 0
+        scaled = ~apart & (one != 0) & (np.abs(factor[group] - 1) > ROUNDED)
+        self.causes["otherwise"] += int(apart.sum())
+        used = factor[size > 0]
+        same = len(used) > 1 and float(np.ptp(used)) <= ROUNDED * float(np.abs(used).max())
+        self.causes["all" if same else "group"] += int(scaled.sum())
+        for k in (0, 1):
+            alone = trained[k] & ~trained[1 - k]
+            self.kept[k] += int((alone & (np.nan_to_num(advantage[k]) != 0)).sum())
+        if all({"loss_weight", "tokens"} <= each.keys() for each in columns):
+            known = both & (columns[0]["loss_weight"] > 0) & (columns[1]["loss_weight"] > 0)
+            ratio = np.log(columns[1]["loss_weight"][known] / columns[0]["loss_weight"][known])
+            if len(ratio) and np.ptp(ratio) > ROUNDED:
+                length = np.log(np.maximum(columns[0]["tokens"][known], 1))
+                self.causes["weights"] += len(ratio)
+                with np.errstate(invalid="ignore", divide="ignore"):
+                    related = float(np.corrcoef(ratio, length)[0, 1])
+                self.by_length += len(ratio) * float(np.nan_to_num(related))
 
     @property
     def averaged(self) -> dict[str, int]:
@@ -168,6 +237,7 @@ class Comparison:
         self.only = [n + int((each & ~both).sum()) for n, each in zip(self.only, trained, strict=True)]
         a, b = advantage[:, np.isfinite(advantage).all(0)]
         differ = _differ(a, b)
+        self._explain(pair, trained, advantage)
         self.differ += int(differ.sum())
         self.flips += int((differ & (a * b < 0)).sum())
         sums = (len(a), a.sum(), b.sum(), (a * a).sum(), (b * b).sum(), (a * b).sum())

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from busy import busy_batch, stages
 from command import QUICK, headrace_here, told
 from composed import configure
@@ -131,6 +132,58 @@ def test_a_comparison_says_first_whether_the_gradient_is_the_same(make_batch, fa
     comparison.add(report, replace(report, columns=columns))
     show_comparison(comparison, console)
     assert said in next(filter(None, console.file.getvalue().splitlines()))
+
+
+ALONE = "They differ in the scale of each group alone: its advantages differ by a factor."
+WHY = {  # what the second recipe does otherwise: its advantage, its loss weight, and the sentence
+    "scale": ({"scale": "none"}, {}, ALONE),
+    "one factor": ({"clip": None}, {}, "They differ in the scale of all advantages, by one factor."),
+    "baseline": (
+        {"baseline": "median"},
+        {},
+        "They differ in the advantages of a group, by more than a factor.",
+    ),
+    "long rows": ({}, {"unit": "token"}, "in the weights of long rows, which are greater in two."),
+    "both": (
+        {"scale": "none"},
+        {"unit": "token"},
+        "They differ in the scale of each group, and in the weights of long rows, which are greater in two.",
+    ),
+}
+
+
+@pytest.mark.parametrize("cause", WHY)
+def test_a_comparison_says_in_one_sentence_why_two_recipes_differ(cause, make_batch):
+    """Groups of rewards 0 2 4 and 0 6 9, with one to four tokens; means over rows, and over tokens."""
+    batch = make_batch([0.0, 2, 4, 0, 6, 9], [5, 5, 5, 9, 9, 9])
+    batch["masks", "all_assistant_mask"] = torch.arange(4) >= 3 - torch.arange(6)[:, None] % 4
+    advantage, weight, said = WHY[cause]
+    one = {"advantage": GroupRelativeAdvantage(), "weight": LossWeight(unit="sample")}
+    two = {
+        "advantage": GroupRelativeAdvantage(**advantage),
+        "weight": LossWeight(**({"unit": "sample"} | weight)),
+    }
+    reports = [make_report(Pipeline(each).run(batch)) for each in (one, two)]
+    if cause == "one factor":
+        columns = reports[0].columns
+        reports[1] = replace(reports[0], columns={**columns, "advantage": 3 * columns["advantage"]})
+    comparison = Comparison(("one", "two"))
+    comparison.add(*reports)
+    assert comparison.said.endswith(said)
+    comparison = Comparison(("one", "two"))
+    comparison.add(reports[0], reports[0])
+    assert "They differ" not in comparison.said
+
+
+def test_a_comparison_says_which_rows_are_kept(make_batch):
+    """The row of reward 2 is the mean of its group: it has no gradient."""
+    report = make_report(
+        Pipeline({"advantage": GroupRelativeAdvantage()}).run(make_batch([0.0, 2, 4, 1], [5, 5, 5, 9]))
+    )
+    fewer = {**report.columns, "reason": np.array([1, 1, 0, 0])}
+    comparison = Comparison(("all", "few"))
+    comparison.add(report, replace(report, columns=fewer, names=("trained", "filter/length")))
+    assert comparison.said.endswith("They differ in 1 row that only all trains.")
 
 
 def test_rows_that_only_one_recipe_trains_change_no_gradient_where_their_advantage_is_0(make_batch):

@@ -102,12 +102,13 @@ def test_a_symptom_is_checked_or_names_its_missing_data():
     judged_by |= {"lengths-explode": "response_length/mean", "off-policy": "tis/least_ess"}
     judged_by |= {"nothing-trains": "rows/trained", "penalty-unused": "response_length/max"}
     judged_by |= {"divisor-unused": "response_length/max", "slow-groups-lost": "survivors/latency/z"}
-    assert set(judged_by) == set(symptoms())
+    cases = {name for bound in bounds.values() for name in bound.get("cases", {}).values()}
+    assert set(judged_by) | cases == set(symptoms())
     assert unchecked([(step, full) for step in range(12)]) == []
     assert unchecked([(step, full) for step in range(11)]) == ["reward-flat", "stalled", "lengths-explode"]
     for number in set(judged_by.values()):
         history = [(step, {k: v for k, v in full.items() if k != number}) for step in range(12)]
-        assert unchecked(history) == [name for name in symptoms() if judged_by[name] == number]
+        assert unchecked(history) == [name for name in symptoms() if judged_by.get(name) == number]
 
 
 def test_every_step_without_training_is_named():
@@ -429,3 +430,21 @@ def test_steps_that_a_rule_does_not_judge_are_in_no_number_of_it():
     ]
     (found,) = advise(history[-1][1], history)
     assert found.steps == tuple(range(3, 20, 2))
+
+
+def test_the_first_remedy_fits_to_which_groups_have_equal_rewards():
+    """Of 90 % equal groups, the 81 % that every rollout solves need harder prompts, and no more rollouts."""
+    told = {}
+    for solved, unsolved in ((0.81, 0.09), (0.09, 0.81), (0.45, 0.45)):
+        numbers = QUIET | {"frac_reward_zero_std": 0.9, "solve_all": solved, "solve_none": unsolved}
+        (found,) = advise(numbers)
+        assert f"{solved * 100:.0f} % are solved by every rollout" in found.text
+        told[solved, unsolved] = found.name, symptoms()[found.name].remedies[0].text
+        assert str(show_advisories([found])[0]).count(told[solved, unsolved][1].split(".")[0]) == 1
+    assert told[0.81, 0.09][0] == "groups-solved"
+    assert told[0.81, 0.09][1].startswith("Sample harder prompts")
+    assert all("more rollouts" not in each.text for each in symptoms()["groups-solved"].remedies)
+    assert told[0.09, 0.81][0] == "groups-unsolved"
+    assert told[0.45, 0.45][0] == "advantage-all-zero"
+    (found,) = advise(QUIET | {"frac_reward_zero_std": 0.9})  # rewards of more than two values
+    assert found.name == "advantage-all-zero"
