@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -29,7 +31,8 @@ def open_configured(config: DictConfig) -> Source:
     """Open the dump that ``source:`` of a composed configuration describes.
 
     Raises:
-        ConfigError: there is no path; an option has a wrong name or value; or a grader cannot be imported.
+        ConfigError: there is no path; an option has a wrong name or value, or the dump needs one that is not
+            set; or a grader cannot be imported.
         SourceError: there is no file, or the format cannot be recognised.
     """
     options = OmegaConf.to_container(config.source, resolve=True)
@@ -48,11 +51,44 @@ def open_configured(config: DictConfig) -> Source:
                     f"pipeline.stages.{name}.reward must be shared, got sum, which would count it once a row"
                 )
     try:
-        return open_source(**{str(name): value for name, value in options.items()})
+        source = open_source(**{str(name): value for name, value in options.items()})
     except SourceError:
         raise
     except (TypeError, ValueError) as err:
         raise ConfigError(f"source: {err}") from err
+    require_options(source, config)
+    return source
+
+
+def require_options(source: Source, config: DictConfig) -> None:
+    """Check that the options are set without which the first step cannot be read, or the gate refuses it.
+
+    Raises:
+        ConfigError: some are not; the message has the command with all of them.
+    """
+    lacking = source.lacking()
+    gate = OmegaConf.select(config, "pipeline.stages.gate")
+    sized = gate is None or gate.get("group_size") is not None or config.task not in ("replay", "plan")
+    if "group_by" not in lacking and (sized or "group_size" not in lacking):
+        return
+    named = {f"source.{name}": value for name, value in lacking.items()}
+    typed = [f"task={config.task}", f"source.path={config.source.path}"]
+    if HydraConfig.initialized():
+        asked = HydraConfig.get().overrides
+        typed = [each for each in asked.task if each.partition("=")[0] not in named]
+        typed += [each for each in asked.hydra if not each.startswith("hydra.mode=")]
+    command = shlex.join(["headrace", *typed, *(f"{name}={value}" for name, value in named.items())])
+    why, when = list[str](), list[str]()
+    if "group_by" in lacking:
+        why.append("it has no ids of groups")
+        when.append("each prompt was drawn once in a step")
+    if "group_size" in lacking:
+        why.append("it does not say how many rollouts each group should have")
+        when.append(f"each group should have {lacking['group_size']}, as most of the first step do")
+    raise ConfigError(
+        f"{config.source.path}, a dump of {source.format}: {', and '.join(why)}. If {', and '.join(when)}, "
+        f"type:\n{command}"
+    )
 
 
 def import_callable(node: Any, said: str, needed: str) -> Callable[..., Any]:

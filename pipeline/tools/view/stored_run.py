@@ -40,6 +40,20 @@ LABELS = {"group_id": "group_label", "rollout_id": "rollout_label"}
 REWARDS = ("rollout_reward", "reward")  # what a row is sorted by: the reward of its rollout, else its own
 
 
+REPLAYED = (
+    "For its rows: headrace task=replay source.path=DUMP hydra.run.dir=FOLDER, then headrace view FOLDER"
+)
+OF_TASKS = {  # what the folders of other tasks hold, by a file of theirs
+    "compare.json": (
+        "a comparison of two recipes",
+        f"Open report.html in a browser: it has both advantages of each row that it shows. {REPLAYED}, for "
+        "each recipe; headrace view FOLDER FOLDER2 shows both side by side",
+    ),
+    "plan.json": ("the numbers of task=plan", f"It has no page: task=plan prints the table. {REPLAYED}"),
+    "audit.json": ("the findings of an audit", f"Open report.html in a browser. {REPLAYED}"),
+}
+
+
 class UnreadableRows(ValueError):
     """A file, a step or a column that cannot be shown; the message says why."""
 
@@ -167,6 +181,9 @@ class StoredRun:
         if self._problems:
             some = "; ".join(self._problems[:3])
             return f"{folder}: no file of rows can be read. {some}"
+        for name, (holds, then) in OF_TASKS.items():
+            if (self.folder / name).is_file():
+                return f"{folder} holds {holds}, {name}, and no rows. {then}"
         words = ["headrace", "task=replay", f"source.path={folder}", "hydra.run.dir=FOLDER"]
         return (
             f"{folder} has no rows of a run, rollouts/step_*.parquet, which a run with report.dump=parquet "

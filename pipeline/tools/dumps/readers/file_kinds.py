@@ -14,7 +14,7 @@ import re
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
@@ -29,6 +29,9 @@ from headrace.pipeline.tools.report import asked_line
 from .batch import MAX_ROWS, Label, Sample
 from .record import Record, SourceError, as_whole, first_line, quote
 
+LFS = (
+    b"version https://git-lfs.github.com/spec/"  # how a pointer of Git LFS begins; it has at most 1,024 bytes
+)
 MAX_LINE = 2**28  # bytes; one line is in memory at a time
 ROWS = 256  # of a Parquet file, in memory at a time
 MESSAGES_KEPT = 8
@@ -44,6 +47,24 @@ ALLOWED = re.compile(
 )
 CONSTANT = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*(?:\[[^\]"{]*?)?(?:NaN|-?Infinity)\b')  # and its key
 Decoded = TypeVar("Decoded")
+
+
+class NoGroupError(SourceError):
+    """A record has no id of a group, and no option says which records are one."""
+
+
+def refuse_pointers(files: Sequence[Path]) -> None:
+    """Check that no file is a pointer of Git LFS, whose content was not fetched.
+
+    Raises:
+        SourceError: some are.
+    """
+    small = (file for file in files if file.stat().st_size <= 1024)
+    if pointers := [file for file in small if file.read_bytes().startswith(LFS)]:
+        raise SourceError(
+            f"{pointers[0]}: a dump is required; found a pointer of Git LFS, whose file was not fetched. It "
+            f"is so for {len(pointers)} of {len(files)} files. Run git lfs pull, or download the files"
+        )
 
 
 @dataclass(slots=True)
@@ -121,10 +142,10 @@ class Reading:
             text: the text of messages.
 
         Raises:
-            SourceError: `group_by` is not ``prompt``.
+            NoGroupError: `group_by` is not ``prompt``.
         """
         if self.group_by != "prompt":
-            raise SourceError(
+            raise NoGroupError(
                 f"{where}: a sample needs a group; found none, and the same prompt drawn twice would look "
                 "like one group. If each prompt was drawn once a step, set source.group_by=prompt "
                 "(group_by='prompt' in Python), best with source.group_size, which is then checked"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import pkgutil
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -19,7 +20,7 @@ from headrace.pipeline.tools.dumps.paths import missing_path
 from headrace.transforms.table.options import at_least, takes_options
 
 from .batch import MAX_ROWS, Draws, Sample, separate_draws, to_batch
-from .file_kinds import Format, Reading, read_lines, read_schema
+from .file_kinds import Format, NoGroupError, Reading, read_lines, read_schema, refuse_pointers
 from .record import SourceError, quote_some
 from .regrading import Grade, Regraded, regrade
 from .tokenizing import add_tokens, load_tokenizer
@@ -113,7 +114,9 @@ def open_source(
         encode=None if tokenizer is None else load_tokenizer(tokenizer),
         skip_bad=skip_bad,
     )
-    return Source(name, find_files(path, kind), options, regrade)
+    files = find_files(path, kind)
+    refuse_pointers(files)
+    return Source(name, files, options, regrade)
 
 
 class Source:
@@ -164,6 +167,36 @@ class Source:
     def messages(self) -> list[str]:
         """The errors of the first few skipped records."""
         return list(self._pass.messages)
+
+    def lacking(self) -> dict[str, str | int]:
+        """The options that the first step needs and that are not set, with values that fit it.
+
+        ``group_by`` is lacking if a record has no group, and ``group_size`` if the dump does not have it. Its
+        value is the most frequent number of rollouts of a group. Empty: nothing is lacking, or it cannot be
+        read.
+        """
+        found: dict[str, str | int] = {}
+        rows, first = self._first_step(self._options)
+        if isinstance(first, NoGroupError):
+            found["group_by"] = "prompt"
+            rows, first = self._first_step(replace(self._options, group_by="prompt"))
+        if first is None and "group_size" in READERS[self.format].options:
+            rollouts = Counter(group for group, _ in {(row.group, row.rollout) for row in rows})
+            if rollouts and rows[0].expected_rollouts is None:
+                [(size, _)] = Counter(rollouts.values()).most_common(1)
+                found["group_size"] = size
+        return found
+
+    def _first_step(self, options: Reading) -> tuple[list[Sample], SourceError | None]:
+        """The samples of the first step, and its first error."""
+        rows: list[Sample] = []
+        for step, item, _ in self._items(replace(options.restarted(), skip_bad=False)):
+            if isinstance(item, SourceError):
+                return rows, item
+            if not isinstance(item, Sample) or (rows and step != (rows[0].step or 0)):
+                break
+            rows.append(item)
+        return rows, None
 
     def __iter__(self) -> Iterator[tuple[int, TensorDictBase]]:
         """Yield ``(step, batch)``, steps ascending, one step in memory.
@@ -316,7 +349,9 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
     """
     if wrong := missing_path(path):
         raise SourceError(wrong)
-    fitting, seen = [], ""
+    if Path(path).is_dir() and any(Path(path, "rollouts").glob("step_*.*")):  # a run of headrace
+        return "headrace"
+    fitting, seen, nearest = [], "", dict[str, set[str]]()
     keys_of: dict[Path, set[str]] = {}
     for name, format in READERS.items():
         try:
@@ -328,6 +363,7 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
         if not suffix or not any(pattern.endswith(suffix.removesuffix(".gz")) for pattern in patterns):
             continue
         if format.keys and first not in keys_of:
+            refuse_pointers([first])
             if suffix == ".parquet":
                 keys_of[first] = set(read_schema(first).names)
             else:
@@ -338,10 +374,19 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
             seen = f"{first} with {quote_some(sorted(keys_of[first]), most=20)}"
         if not format.keys or format.keys <= keys_of[first]:
             fitting.append(name)
+        elif format.keys & keys_of[first]:
+            nearest[name] = set(format.keys - keys_of[first])
     if len(fitting) != 1:
+        said = ""
+        if nearest and not fitting:
+            name = min(nearest, key=lambda each: len(nearest[each]) / len(READERS[each].keys))
+            said = (
+                f" The nearest format is {name}, which has the "
+                f"key{'s' * (len(nearest[name]) > 1)} {quote_some(sorted(nearest[name]))}, too."
+            )
         raise SourceError(
             f"{path}: the format must be clear from the suffix and the first record; found "
-            f"{' and '.join(fitting) if fitting else seen or 'no file with a known suffix'}. Set "
+            f"{' and '.join(fitting) if fitting else seen or 'no file with a known suffix'}.{said} Set "
             f"source.format to one of {', '.join(READERS)}"
         )
     return fitting[0]

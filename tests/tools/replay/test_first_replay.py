@@ -1,0 +1,126 @@
+"""From an unknown folder to a first replay: at most one more command, which the error names."""
+
+from __future__ import annotations
+
+import shlex
+
+import dumps
+import pytest
+from command import told
+from composed import configure
+
+from headrace.pipeline import ConfigError
+from headrace.pipeline.tools.dumps.readers import SourceError, open_source
+from headrace.pipeline.tools.replay import replay
+from headrace.pipeline.tools.view.stored_run import StoredRun
+
+pytestmark = pytest.mark.slow
+
+
+def lines(name, record):
+    """Who writes two groups of two into a file of this name, with rewards 1 and 0."""
+    return lambda folder: dumps.write_lines(folder / name, [record(i // 2, i, 1.0 - i % 2) for i in range(4)])
+
+
+def slime(folder):
+    folder.mkdir()
+    dumps.slime_dump(folder / "5.pt", samples=[dumps.slime_sample(i // 2, i, 1.0 - i % 2) for i in range(4)])
+
+
+def trl(folder):
+    columns = {"prompt": ["a", "a", "b", "b"], "completion": ["1"] * 4, "accuracy": [1.0, 0.0] * 2}
+    dumps.trl_dump(folder / "completions_4.parquet", step=[4] * 4, advantage=[0.5, -0.5] * 2, **columns)
+
+
+FOLDERS = {  # who writes a folder, and the options that its error must name
+    "slime": (slime, ["source.group_size=2"]),
+    "trl": (trl, ["source.group_by=prompt", "source.group_size=2"]),
+    "verl": (
+        lines("7.jsonl", lambda group, i, reward: dumps.verl_row(None, reward, prompt=f"{group}?")),
+        ["source.group_by=prompt", "source.group_size=2"],
+    ),
+    "verl with ids": (
+        lines("7.jsonl", lambda group, i, reward: dumps.verl_row(f"{group}_{i}_0", reward)),
+        ["source.group_size=2"],
+    ),
+    "verifiers": (
+        lines("results.jsonl", lambda group, i, reward: dumps.verifiers_row(group, reward, timing=i)),
+        ["source.group_size=2"],
+    ),
+    "prime_rl": (
+        lines(
+            "traces.jsonl",
+            lambda group, i, reward: dumps.episode(
+                f"{group}", f"{i}", {"a": {"score": reward, "weight": 1.0}}
+            ),
+        ),
+        ["source.group_size=2"],
+    ),
+    "nemo_rl": (
+        lines("train_data_step3.jsonl", lambda group, i, reward: dumps.nemo_row(i, reward, prompt=group + 1)),
+        ["source.group_by=prompt", "source.group_size=2"],
+    ),
+    "open_instruct": (
+        lines("a_rollouts_0.jsonl", lambda group, i, reward: dumps.open_instruct_row(i, group, reward)),
+        ["source.group_size=2"],
+    ),
+    "tinker": (
+        lines(
+            "train_rollout_summaries.jsonl", lambda group, i, reward: dumps.tinker_row(group, i % 2, reward)
+        ),
+        ["source.group_size=2"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_one_message_names_all_missing_options_as_a_command_that_runs(name, tmp_path):
+    write, options = FOLDERS[name]
+    write(tmp_path / "a dump")
+    with pytest.raises(ConfigError, match=f"a dump of {name.split()[0]}: ") as raised:
+        replay(configure("config", "task=replay", f"source.path={tmp_path / 'a dump'}"), tmp_path / "out")
+    assert not (tmp_path / "out" / "rollouts").exists()  # the next command can write there
+    first, *words = shlex.split(str(raised.value).splitlines()[-1])
+    assert (first, words[2:]) == ("headrace", options)
+    trained, _ = told(replay, configure("config", *words), tmp_path / "out")
+    assert trained == 4
+
+
+def test_the_folder_of_a_run_is_replayed_whatever_else_is_in_it(tmp_path):
+    slime(tmp_path / "dump")
+    words = ("task=replay", "source.group_size=2")
+    told(replay, configure("config", *words, f"source.path={tmp_path / 'dump'}"), tmp_path / "run")
+    dumps.write_lines(tmp_path / "run" / "7.jsonl", [dumps.verl_row("a_0_0", 1.0)])
+    trained, _ = told(
+        replay, configure("config", "task=replay", f"source.path={tmp_path / 'run'}"), tmp_path / "again"
+    )
+    assert trained == 4
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.pt"])
+def test_a_pointer_of_git_lfs_is_called_so(name, tmp_path):
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(SourceError, match=rf"{name}: .*a pointer of Git LFS.*1 of 1 files"):
+        open_source(tmp_path / name)
+
+
+def test_of_an_unknown_format_the_nearest_is_named_with_the_keys_that_differ(tmp_path):
+    path = dumps.write_lines(tmp_path / "a.jsonl", [{"input": "a", "output": "b", "reward": 1}])
+    with pytest.raises(
+        SourceError, match=r"'input', 'output', 'reward'\. The nearest format is verl, .*'score', 'step', too"
+    ):
+        open_source(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("compare.json", "holds a comparison of two recipes, .*both advantages"),
+        ("plan.json", "holds the numbers of task=plan, .*has no page"),
+        ("audit.json", "holds the findings of an audit, .*report.html"),
+    ],
+)
+def test_the_viewer_says_what_the_folder_of_another_task_holds(name, said, tmp_path):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match=f"{said}.*task=replay source.path=DUMP"):
+        StoredRun(tmp_path)
