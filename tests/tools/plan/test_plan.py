@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import re
+import statistics
 from collections import Counter, defaultdict
 from functools import partial
 
@@ -320,15 +321,23 @@ def test_solved_is_the_greater_of_two_rewards_or_above_the_option(make_batch, tm
 
 
 def test_the_std_of_rewards_divides_by_one_less_than_their_number(make_batch, tmp_path):
-    """Rewards x ± d have the std d √2. Of 0.1, 0.2 and 0.4 times √2 the lower quartile is 0.15 √2."""
-    rewards = [x + sign * d for x, d in ((5, 0), (6, 0.1), (7, 0.2), (8, 0.4)) for sign in (-1, 1)]
-    write_dump(make_report(Pipeline({}).run(make_batch(rewards, [0, 0, 1, 1, 2, 2, 3, 3]))), tmp_path)
-    _, text = planned(configured(tmp_path, "report.solved=100"), tmp_path / "out")
+    """Over the half of the rollouts that chooses the line; ranges end at quartiles of what is above 0."""
+    dice = np.random.default_rng(0)
+    rewards, group = 5 + dice.random(16), np.arange(16) // 4
+    rewards[:4] = 6.0
+    rewards = rewards.astype(np.float32).astype(float)  # as a batch has them
+    chosen = choosing_half(group, rewards)
+    stds = [statistics.stdev(rewards[(group == each) & chosen].tolist()) for each in range(1, 4)]
+    ends = [f"{end:.3g}" for end in [0.0, *np.quantile(stds, (0.25, 0.5, 0.75, 1))]]
+    write_dump(make_report(Pipeline({}).run(make_batch(rewards.tolist(), group.tolist()))), tmp_path)
+    words = "report.solved=100", "pipeline.stages.gate.group_size=4"
+    _, text = planned(configured(tmp_path, *words), tmp_path / "out")
     found = json.loads((tmp_path / "out" / "plan.json").read_text())
     assert found["quantity"] == "std of the rewards"
-    assert [each["range"] for each in found["ranges"]][:2] == ["0", "0 to 0.212"]
-    assert found["ranges"][-2]["range"].endswith(" to 0.566")
-    assert "0 to 0.212" in text
+    expected = {"0", *(f"{a} to {b}" for a, b in itertools.pairwise(ends))}
+    shown = {each["range"] for each in found["ranges"]} - {"all"}  # those that hold a prompt
+    assert {"0", f"{ends[-2]} to {ends[-1]}"} <= shown <= expected
+    assert f"{ends[0]} to {ends[1]}" in text
 
 
 def test_a_dump_that_cannot_be_planned_is_refused(make_batch, tmp_path):
