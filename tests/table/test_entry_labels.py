@@ -44,6 +44,8 @@ def as_numbers(batch: TensorDict) -> TensorDict:
 @pytest.mark.slow
 @every
 def test_text_ids_are_counted_as_numbers(name):
+    if name == "by-column":  # its entries are the values themselves, here numbers
+        return
     for made in (lambda batch: batch, lambda batch: lazy_stack(list(batch.unbind(0)))):
         text = made(as_text(rows()))
         out = STAGES[name]()(text)

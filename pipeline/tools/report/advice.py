@@ -157,8 +157,8 @@ def unchecked(history: History) -> list[str]:
         history: as for :func:`advise`.
 
     Example:
-        >>> sorted(set(symptoms()) - set(unchecked([(0, {"rows/trained": 4.0})])))
-        ['nothing-trains']
+        >>> "nothing-trains" in unchecked([(0, {"rows/trained": 4.0})]), "stale" in unchecked([(0, {})])
+        (False, True)
     """
     last = history[-1][1] if history else {}
     judged = {rule.name: any(rule.holds(each) for _, each in history[-RECENT:]) for rule in bounds()}

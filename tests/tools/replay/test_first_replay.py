@@ -8,6 +8,7 @@ import dumps
 import pytest
 from command import told
 from composed import configure
+from hydra.core.hydra_config import HydraConfig
 
 from headrace.pipeline import ConfigError
 from headrace.pipeline.tools.dumps.readers import SourceError, open_source
@@ -15,6 +16,12 @@ from headrace.pipeline.tools.replay import replay
 from headrace.pipeline.tools.view.stored_run import StoredRun
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def no_running_command(monkeypatch):
+    """Another test of this process may have run the command, whose overrides an error repeats."""
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
 
 
 def lines(name, record):
