@@ -26,6 +26,7 @@ KEYS: dict[str, tuple[NestedKey, ...]] = {
     "loss_weight": ("loss_weight",),
     "prompt": ("prompt_text", ("text", "prompt"), ("history", "prompt"), "query"),
     "response": ("response_text", ("text", "response"), ("history", "response")),
+    "response_parts": ("response_parts",),
     "ground_truth": ("ground_truth",),
     "other_columns": ("other_columns",),
     "group_label": ("group_label",),
@@ -44,7 +45,10 @@ OPTIONS = {
 }
 OF_TOKENS = "advantage of tokens"  # (N, 2): the mean of a row's advantages, and the sum of their sizes
 OF_VERSIONS = "versions of tokens"  # (N, 4): the oldest, newest, sum and number, if versions are per token
-TEXTS = ("prompt", "response", "ground_truth", "other_columns", "group_label", "rollout_label")
+TEXTS = (
+    *("prompt", "response", "response_parts", "ground_truth", "other_columns"),
+    *("group_label", "rollout_label"),
+)
 # As collected.
 NUMBERS = (
     *("reward", "status", "policy_version", "trainer_version", "expected_rollouts"),

@@ -1,22 +1,268 @@
-"""Columns of text: prompts, responses, labels of ids, and conversations as ``role: content`` lines."""
+"""Columns of text: prompts, responses, labels of ids, and conversations as ``role: content`` lines.
+
+:func:`message_parts` is the one place that says what of a message the policy sampled, and in which texts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from headrace.transforms.table.tensordicts import listed
 
-__all__ = ["labels_of_ids", "message_lines", "strings"]
+__all__ = [
+    "Part",
+    "as_messages",
+    "labels_of_ids",
+    "message_lines",
+    "message_parts",
+    "message_text",
+    "strings",
+]
+
+TEXT_TYPES = ("text", "output_text", "input_text", "refusal", "summary_text", "reasoning_text")
+THOUGHTS = ("thinking", "reasoning", "redacted_thinking")
+CALLS = (
+    "function_call",
+    "tool_use",
+    "tool_call",
+    "tool-call",
+    "server_tool_use",
+    "custom_tool_call",
+    "mcp_call",
+)
+RESULTS = ("function_call_output", "custom_tool_call_output")  # items of a response that a tool wrote
+MEDIA = ("image", "audio", "video", "file", "document")
+REASONING = ("reasoning_content", "reasoning", "thinking", "thinking_blocks", "reasoning_details")
+
+
+class Part(NamedTuple):
+    """A part of a message."""
+
+    kind: Literal["text", "reasoning", "call", "shown"]
+    """``shown``: the policy did not sample it as text: an image, or what a tool returned."""
+    texts: tuple[str, ...]
+    """One text. Of a call: the name of the tool, and the arguments."""
+
+    def __str__(self) -> str:
+        if self.kind == "reasoning":
+            return f"<think>\n{self.texts[0]}\n</think>"
+        if self.kind == "call":
+            return f"<tool_call>\n{self.texts[0]}({self.texts[1]})\n</tool_call>"
+        return self.texts[0]
+
+
+def message_parts(message: Mapping[str, Any]) -> list[Part]:
+    r"""Return the parts of a message, in the order in which a policy samples them.
+
+    These are its reasoning, its content and its tool calls, in whatever field they are. A text that is in two
+    fields is one part. If the role is ``assistant``, the policy sampled the texts of all parts that are not
+    ``shown``; of another role it sampled none.
+
+    ==================================================== ================================================
+    field                                                 read as
+    ==================================================== ================================================
+    ``reasoning_content``, ``reasoning``, ``thinking``,   reasoning: a text, or a list of parts
+    ``thinking_blocks``, ``reasoning_details``
+    ``content``                                           a text, null, or a list of typed parts: text,
+                                                          thinking, calls, images and other media
+    ``tool_calls``, ``function_call``                     calls: name and arguments, which may be a
+                                                          string or an object; a call may be JSON
+    ==================================================== ================================================
+
+    Args:
+        message: with a ``role``, as in the chat API.
+
+    Raises:
+        ValueError: a field has another form, so what was sampled is not known.
+
+    Example:
+        >>> call = {"function": {"name": "add", "arguments": {"a": 1}}}
+        >>> message_parts({"role": "assistant", "content": None, "tool_calls": [call]})
+        [Part(kind='call', texts=('add', '{"a": 1}'))]
+    """
+    content = list(_content(message.get("content"), sampled=message.get("role") == "assistant"))
+    calls = [part for part in content if part.kind == "call"]
+    thoughts = [part for part in content if part.kind == "reasoning"]
+    texts = "".join(part.texts[0] for part in content if part.kind == "text")
+    known = {part.texts[0].strip() for part in thoughts} | {"".join(p.texts[0] for p in thoughts).strip()}
+    before: list[Part] = []
+    for name in REASONING:
+        text = _joined(message.get(name), name)
+        inside = "<think>" in texts and text.strip() in texts.split("</think>")[0]
+        if text.strip() and text.strip() not in known and not inside:
+            known.add(text.strip())
+            before.append(Part("reasoning", (text,)))
+    given = message.get("tool_calls")
+    if isinstance(given, str):
+        given = _decoded(given, "tool_calls")
+    if not given and message.get("function_call"):
+        given = [message["function_call"]]
+    if given is not None and not isinstance(given, list | tuple):
+        raise ValueError(f"'tool_calls' must be a list; found {type(given).__name__}")
+    found = [_call(_decoded(each, "tool_calls")) for each in given or ()]
+    return [*before, *content, *(call for call in found if call not in calls)]
+
+
+def _content(content: Any, *, sampled: bool) -> Iterator[Part]:
+    if content is None:
+        return
+    if isinstance(content, str):
+        if content:
+            yield Part("text", (content,))
+        return
+    if not isinstance(content, list | tuple):
+        raise ValueError(f"'content' must be a string or a list of parts; found {type(content).__name__}")
+    for each in content:
+        if isinstance(each, str):
+            yield Part("text", (each,))
+            continue
+        if not isinstance(each, Mapping):
+            raise ValueError(f"a part of 'content' must be an object or a text; found {type(each).__name__}")
+        kind = each.get("type")
+        named = str(kind or "")
+        if named in THOUGHTS:
+            text = _joined(each, named)
+            yield Part("reasoning", (text,)) if text else Part("shown", (f"[{named}]",))
+        elif named in CALLS:
+            yield _call(each)
+        elif named in RESULTS or named.endswith(("tool_result", "tool-result")):
+            value = each.get("content", each.get("output"))
+            yield Part("shown", (value if isinstance(value, str) else _json(value),))
+        elif any(word in named for word in MEDIA):
+            yield Part("shown", (f"[{named}]",))
+        elif kind is None or named in TEXT_TYPES or isinstance(each.get("text"), str):
+            text = each.get("text", each.get("refusal"))
+            if text is not None and not isinstance(text, str):
+                raise ValueError(f"'text' of a part must be a string; found {type(text).__name__}")
+            if text:
+                yield Part("text", (text,))
+        elif sampled:
+            raise ValueError(f"a part of an assistant's 'content' has a known type; found {named!r}")
+        else:
+            yield Part("shown", (f"[{named}]",))
+
+
+def _joined(value: Any, name: str) -> str:
+    """The text of a field of reasoning."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, list | tuple):
+        return "".join(_joined(each, name) for each in value)
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name!r} must be a text or a list of parts; found {type(value).__name__}")
+    keys = ("thinking", "reasoning", "text", "content", "summary")
+    return next((text for key in keys if (text := _joined(value.get(key), key))), "")
+
+
+def _call(value: Any) -> Part:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"a tool call must be an object; found {type(value).__name__}")
+    function = value.get("function") or value.get("custom") or value
+    function = function if isinstance(function, Mapping) else {**value, "name": function}
+    name = next((function[key] for key in ("name", "toolName") if isinstance(function.get(key), str)), None)
+    if name is None:
+        raise ValueError(
+            f"a tool call must have the 'name' of its tool; found the keys {sorted(map(str, value))}"
+        )
+    arguments = next(
+        (function[key] for key in ("arguments", "input", "args") if function.get(key) is not None), ""
+    )
+    return Part("call", (name, arguments if isinstance(arguments, str) else _json(arguments)))
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        raise ValueError(f"what JSON can hold is required; found {type(value).__name__}") from None
+
+
+def _decoded(value: Any, name: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise ValueError(f"a string in {name!r} must be JSON") from None
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    r"""Return all parts of a message as one text.
+
+    Reasoning is within ``<think>``, and each call within ``<tool_call>``.
+
+    Raises:
+        ValueError: as :func:`message_parts`.
+
+    Example:
+        >>> message_text({"role": "assistant", "reasoning_content": "Two.", "content": "2"})
+        '<think>\nTwo.\n</think>\n2'
+    """
+    text, last = "", ""
+    for part in message_parts(message):
+        joined = {part.kind, last} <= {"text", "shown"}  # the parts of one content
+        text, last = text + ("\n" if text and not joined else "") + str(part), part.kind
+    return text
+
+
+def as_messages(items: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages with a role, made of messages and of items of the Responses API.
+
+    An item ``reasoning`` or ``function_call`` belongs to the assistant's message that it is next to. A
+    ``function_call_output`` is a message of a tool.
+
+    Raises:
+        ValueError: an item has no role and an unknown type.
+
+    Example:
+        >>> call = {"type": "function_call", "name": "add", "arguments": "{}"}
+        >>> [each["role"] for each in as_messages([call, {"type": "function_call_output", "output": "0"}])]
+        ['assistant', 'tool']
+    """
+    found: list[Mapping[str, Any]] = []
+    open_turn = False  # whether the last message takes further items
+    for item in items:
+        kind, role = item.get("type"), item.get("role")
+        if kind in RESULTS:
+            found.append({"role": "tool", "content": item.get("output")})
+            open_turn = False
+        elif kind in ("reasoning", *CALLS) or (kind == "message" and role == "assistant"):
+            content = item.get("content")
+            last = found[-1] if open_turn else {"role": "assistant", "content": []}
+            if not open_turn:
+                found.append(last)
+            if kind == "reasoning":
+                text = _joined(content, "content") or _joined(item.get("summary"), "summary")
+                merged: dict[str, Any] = {
+                    "reasoning_content": str(last.get("reasoning_content") or "") + text
+                }
+            elif kind == "message":
+                parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+                merged = {"content": [*last["content"], *(parts or ())]}
+            else:
+                name, arguments = _call(item).texts
+                call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+                merged = {"tool_calls": [*last.get("tool_calls", ()), call]}
+            found[-1] = {**last, **merged}
+            open_turn = True
+        elif isinstance(role, str):
+            found.append(item)
+            open_turn = False
+        else:
+            raise ValueError(f"a message must have a 'role', or a known type; found {kind!r}")
+    return found
 
 
 def message_lines(messages: Any) -> str | None:
     r"""Return the text of a conversation; None if the value is not a conversation.
 
-    A single message of the assistant is returned as its content alone.
+    A single message of the assistant is returned without its role.
 
     Args:
-        messages: a list of messages with ``role`` and ``content``, or TorchRL's ``History`` of one row.
+        messages: a list of messages with a ``role`` (:func:`message_text`), or TorchRL's ``History`` of one
+            row.
 
     Example:
         >>> message_lines([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}])
@@ -25,21 +271,26 @@ def message_lines(messages: Any) -> str | None:
     if isinstance(messages, list | tuple):
         if not messages or not all(isinstance(each, Mapping) and "role" in each for each in messages):
             return None
-        pairs = [(each["role"], each.get("content")) for each in messages]
     elif getattr(messages, "batch_dims", None) == 1 and hasattr(messages, "role"):  # a History
-        pairs = list(zip(listed(messages.role), listed(messages.content), strict=True))
+        columns = [listed(messages.role), listed(messages.content)]
+        calls = getattr(messages, "tool_calls", None)
+        columns.append([None] * len(columns[0]) if calls is None else listed(calls))
+        names = ("role", "content", "tool_calls")
+        messages = [dict(zip(names, each, strict=True)) for each in zip(*columns, strict=True)]
     else:
         return None
+    pairs = [(each["role"], _shown(each)) for each in messages]
     if [role for role, _ in pairs] == ["assistant"]:
-        return _content(pairs[0][1])
-    return "\n".join(f"{role}: {_content(content)}" for role, content in pairs)
+        return pairs[0][1]
+    return "\n".join(f"{role}: {text}" for role, text in pairs)
 
 
-def _content(content: Any) -> str:
-    """The text of a message, or the joined texts of its parts; empty for a message without text."""
-    if isinstance(content, list | tuple):
-        return "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
-    return "" if content is None else str(content)
+def _shown(message: Mapping[str, Any]) -> str:
+    """The text of a message of a live batch, of whatever form: it is only shown."""
+    try:
+        return message_text(message)
+    except ValueError:
+        return str(message.get("content") or message)
 
 
 def strings(texts: Any, rows: int) -> Sequence[str] | None:

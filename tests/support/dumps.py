@@ -232,9 +232,73 @@ def tinker_row(group: int, trajectory: int, reward: float, **changes: Any) -> di
     }
 
 
+def gym_row(task: int, rollout: int, reward: Any, **changes: Any) -> dict[str, Any]:
+    """A call of a tool, its output, and an answer."""
+    output = [
+        {
+            "type": "reasoning",
+            "summary": [{"type": "summary_text", "text": "Add."}],
+            "encrypted_content": None,
+        },
+        {"type": "function_call", "name": "add", "arguments": '{"a": 2}', "call_id": "c"},
+        {"type": "function_call_output", "call_id": "c", "output": "four"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "4"}]},
+    ]
+    return {
+        "responses_create_params": {"input": [{"role": "user", "content": "2+2?"}]},
+        "response": {"output": output, "incomplete_details": None, "error": None},
+        "reward": reward,
+        "_ng_task_index": task,
+        "_ng_rollout_index": rollout,
+        **changes,
+    }
+
+
+def hosted_row(problem: int, sample: int, reward: Any, **changes: Any) -> dict[str, Any]:
+    """Messages are JSON, as in the Parquet file that is uploaded."""
+    return {
+        "run_id": "r",
+        "step": 3,
+        "problem_id": problem,
+        "sample_id": sample,
+        "prompt": json.dumps([{"role": "user", "content": "2+2?"}]),
+        "completion": json.dumps([{"role": "assistant", "content": "4"}]),
+        "answer": "4",
+        "env_name": "math",
+        "reward": reward,
+        "advantage": 0.5,
+        "num_output_tokens": 2,
+        **changes,
+    }
+
+
+def atropos_group(scores: list[float], **changes: Any) -> dict[str, Any]:
+    """Rollouts of two tokens of prompt and two of response."""
+    count = len(scores)
+    return {
+        "tokens": [[1, 2, 3 + at, 9] for at in range(count)],
+        "masks": [[-100, -100, 3 + at, 9] for at in range(count)],
+        "scores": scores,
+        "advantages": None,
+        "messages": None,
+        "overrides": None,
+        **changes,
+    }
+
+
+def own_row(problem: Any, score: Any, **changes: Any) -> dict[str, Any]:
+    """A line of a file of somebody's own, that COLUMNS describes."""
+    return {"problem_id": problem, "output": "4", "metrics": {"score": score}, **changes}
+
+
+COLUMNS = {"group": "problem_id", "reward": "metrics.score", "response": "output"}
 PROMPT = {"group_by": "prompt"}
 # A record of each format of lines, alone, and the options to read it with.
-RECORDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "atropos": (atropos_group([1.0, 0.0]), {}),
+    "nemo_gym": (gym_row(0, 0, 1.0), {}),
+    "prime_hosted": (hosted_row(0, 0, 1.0), {}),
+    "table": (own_row(0, 1.0), {"columns": COLUMNS}),
     "verl": (verl_row("a_0_0", 1.0), {}),
     "prime_rl": (episode("g", "a", {"r": {"score": 1}}), {}),
     "nemo_rl": (nemo_row(0, 1.0), PROMPT),

@@ -76,7 +76,7 @@ class DumpSteps:
                 continue
             finally:
                 if self.folder is not None:
-                    self.folder.notices = said_of_draws(self.source.draws)
+                    self.folder.notices = self._of_source
             self.passed += 1
             yield result
         if first is not None and not self.passed:
@@ -98,7 +98,11 @@ class DumpSteps:
     def said(self) -> list[str]:
         """Sentences about failed steps, with the reasons, and about prompts that were drawn several times."""
         failed = said_of_failed(self.failed, self.passed) if self.failed else []
-        return failed + said_of_draws(self.source.draws)
+        return failed + self._of_source
+
+    @property
+    def _of_source(self) -> list[str]:
+        return said_of_draws(self.source.draws) + self.source.notices
 
     def show(self) -> None:
         """Print these sentences."""

@@ -49,6 +49,9 @@ def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
     ``minibatch``, ``microbatch``, ``rank``                  int64       where it was trained
     ``carried_in``                                           int64       1: a row of an earlier step
     ``prompt``, ``response``, ``ground_truth``               string      decoded text, where there is any
+    ``response_parts``                                       string      what of a response without tokens was
+                                                                         sampled: a JSON list of pairs, true
+                                                                         or false and a text
     ``other_columns``                                        string      what else the dump that was replayed
                                                                          has of the row, a JSON object; empty:
                                                                          nothing

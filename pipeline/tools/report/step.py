@@ -63,9 +63,9 @@ class StepReport:
             integer -1.
         names: ``stage/reason`` by code; 0 is ``trained``.
         actions: what happened to those rows, by code.
-        texts: N strings by name, ``prompt``, ``response``, ``ground_truth``; ``other_columns``, JSON objects
-            of what else a dump has; ``group_label`` and ``rollout_label`` where ids have labels that are not
-            the ids themselves.
+        texts: N strings by name, ``prompt``, ``response``, ``ground_truth``; ``response_parts``, what of a
+            response without tokens was sampled, as JSON; ``other_columns``, JSON objects of what else a dump
+            has; ``group_label`` and ``rollout_label`` where ids have labels that are not the ids themselves.
         by_token: of some rows, the first to be read (:func:`rows_to_read`), what each token has.
         group_size: rollouts that each group was dispatched with, if the gate says so.
         solved: least reward of a solved rollout.

@@ -216,6 +216,31 @@ def by_population_std(i):
 
 # A dump of each format in which nothing is wrong: who writes it into a folder, and the words to read it.
 SOUND = {
+    "atropos": (
+        lambda folder: dumps.write_lines(
+            folder / "groups.jsonl", [dumps.atropos_group(R, advantages=[[a] * 4 for a in grpo(R)])]
+        ),
+        ["pipeline=as/slime", "source.group_size=4", "source.format=atropos"],
+    ),
+    "nemo_gym": (
+        sound_lines("rollouts.jsonl", lambda i: dumps.gym_row(0, i, R[i])),
+        ["source.group_size=4", "source.format=nemo_gym"],
+    ),
+    "prime_hosted": (
+        sound_lines(
+            "samples.jsonl",
+            lambda i: dumps.hosted_row(0, i, R[i], advantage=R[i] - statistics.mean(R)),
+        ),
+        ["pipeline=as/prime_rl", "source.group_size=4", "source.format=prime_hosted"],
+    ),
+    "table": (
+        sound_lines("mine.jsonl", lambda i: dumps.own_row(0, R[i])),
+        [
+            "source.columns={group: problem_id, reward: metrics.score, response: output}",
+            "source.group_size=4",
+            "source.format=table",
+        ],
+    ),
     "headrace": (lambda folder: headrace_dump(folder), ["pipeline=grpo"]),
     "slime": (lambda folder: dumps.slime_details(folder, *sound_rows().columns()), AS_SLIME),
     "trl": (two_groups_of_trl, AS_TRL),
@@ -259,7 +284,7 @@ def test_a_sound_dump_has_no_findings(name, tmp_path):
     write(tmp_path / "dump")
     text, checks = audited(tmp_path / "dump", tmp_path, *words, "audit.strict=true")
     assert found(checks) == {}
-    compared = {"headrace", "slime", "trl", "nemo_rl", "open_instruct"}
+    compared = {"atropos", "headrace", "slime", "trl", "nemo_rl", "open_instruct", "prime_hosted"}
     assert (checks["advantages"]["state"] == "passed") == (name in compared)
     assert (checks["weights"]["state"] == "passed") == (name == "headrace")
     for check in checks.values():  # what was not looked at says why, on the screen too

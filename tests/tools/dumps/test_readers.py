@@ -488,7 +488,7 @@ def test_auto_names_what_it_found_and_the_known_formats(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"question": 1}])
     with pytest.raises(
         SourceError,
-        match=r"found .*a\.jsonl with 'question'\. Set source\.format to one of headrace",
+        match=r"found .*a\.jsonl with 'question'\. Set source\.format to one of atropos, headrace",
     ):
         open_source(path)
     for format in ("verl", "auto"):
@@ -516,8 +516,8 @@ def test_a_group_uid_has_to_be_declared(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"format": "verll"}, "format must be auto or one of headrace, nemo_rl"),
-        ({"group_by": "input"}, "group_by must be one of 'prompt', 'uid' or None"),
+        ({"format": "verll"}, "format must be auto or one of atropos, headrace"),
+        ({"group_by": "input"}, "group_by must be one of 'prompt', 'uid', 'order' or None"),
         ({"group_size": 0}, "group_size must be an integer ≥ 1"),
         (
             {"format": "tinker", "group_by": "prompt"},

@@ -30,7 +30,7 @@ from recipes import CHAINS
 
 from headrace.pipeline import make_report
 from headrace.pipeline.tools.dumps.readers import Sample, SourceError, open_source, to_batch
-from headrace.pipeline.tools.dumps.readers.tokenizing import add_tokens
+from headrace.pipeline.tools.dumps.readers.tokenizing import Tokenizer, add_tokens
 from headrace.pipeline.tools.report import write_dump
 from headrace.transforms import BatchError, MissingKeyError
 from headrace.transforms.table.schema import NO_LENGTHS
@@ -187,11 +187,11 @@ def test_no_format_makes_up_a_length(texts, tmp_path):
 def test_tool_output_is_masked_and_characters_are_named(texts, rollouts):
     parts = [(True, "2+2"), (False, "tool: 4"), (True, "4")]
     sample = Sample("a", 0, 1.0, prompt="?", response="as text", response_parts=parts)
-    add_tokens([sample], lambda texts: [[ord(letter) for letter in text] for text in texts])
+    add_tokens([sample], Tokenizer(lambda texts: [[ord(letter) for letter in text] for text in texts]))
     assert sample.loss_mask == [1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1]
     assert bytes(sample.tokens).decode() == "?2+2tool: 44"
     with pytest.raises(SourceError, match=r"found none\. Leave source\.tokenizer out"):
-        add_tokens([Sample("a", 0, 1.0)], lambda texts: [])
+        add_tokens([Sample("a", 0, 1.0)], Tokenizer(lambda texts: []))
     report = make_report(composed("pipeline=grpo").run(only(texts, **BY_PROMPT)))
     lengths = [len(response) for _, response, _ in rollouts]
     assert report.numbers["response_characters/max"] == max(lengths)

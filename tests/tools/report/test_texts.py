@@ -38,8 +38,8 @@ PAGE_DATA, STEP = (
 def test_messages_are_lines_and_other_values_are_none():
     parts = [{"type": "image"}, {"type": "text", "text": "What is "}, {"type": "text", "text": "this?"}]
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
-    assert message_lines(messages) == "system: Be brief.\nuser: What is this?"
-    assert last_user_turn(message_lines(messages)) == "What is this?"
+    assert message_lines(messages) == "system: Be brief.\nuser: [image]What is this?"
+    assert last_user_turn(message_lines(messages)) == "[image]What is this?"
     assert message_lines([{"role": "assistant", "content": "A cat."}]) == "A cat."
     assert message_lines([{"role": "assistant", "content": None, "tool_calls": []}]) == ""
     for other in ([], [1, 2], ["a"], {"role": "user"}, 3, None):

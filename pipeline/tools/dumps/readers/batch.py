@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 
-from headrace.pipeline.tools.report import AGREE
+from headrace.pipeline.tools.report import AGREE, asked_line
 from headrace.transforms import Status, number_labels
 from headrace.transforms.table import listing
 from headrace.transforms.table.schema import FLOAT, IN_LOSS, NO_LENGTHS
@@ -26,6 +27,7 @@ MAX_ROWS = 2**22  # of a step
 MAX_CELLS = 2**31  # of a step's loss mask: rows × the longest
 ZERO = 1e-6  # advantages that are not greater are 0: those of equal rewards, after rounding
 Label = str | int | tuple[str | int, ...]  # a tuple where it has parts, which a text would run together
+BY_ORDER = ("by order",)  # the group of a sample, until group_by_order makes it from the order
 UNPADDED, PADDING = 2**26, 64  # rows × the longest: always allowed up to UNPADDED, or PADDING × the tokens
 
 
@@ -45,8 +47,10 @@ class Sample:
         status: how the rollout ended; None if the dump does not have it.
         prompt: text.
         response: text.
-        response_parts: the contents of the response's messages, each with whether the policy wrote it; None
-            if the response is one text.
+        response_parts: the texts of the response's messages, in order, each with whether the policy sampled
+            it: contents, reasoning, names and arguments of tool calls. None if the response is one text.
+        chat: the messages of the prompt and of the response, each with whether the policy sampled it and it
+            is in the loss, for a tokenizer with a chat template; None if they are no messages.
         ground_truth: the text by which the response is graded.
         other_columns: further columns of the record, as a JSON object; empty: none. None: all columns that
             the reader of the format has not read.
@@ -78,6 +82,7 @@ class Sample:
     prompt: str | None = None
     response: str | None = None
     response_parts: list[tuple[bool, str]] | None = None
+    chat: list[tuple[bool, Mapping[str, Any]]] | None = None
     ground_truth: str | None = None
     other_columns: str | None = None
     tokens: list[int] | None = None
@@ -171,6 +176,8 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     ``expected_rollouts``                   (N,) int64        rows have it
     ``logged_advantage``                    (N,) float32      rows have it
     ``prompt_text``, ``response_text``      N strings         rows have them
+    ``response_parts``                      N strings         a row has any, and none has a length: what of
+                                                              the response was sampled, as JSON; or empty
     ``ground_truth``                        N strings         all rows have it
     ``other_columns``                       N strings         a row has any: a JSON object, or empty
     ====================================== ================= =============================================
@@ -221,6 +228,9 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     texts = {f"{name}_text": column(rows, name, default="") for name in ("prompt", "response")}
     if all(row.ground_truth is not None or row.lost for row in rows):  # else only some can be graded by it
         texts["ground_truth"] = column(rows, "ground_truth", default="")
+    if NO_LENGTHS in batch.keys(True) and any(row.response_parts is not None for row in rows):
+        parts = [row.response_parts for row in rows]
+        texts["response_parts"] = ["" if each is None else json.dumps(each) for each in parts]
     if any(row.other_columns for row in rows):
         texts["other_columns"] = [row.other_columns or "" for row in rows]
     for name in ("group", "rollout"):
@@ -294,6 +304,51 @@ def check_groups(rows: Sequence[Sample]) -> None:
                 f"{row.expected_rollouts} rollouts; found {len(rollouts)}: {places}. "
                 "Was its prompt drawn twice, or is source.group_size wrong?"
             )
+
+
+def group_by_order(samples: Sequence[Sample], size: int) -> list[Sample]:
+    """Make a group of each run of `size` rollouts, in the order of the file.
+
+    The label of a group is what its prompt asks, as that of ``group_by="prompt"``, and the number of the run.
+
+    Args:
+        samples: of one step; those with another group than :data:`BY_ORDER` are an error.
+        size: rollouts of a group.
+
+    Raises:
+        SourceError: the dump has ids of groups; `size` does not divide the rollouts; or the rollouts of a run
+            have different prompts.
+
+    Example:
+        >>> rows = [Sample(BY_ORDER, i, 1.0, prompt="What is this?") for i in range(4)]
+        >>> [row.group for row in group_by_order(rows, 2)]
+        [('What is this? #1',), ('What is this? #1',), ('What is this? #2',), ('What is this? #2',)]
+    """
+    if named := [row for row in samples if row.group != BY_ORDER]:
+        raise SourceError(
+            f"{named[0].where}: source.group_by=order is for rows without a group; found the group "
+            f"{quote(label_text(named[0].group))}. Leave source.group_by out"
+        )
+    numbers = {rollout: at for at, rollout in enumerate(dict.fromkeys(row.rollout for row in samples))}
+    if len(numbers) % size:
+        raise SourceError(
+            f"with source.group_by=order, source.group_size divides the rollouts of each step; found "
+            f"{len(numbers)} rollouts and source.group_size={size}. Were rows left out of the dump?"
+        )
+    first: dict[int, Sample] = {}
+    grouped = []
+    for row in samples:
+        number = numbers[row.rollout] // size + 1
+        head = first.setdefault(number, row)
+        if row.rollout == head.rollout or row.prompt == head.prompt:
+            grouped.append(replace(row, group=(f"{asked_line(head.prompt or 'rollouts')} #{number}",)))
+            continue
+        raise SourceError(
+            f"{row.where}: with source.group_by=order, each {size} rollouts next to one another have one "
+            f"prompt; found another prompt than at {head.where}. Is source.group_size wrong, or were rows "
+            "permuted before they were dumped?"
+        )
+    return grouped
 
 
 def separate_draws(

@@ -14,7 +14,7 @@ import re
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
@@ -26,8 +26,9 @@ from tensordict import TensorDictBase
 
 from headrace.pipeline.tools.report import asked_line
 
-from .batch import MAX_ROWS, Label, Sample
+from .batch import BY_ORDER, MAX_ROWS, Label, Sample
 from .record import Record, SourceError, as_whole, first_line, quote
+from .tokenizing import Counted, Tokenizer, add_tokens
 
 LFS = (
     b"version https://git-lfs.github.com/spec/"  # how a pointer of Git LFS begins; it has at most 1,024 bytes
@@ -73,9 +74,11 @@ class Reading:
 
     Args:
         reward_keys: the names of the rewards to read; empty: the format's own.
-        group_by: ``prompt`` makes equal prompts of a step one group, in formats without a group's id.
+        group_by: ``prompt`` makes equal prompts of a step one group, in formats without a group's id;
+            ``order`` makes runs of rollouts groups (:func:`~readers.batch.group_by_order`).
         group_size: rollouts that each group was dispatched with.
-        encode: function from texts to token ids, for dumps without lengths in tokens.
+        tokenizer: makes tokens of texts, for dumps without lengths in tokens.
+        columns: the user's names of columns, for the format ``table``.
         skip_bad: skip malformed records. False: keep their errors for :meth:`take`.
         file: number of the file that is being read, from 0.
         done_bytes: size of the files that have been read.
@@ -83,12 +86,14 @@ class Reading:
         skipped: number of malformed records.
         messages: the errors of the first few of them.
         kept: the first error of each step since the last :meth:`take`.
+        counted: how many rows the tokenizer has encoded in which way.
     """
 
     reward_keys: tuple[str, ...] = ()
     group_by: str | None = None
     group_size: int | None = None
-    encode: Callable[[list[str]], list[list[int]]] | None = None
+    tokenizer: Tokenizer | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
     skip_bad: bool = False
     file: int = 0
     done_bytes: int = 0
@@ -96,6 +101,7 @@ class Reading:
     skipped: int = 0
     messages: list[str] = field(default_factory=list)
     kept: dict[int | None, SourceError] = field(default_factory=dict)
+    counted: Counted = field(default_factory=Counted)
 
     @property
     def reward_key(self) -> str | None:
@@ -104,7 +110,13 @@ class Reading:
 
     def restarted(self) -> Reading:
         """A new pass with the same options."""
-        return replace(self, file=0, done_bytes=0, position=0, skipped=0, messages=[], kept={})
+        fresh: dict[str, Any] = {"messages": [], "kept": {}, "counted": Counted()}
+        return replace(self, file=0, done_bytes=0, position=0, skipped=0, **fresh)
+
+    def add_tokens(self, rows: Sequence[Sample]) -> None:
+        """Write the tokens of samples without a length, if there is a tokenizer (:func:`add_tokens`)."""
+        if self.tokenizer is not None:
+            self.counted = self.counted.plus(add_tokens(rows, self.tokenizer))
 
     def note(self, error: SourceError, step: int | None = None) -> None:
         """Count the error of a record or a file; `step` is the step that the record names, if it is known."""
@@ -142,13 +154,16 @@ class Reading:
             text: the text of messages.
 
         Raises:
-            NoGroupError: `group_by` is not ``prompt``.
+            NoGroupError: `group_by` is neither ``prompt`` nor ``order``.
         """
+        if self.group_by == "order":
+            return BY_ORDER  # until the rows of the step are there
         if self.group_by != "prompt":
             raise NoGroupError(
                 f"{where}: a sample needs a group; found none, and the same prompt drawn twice would look "
                 "like one group. If each prompt was drawn once a step, set source.group_by=prompt "
-                "(group_by='prompt' in Python), best with source.group_size, which is then checked"
+                "(group_by='prompt' in Python), best with source.group_size, which is then checked. If "
+                "each group's rollouts are next to one another, source.group_by=order takes groups from that"
             )
         whole = json.dumps(prompt, sort_keys=True, default=repr)
         asked = asked_line(text or (prompt if isinstance(prompt, str) else quote(prompt)))
@@ -165,9 +180,10 @@ class Format:
             ``(step, TensorDict)``.
         files: glob patterns in a folder. The first pattern that matches a file is used. Patterns that are
             joined by ``|`` are used together. A pattern with ``.jsonl`` matches ``.jsonl.gz``, too.
-        keys: keys of the first record, or columns of a table, by which the format is recognised. Empty: it is
-            recognised by the suffix alone.
-        options: which of ``group_by``, ``group_size``, ``reward_key`` and ``tokenizer`` the format reads.
+        keys: keys of the first record, or columns of a table, by which the format is recognised; ``a|b`` is
+            one of the two. Empty: it is recognised by the suffix alone. None: it is never recognised.
+        options: which of ``columns``, ``group_by``, ``group_size``, ``reward_key`` and ``tokenizer`` the
+            format reads.
         reward_keys: whether `reward_key` may be ``one`` name or ``many``.
         rewards: allowed values of `reward_key`; empty: any.
         ignored: regular expression for the names of files in a folder that are not read.
@@ -177,12 +193,21 @@ class Format:
 
     read: Callable[[Path, Reading], Iterator[Sample | tuple[int, TensorDictBase]] | Iterator[Any]]
     files: tuple[str, ...]
-    keys: frozenset[str] = frozenset()
+    keys: frozenset[str] | None = frozenset()
     options: tuple[str, ...] = ()
     reward_keys: Literal["one", "many"] = "one"
     rewards: tuple[str, ...] = ()
     ignored: str | None = None
     unsaid: tuple[Literal["rollouts", "masks", "tokens"], ...] = ()
+
+    def lacking(self, found: Collection[str]) -> list[str]:
+        """The keys of the format that a record lacks.
+
+        Example:
+            >>> Format(read_lines, ("*.jsonl",), frozenset({"example_id|id", "reward"})).lacking({"id"})
+            ['reward']
+        """
+        return sorted(key for key in self.keys or () if not any(name in found for name in key.split("|")))
 
 
 def parse_records(
@@ -207,7 +232,7 @@ def parse_records(
                     sample.other_columns = record.other_columns()
             if samples and samples[0].step != step:
                 step, places = samples[0].step, {}
-            if samples and (label := samples[0].record) is not None:
+            for label in dict.fromkeys(each.record for each in samples if each.record is not None):
                 if label in places:
                     raise SourceError(
                         f"{samples[0].where}: a record is there once in a step; found {quote(label)}, which "
@@ -370,12 +395,20 @@ def read_rows(path: Path, reading: Reading) -> Iterator[Record]:
             for batch in file.iter_batches(batch_size=ROWS):
                 reading.position = size * number // max(1, file.metadata.num_rows)
                 for data in batch.to_pylist():
+                    data = {name: _without_gaps(value) for name, value in data.items()}
                     number += 1
                     yield Record(data, f"{path}, row {number}", number)
     except Exception as err:  # a damaged file makes the decoder raise anything
         raise SourceError(f"{path}: a Parquet file must be readable; found {first_line(err)}") from None
     if not number:
         raise SourceError(f"{path}: a dump has at least one row; found an empty table")
+
+
+def _without_gaps(value: Any) -> Any:
+    """A nested value without the nulls of objects: Arrow gives each object the keys of all others."""
+    if isinstance(value, dict):
+        return {key: _without_gaps(inner) for key, inner in value.items() if inner is not None}
+    return [_without_gaps(inner) for inner in value] if isinstance(value, list) else value
 
 
 # -- torch.save ---------------------------------------------------------------------------------------

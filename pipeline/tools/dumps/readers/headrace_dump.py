@@ -6,7 +6,8 @@ Schema: :func:`headrace.pipeline.tools.report.report_table`, version 1.
   are detected, except for rows after the last one.
 - Rows that were carried in from the previous step are not read, because they are in the file of that step.
 - A dump has the number of tokens of a row, but not the tokens. So a row gets a loss mask of that length, and
-  no tokens. Without the number, a tokenizer can make tokens of the texts.
+  no tokens. Without the number, a tokenizer can make tokens of the texts, which ``response_parts`` says what
+  of was sampled.
 - A null status, or no column of statuses, means that the status is not known.
 - The advantage and the weight with which a row was trained become ``logged_advantage`` and
   ``logged_weight``.
@@ -16,6 +17,7 @@ Schema: :func:`headrace.pipeline.tools.report.report_table`, version 1.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -34,14 +36,14 @@ from headrace.transforms.table.tensordicts import as_texts
 from .batch import MAX_CELLS, MAX_ROWS, MAX_TOKENS, Sample, put_tokens
 from .file_kinds import Format, Reading, read_lines, read_table
 from .record import SourceError, as_text, first_line, quote, quote_some
-from .tokenizing import Encode, add_tokens
 
 REQUIRED = ("step", "row", "group_id", "rollout_id", "reward")
 COUNTS = {"policy_version": ("next", "policy_version"), "expected_rollouts": "expected_rollouts"}
 COUNTS |= {"trainer_version": TRAINER_VERSION}
 TEXTS = {"prompt": "prompt_text", "response": "response_text"}
+TEXTS_OF_TOKENS = ("prompt", "response", "response_parts")
 TEXTS |= {name: name for name in ("group_label", "rollout_label", "ground_truth", "other_columns")}
-TEXTS_OF_TOKENS = ("prompt", "response")
+TEXTS |= {"response_parts": "response_parts"}
 STATUSES = {status.name.lower(): status for status in Status}
 VERSION = "1"
 UNFINISHED = "/unfinished"  # the end of a gate's reason; who left for it is not there when it is replayed
@@ -89,7 +91,7 @@ def read_headrace_dump(path: Path, reading: Reading) -> Iterator[tuple[int, Tens
         steps = pc.unique(table["step"]).to_pylist()
         if len(steps) != 1 or not isinstance(steps[0], int) or steps[0] < 0:
             raise SourceError(f"{path}: a file is one step, a number ≥ 0; found {quote_some(steps, most=5)}")
-        batch = _batch(table, path, reading.encode)
+        batch = _batch(table, path, reading)
     except SourceError:
         raise
     except Exception as err:  # a column of an unexpected type makes the conversion raise anything
@@ -140,7 +142,7 @@ def check_no_gaps(rows: np.ndarray, path: Path) -> None:
         )
 
 
-def _batch(table: pa.Table, path: Path, encode: Encode | None) -> TensorDict:
+def _batch(table: pa.Table, path: Path, reading: Reading) -> TensorDict:
     batch = TensorDict({}, batch_size=[len(table)])
     for name in ("group_id", "rollout_id"):
         batch[name] = torch.from_numpy(_integers(table, name, path))
@@ -180,7 +182,7 @@ def _batch(table: pa.Table, path: Path, encode: Encode | None) -> TensorDict:
         in_loss = torch.arange(width) >= width - torch.from_numpy(tokens).unsqueeze(1)
         batch["masks", "all_assistant_mask"] = in_loss
     else:
-        put_tokens(batch, _samples_of_texts(table, path, encode))
+        put_tokens(batch, _samples_of_texts(table, path, reading))
     if "advantage" in table.column_names:
         batch["logged_advantage"] = torch.from_numpy(_floats(table, "advantage", path)).float()
     if "loss_weight" in table.column_names:
@@ -196,18 +198,36 @@ def _batch(table: pa.Table, path: Path, encode: Encode | None) -> TensorDict:
     return batch
 
 
-def _samples_of_texts(table: pa.Table, path: Path, encode: Encode | None) -> list[Sample]:
+def _samples_of_texts(table: pa.Table, path: Path, reading: Reading) -> list[Sample]:
     """Samples that have the texts of rows, and by a tokenizer their tokens."""
     none = [None] * len(table)
     texts = [table[name].to_pylist() if name in table.column_names else none for name in TEXTS_OF_TOKENS]
     where = (f"{path}, row {row}" for row in range(len(table)))
     rows = [
-        Sample(0, row, prompt=as_text(prompt), response=as_text(response), where=place)
-        for row, (prompt, response, place) in enumerate(zip(*texts, where, strict=True))
+        Sample(
+            0,
+            row,
+            prompt=as_text(prompt),
+            response=as_text(response),
+            response_parts=_parts(as_text(parts), path),
+            where=place,
+        )
+        for row, (prompt, response, parts, place) in enumerate(zip(*texts, where, strict=True))
     ]
-    if encode is not None:
-        add_tokens(rows, encode)
+    reading.add_tokens(rows)
     return rows
+
+
+def _parts(text: str | None, path: Path) -> list[tuple[bool, str]] | None:
+    """What of a response was sampled, as :func:`~readers.batch.to_batch` wrote it."""
+    if not text:
+        return None
+    parts = json.loads(text)
+    if not all(type(sampled) is bool and as_text(each) is not None for sampled, each in parts):
+        raise SourceError(
+            f"{path}: 'response_parts' must be pairs of a boolean and a text; found {quote(parts)}"
+        )
+    return [(sampled, each) for sampled, each in parts]
 
 
 def _has_values(table: pa.Table, name: str) -> bool:

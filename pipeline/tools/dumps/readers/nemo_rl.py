@@ -33,8 +33,8 @@ def read_nemo_rl(path: Path, reading: Reading) -> Iterator[Sample]:
     """Samples of one file, which is one step.
 
     Raises:
-        SourceError: the file's name has no step, a record is not as documented, or `group_by` is not
-            ``prompt``.
+        SourceError: the file's name has no step, a record is not as documented, or there is no
+            `group_by`.
     """
     named = re.search(r"step(\d{1,18})\.jsonl(\.gz)?$", path.name)
     if named is None:
@@ -48,7 +48,7 @@ def parse_row(record: Record, reading: Reading, *, step: int) -> list[Sample]:
     """The sample of one line of the dump.
 
     Raises:
-        SourceError: it is not as documented, or `group_by` is not ``prompt``.
+        SourceError: it is not as documented, or there is no `group_by`.
     """
     row = Record({key: _only(record, key) for key in record.data}, record.where, record.line)
     tokens, length, trains = row.wholes("token_ids"), row.whole("input_lengths"), row.bits("token_loss_mask")

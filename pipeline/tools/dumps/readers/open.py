@@ -6,7 +6,7 @@ import glob
 import pkgutil
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from itertools import groupby
@@ -19,12 +19,14 @@ from tensordict import TensorDictBase
 from headrace.pipeline.tools.dumps.paths import missing_path
 from headrace.transforms.table.options import at_least, takes_options
 
-from .batch import MAX_ROWS, Draws, Sample, separate_draws, to_batch
+from .batch import MAX_ROWS, Draws, Sample, group_by_order, separate_draws, to_batch
 from .file_kinds import Format, NoGroupError, Reading, read_lines, read_schema, refuse_pointers
 from .record import SourceError, quote_some
 from .regrading import Grade, Regraded, regrade
-from .tokenizing import add_tokens, load_tokenizer
+from .table import check_columns
+from .tokenizing import load_tokenizer
 
+LARGE_GROUP = 128  # rollouts; a step that is one larger group has prompts that the dump does not tell apart
 SUFFIXES = (".pt", ".parquet", ".jsonl", ".jsonl.gz")
 
 
@@ -43,8 +45,9 @@ def open_source(
     *,
     skip_bad: bool = False,
     reward_key: str | Sequence[str] | None = None,
-    group_by: Literal["prompt", "uid"] | None = None,
+    group_by: Literal["prompt", "uid", "order"] | None = None,
     group_size: int | None = None,
+    columns: Mapping[str, str] | None = None,
     tokenizer: str | Path | None = None,
     regrade: Grade | None = None,
 ) -> Source:
@@ -56,10 +59,12 @@ def open_source(
         skip_bad: skip and count malformed records, and steps that cannot be read, instead of raising.
         reward_key: name of the reward to read, in formats with several rewards; for TRL also several names.
         group_by: ``prompt`` makes equal prompts of a step one group, in formats without ids of groups.
-            ``uid`` reads verl's uid as the id of the group, and each row as one rollout.
+            ``uid`` reads verl's uid as the id of the group, and each row as one rollout. ``order`` makes each
+            run of `group_size` rollouts a group, in the order of the file, in formats without ids of groups.
         group_size: rollouts that each group was dispatched with; written as ``expected_rollouts``. A group
             with more rollouts is split if its prompt was drawn several times in the step
             (:func:`~headrace.pipeline.tools.dumps.readers.separate_draws`). Otherwise it is an error.
+        columns: which column of a file of your own is what (:mod:`~readers.table`).
         tokenizer: a ``tokenizer.json``, or a folder that ``transformers`` has saved. It makes tokens of the
             texts, if the dump has no lengths in tokens (:mod:`~readers.tokenizing`).
             Nothing is downloaded.
@@ -85,12 +90,15 @@ def open_source(
     if format != "auto" and format not in READERS:
         raise ValueError(f"format must be auto or one of {', '.join(READERS)}; got {format!r}")
     at_least("group_size", group_size, 1)
+    if columns and format == "auto":
+        format = "table"
     name = recognise(path, skip_bad=skip_bad) if format == "auto" else format
     kind = READERS[name]
     given = {
         "reward_key": reward_key,
         "group_by": group_by,
         "group_size": group_size,
+        "columns": columns or None,
         "tokenizer": tokenizer,
     }
     for option, value in given.items():
@@ -107,11 +115,24 @@ def open_source(
         raise ValueError(f"reward_key must be one of {', '.join(kind.rewards)}; got {unknown[0]!r}")
     if group_by == "uid" and name != "verl":
         raise ValueError(f"group_by='uid' is for the format verl; this is {name}")
+    if name == "table" and group_by is not None and "group" in (columns or {}):
+        raise ValueError(f"columns.group has the group of each row; leave out group_by, got {group_by!r}")
+    if group_by == "order" and group_size is None:
+        raise ValueError(
+            "group_by='order' makes a group of each group_size rollouts in the order of the file, so "
+            "group_size is required; got None"
+        )
+    if group_by == "order" and skip_bad:
+        raise ValueError(
+            "group_by='order' needs every record, because the groups after a skipped one would be wrong; got "
+            "skip_bad=True"
+        )
     options = Reading(
         reward_keys=keys,
         group_by=group_by,
         group_size=group_size,
-        encode=None if tokenizer is None else load_tokenizer(tokenizer),
+        columns=check_columns(columns) if name == "table" else {},
+        tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
         skip_bad=skip_bad,
     )
     files = find_files(path, kind)
@@ -128,6 +149,8 @@ class Source:
         total_bytes: size of all files on disk.
         regraded: the changes by `regrade` in this pass; None without it.
         draws: the prompts of this pass that were drawn several times in a step, by step.
+        one_group: the rollouts of the steps of this pass that are one group of more than
+            :data:`LARGE_GROUP`, by step.
         keeps_oversized: whether too large groups stay if their draws cannot be told apart. False: they are
             left out or refused. The audit keeps and reports them.
         skipped_steps: the steps of this pass that were skipped under `skip_bad`, and the reasons.
@@ -137,6 +160,7 @@ class Source:
         self.format, self.files, self._options, self._grade = format, files, options, grade
         self.regraded: Regraded | None = None
         self.draws: dict[int, Draws] = {}
+        self.one_group: dict[int, int] = {}
         self.keeps_oversized = False
         self.skipped_steps: list[tuple[int | None, str]] = []
         self.total_bytes = sum(file.stat().st_size for file in files)
@@ -225,7 +249,7 @@ class Source:
                 records.
         """
         self.regraded = None if self._grade is None else Regraded()
-        self._pass, self.draws = self._options.restarted(), {}
+        self._pass, self.draws, self.one_group = self._options.restarted(), {}, {}
         self.skipped_steps = []
         last, file, bad = -1, self.files[0], False
         for step, items in groupby(self._items(self._pass), key=itemgetter(0)):
@@ -287,14 +311,17 @@ class Source:
         """The batch of a step, after `regrade`."""
         try:
             if isinstance(rows[0], Sample):
+                if self._options.group_by == "order":
+                    rows = group_by_order(rows, self._options.group_size or 1)
                 by_prompt = self._options.group_by == "prompt"
                 rows, draws = separate_draws(rows, by_prompt=by_prompt, leave_out=not self.keeps_oversized)
                 if draws.drawn:
                     self.draws[step] = draws
                 if self.keeps_oversized and self._options.group_size:  # which would refuse them
                     rows = [replace(row, expected_rollouts=None) for row in rows]
-                if self._options.encode is not None:
-                    add_tokens(rows, self._options.encode)
+                if self._options.group_by and len({row.rollout for row in rows}) > LARGE_GROUP:
+                    self._note_one_prompt(step, rows)
+                self._pass.add_tokens(rows)
             batch = to_batch(rows) if isinstance(rows[0], Sample) else rows[0]
             if self._grade is not None:
                 batch, changed = regrade(batch, self._grade)
@@ -303,6 +330,32 @@ class Source:
             err.step = step
             raise
         return batch
+
+    def _note_one_prompt(self, step: int, rows: list[Sample]) -> None:
+        """Note a step whose rollouts are all of one group, and of one prompt as far as the dump has it."""
+        if len({row.group for row in rows}) == 1:
+            self.one_group.setdefault(step, len({row.rollout for row in rows}))
+
+    @property
+    def notices(self) -> list[str]:
+        """Sentences about this pass that a reader of its numbers needs: where groups and tokens come from."""
+        said = []
+        if self._options.group_by == "order":
+            said.append(
+                f"Groups come from the order of the rows: each {self._options.group_size} rollouts next to "
+                "one another are a group (source.group_by=order). The dump itself does not say which "
+                "rollouts are a group."
+            )
+        if self.one_group:
+            step, rollouts = next(iter(self.one_group.items()))
+            others = f" So do {len(self.one_group) - 1:,} other steps." if len(self.one_group) > 1 else ""
+            said.append(
+                f"In step {step}, all {rollouts:,} rollouts have one prompt text, and are one group.{others} "
+                "This is suspicious: were images, or another part of the prompts, not dumped? If the "
+                "rollouts of each prompt are next to one another, set source.group_by=order, and "
+                "source.group_size to the rollouts of one prompt."
+            )
+        return said + self._pass.counted.said
 
 
 def find_files(path: str | Path, format: Format) -> list[Path]:
@@ -354,6 +407,8 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
     fitting, seen, nearest = [], "", dict[str, set[str]]()
     keys_of: dict[Path, set[str]] = {}
     for name, format in READERS.items():
+        if format.keys is None:
+            continue
         try:
             first = find_files(path, format)[0]
         except SourceError:
@@ -372,7 +427,7 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
                 for _, fault in reading.take(None, None):
                     raise fault
             seen = f"{first} with {quote_some(sorted(keys_of[first]), most=20)}"
-        if not format.keys or format.keys <= keys_of[first]:
+        if not format.keys or not format.lacking(keys_of[first]):
             fitting.append(name)
         elif format.keys & keys_of[first]:
             nearest[name] = set(format.keys - keys_of[first])

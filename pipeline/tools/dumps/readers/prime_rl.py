@@ -9,8 +9,10 @@ pull requests 3329 and 3444). The reader uses ``group.id``, ``run.work`` (``step
 - An episode is a rollout of one trainable agent. Two episodes of a step with the same ``id`` are an error.
   An episode with several trainable agents is refused, because it is not settled how their rewards compare.
 - The samples of an episode are the branches of its graph of messages, from a root to a leaf. Each has the
-  tokens that the policy sampled on it. A compaction from which the harness did not continue is out of the
-  loss.
+  tokens that the policy sampled on it. Tokens that several branches share are in the loss of the first of
+  them, and are context of the others; a branch without tokens of its own is no sample (prime-rl at 559b44772,
+  ``iter_trainable_branches``). A compaction from which the harness did not continue is out of the loss, and
+  shares no tokens.
 - The reward is the sum of score × weight, or that of `reward_key` alone. A null reward is missing.
 - The step is that of a folder ``step_<N>`` above the file. Without such a folder it is the step at which the
   episode was dispatched. Annotations in other files are not read.
@@ -21,17 +23,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace.transforms import Status
 
 from .batch import Sample
 from .file_kinds import Format, Reading, read_jsonl
-from .record import Record, as_number, read_parts, read_text
+from .record import Record, as_number, read_messages, sampled_texts, text_of
 
 LIMITS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed")
 
@@ -110,8 +112,7 @@ def _reward(trace: Record, key: str | None) -> float | None:
 class _Node(NamedTuple):
     parent: int | None
     sampled: bool
-    text: str
-    content: str
+    message: Mapping[str, Any]
     tokens: list[int]
     mask: list[int]
     log_probs: list[float]
@@ -129,15 +130,20 @@ def _segments(trace: Record, row: Sample) -> list[Sample]:
     nodes = [_node(record, index) for index, record in enumerate(trace.records("nodes", optional=True))]
     parents = {node.parent for node in nodes}
     resumed = {target for node in nodes for kind, target in node.links if kind == "compaction"}
-    result = []
+    result, trained = [], set[int]()  # the nodes whose tokens are in the loss of a branch
     for leaf in (index for index in range(len(nodes)) if index not in parents):
-        path = [nodes[leaf]]
-        while (parent := path[-1].parent) is not None:
-            path.append(nodes[parent])
+        path = [leaf]
+        while (parent := nodes[path[-1]].parent) is not None:
+            path.append(parent)
         path.reverse()
-        if any(node.sampled for node in path):
-            attempt = any(kind == "compaction_attempt" for kind, _ in nodes[leaf].links)
-            result.append(_segment(row, path, in_loss=not attempt or leaf in resumed))
+        sampled = {at for at in path if nodes[at].sampled or 1 in nodes[at].mask}
+        attempt = any(kind == "compaction_attempt" for kind, _ in nodes[leaf].links)
+        in_loss = not attempt or leaf in resumed
+        own = sampled - trained if in_loss else sampled
+        if own:
+            result.append(_segment(row, [(nodes[at], at in own) for at in path], in_loss=in_loss))
+        if in_loss:
+            trained |= sampled
     return [segment for segment in result if segment.tokens is not None] or result
 
 
@@ -156,25 +162,42 @@ def _node(record: Record, index: int) -> _Node:
         (link.text("type"), link.whole("node")) for link in record.records("semantic_parents", optional=True)
     ]
     message = Record({"m": [record.record("message").data]}, record.where, record.line)
-    [(_, content)], text = read_parts(message, "m") or [], read_text(message, "m") or ""
-    return _Node(parent, record.flag("sampled", default=False), text, content, tokens, mask, log_probs, links)
+    [read] = read_messages(message, "m") or [{}]
+    return _Node(parent, record.flag("sampled", default=False), read, tokens, mask, log_probs, links)
 
 
-def _segment(row: Sample, path: list[_Node], *, in_loss: bool) -> Sample:
-    """The row of one branch, split at the policy's first token; without tokens, its texts only."""
-    first = next(i for i, node in enumerate(path) if node.sampled)
-    prompt, response = ("\n".join(node.text for node in part) for part in (path[:first], path[first:]))
-    parts = [(node.sampled, node.content) for node in path[first:]]
-    segment = replace(row, prompt=prompt, response=response, response_parts=parts, in_loss=in_loss)
-    mask = [bit for node in path for bit in node.mask]  # 1: the policy sampled the token
-    if 1 not in mask:
+def _segment(row: Sample, path: list[tuple[_Node, bool]], *, in_loss: bool) -> Sample:
+    """The row of one branch, split at the policy's first token; without tokens, its texts only.
+
+    Args:
+        row: what all branches of the episode share.
+        path: the nodes of the branch, each with whether this branch trains what was sampled in it.
+        in_loss: whether the branch is in the loss.
+    """
+    first = next(at for at, (node, _) in enumerate(path) if node.sampled or 1 in node.mask)
+    messages = [node.message for node, _ in path]
+    segment = replace(
+        row,
+        prompt=text_of(messages[:first]),
+        response=text_of(messages[first:]),
+        response_parts=[
+            text
+            for node, own in path[first:]
+            for text in sampled_texts(node.message, sampled=own and node.sampled)
+        ],
+        chat=[(own and node.sampled, node.message) for node, own in path],
+        in_loss=in_loss,
+    )
+    sampled = [bit for node, _ in path for bit in node.mask]  # 1: the policy sampled the token
+    if 1 not in sampled:
         return segment
-    begin = mask.index(1)
-    segment.tokens = [token for node in path for token in node.tokens]
-    segment.loss_mask, segment.response_length = mask[begin:], len(mask) - begin
-    if all(len(node.log_probs) == sum(node.mask) for node in path):  # else they are incomplete
-        sampled = iter([value for node in path for value in node.log_probs])
-        segment.log_probs = [next(sampled) if bit else math.nan for bit in mask][begin:]
+    begin = sampled.index(1)
+    segment.tokens = [token for node, _ in path for token in node.tokens]
+    segment.loss_mask = [bit * own for node, own in path for bit in node.mask][begin:]
+    segment.response_length = len(sampled) - begin
+    if all(len(node.log_probs) == sum(node.mask) for node, _ in path):  # else they are incomplete
+        values = iter([value for node, _ in path for value in node.log_probs])
+        segment.log_probs = [next(values) if bit else math.nan for bit in sampled][begin:]
     return segment
 
 

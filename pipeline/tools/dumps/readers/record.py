@@ -7,11 +7,13 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 
+from headrace.pipeline.conversations import as_messages, message_parts, message_text
 from headrace.pipeline.wording import printable
 
 MAX_MESSAGE = 2000  # characters, of four bytes at most
@@ -297,8 +299,61 @@ class Record:
         return json.dumps(kept, allow_nan=False) if kept else ""
 
 
+def read_messages(record: Record, key: str, *, optional: bool = False) -> list[Mapping[str, Any]] | None:
+    """The messages of a conversation (:func:`~headrace.pipeline.conversations.as_messages`); None: a string.
+
+    Raises:
+        SourceError: the value is neither, or it is not known what of a message was sampled.
+
+    Example:
+        >>> read_messages(Record({"prompt": [{"role": "user", "content": "2+2?"}]}, "a:1"), "prompt")
+        [{'role': 'user', 'content': '2+2?'}]
+    """
+    value = record.get(key, optional=optional)
+    if value is None or isinstance(value, str):
+        return None
+    given = record.records(key)
+    try:
+        messages = as_messages([each.data for each in given])
+        for message in messages:
+            text = message_text(message)
+            if as_text(message["role"]) is None or as_text(text) is None:
+                raise record.fail(f"{key!r} must have messages of valid Unicode", text)
+    except ValueError as err:
+        raise err if isinstance(err, SourceError) else SourceError(f"{record.where}, {key}: {err}") from None
+    return messages
+
+
+def with_decoded_messages(record: Record, *keys: str) -> Record:
+    """The record, with messages where a text under one of `keys` is messages as JSON.
+
+    Example:
+        >>> text = '[{"role": "user", "content": "2+2?"}]'
+        >>> with_decoded_messages(Record({"prompt": text}, "a:1"), "prompt").data
+        {'prompt': [{'role': 'user', 'content': '2+2?'}]}
+    """
+    decoded = {}
+    for key in keys:
+        value = record.data.get(key)
+        if isinstance(value, str) and value.lstrip().startswith("[") and '"role"' in value:
+            with suppress(ValueError, RecursionError):  # else it is a text that looks like it
+                found = json.loads(value)
+                if found and all(isinstance(each, dict) and "role" in each for each in found):
+                    decoded[key] = found
+    if not decoded:
+        return record
+    read = Record({**record.data, **decoded}, record.where, record.line)
+    read.read = record.read  # which the reader of other columns sees
+    return read
+
+
+def text_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Messages as lines of ``role: text``."""
+    return "\n".join(f"{each['role']}: {message_text(each)}" for each in messages)
+
+
 def read_text(record: Record, key: str, *, optional: bool = False) -> str | None:
-    """A string as it is; messages as lines of ``role: content``.
+    """A string as it is; messages as lines of ``role: text``.
 
     Raises:
         SourceError: the value is neither.
@@ -307,28 +362,67 @@ def read_text(record: Record, key: str, *, optional: bool = False) -> str | None
         >>> read_text(Record({"prompt": [{"role": "user", "content": "2+2?"}]}, "a:1"), "prompt")
         'user: 2+2?'
     """
-    value = record.get(key, optional=optional)
-    if value is None:
-        return None
-    if isinstance(value, str):
-        return record.text(key)
-    return "\n".join(f"{m.text('role')}: {_content(m)}" for m in record.records(key))
+    messages = read_messages(record, key, optional=optional)
+    return record.text(key, optional=optional) if messages is None else text_of(messages)
 
 
-def read_parts(record: Record, key: str) -> list[tuple[bool, str]] | None:
-    """The contents of messages, each with whether an assistant wrote it; None if the value is a string.
+def sampled_texts(message: Mapping[str, Any], *, sampled: bool) -> list[tuple[bool, str]]:
+    """The texts of a message, each with whether the policy sampled it.
 
-    Raises:
-        SourceError: the value is neither.
+    Args:
+        message: of a conversation.
+        sampled: whether the message is the policy's. What a tool returned within it is not.
 
     Example:
-        >>> read_parts(Record({"completion": [{"role": "tool", "content": "4"}]}, "a:1"), "completion")
+        >>> calls = [{"name": "add", "arguments": "{}"}]
+        >>> sampled_texts({"role": "assistant", "content": "Let us add.", "tool_calls": calls}, sampled=True)
+        [(True, 'Let us add.'), (True, 'add'), (True, '{}')]
+    """
+    if not sampled:
+        return [(False, message_text(message))]
+    parts = message_parts(message)
+    return [(part.kind != "shown", text) for part in parts for text in part.texts if text]
+
+
+def read_texts(record: Record, prompt: str, response: str, *, optional: bool = False) -> dict[str, Any]:
+    """The fields `prompt`, `response`, `response_parts` and `chat` of a sample (:class:`Sample`).
+
+    Args:
+        record: that has the texts, as strings or messages.
+        prompt: its key.
+        response: its key.
+        optional: whether the record may lack them.
+
+    Raises:
+        SourceError: as :func:`read_messages`.
+
+    Example:
+        >>> rows = {"prompt": "2+2?", "completion": [{"role": "tool", "content": "4"}]}
+        >>> read_texts(Record(rows, "a:1"), "prompt", "completion")["response_parts"]
         [(False, '4')]
     """
-    value = record.get(key, optional=True)
-    if value is None or isinstance(value, str):
-        return None
-    return [(m.text("role") == "assistant", _content(m)) for m in record.records(key)]
+    asked = read_messages(record, prompt, optional=optional)
+    answered = read_messages(record, response, optional=optional)
+    found: dict[str, Any] = {
+        "prompt": record.text(prompt, optional=optional) if asked is None else text_of(asked),
+        "response": record.text(response, optional=optional) if answered is None else text_of(answered),
+    }
+    return found if answered is None else {**found, **conversation(asked, answered)}
+
+
+def conversation(
+    asked: Sequence[Mapping[str, Any]] | None, answered: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The fields `response_parts` and `chat` of a sample whose response is messages.
+
+    Args:
+        asked: the messages of the prompt, of which none was sampled in this rollout; None: it is no messages.
+        answered: those of the response.
+    """
+    own = [(each["role"] == "assistant", each) for each in answered]
+    chat = None if asked is None else [(False, each) for each in asked] + own
+    parts = [text for sampled, each in own for text in sampled_texts(each, sampled=sampled)]
+    return {"response_parts": parts, "chat": chat}
 
 
 def read_json(record: Record, key: str) -> str | None:
@@ -348,16 +442,3 @@ def read_json(record: Record, key: str) -> str | None:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         raise record.fail(f"{key!r} must be text, or what JSON can hold", value) from None
-
-
-def _content(message: Record) -> str:
-    value: Any = message.get("content", optional=True)
-    if value is None:  # a message that only calls a tool
-        return ""
-    if isinstance(value, list):
-        parts = message.records("content")
-        return "".join(part.text("text", optional=True) or "" for part in parts)
-    content = as_text(value)
-    if content is None:
-        raise message.fail("'content' must be a string or a list of parts", value)
-    return content

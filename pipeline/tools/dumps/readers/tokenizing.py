@@ -1,28 +1,74 @@
 """Encode the texts of a dump with the tokenizer of its model (``source.tokenizer``).
 
-Prompt and response are encoded separately, without special tokens. The result may differ from the sampled
-tokens by a few: frameworks may drop special tokens when they decode, and a text may have several encodings.
-The contents of messages are encoded one by one. Those of an assistant are in the loss, those of tools and
-users are not. The tokens of a chat template around the contents are missing.
+Rows whose prompt and response are messages are encoded by the tokenizer's chat template, if it marks the
+assistant's tokens with ``{% generation %}``. The marked tokens are in the loss. The template decides which
+these are.
+
+Otherwise texts are counted one by one. Prompt and response are encoded separately, without special tokens.
+Of messages, each text is encoded alone: contents, reasoning, and names and arguments of tool calls. Those of
+an assistant are in the loss, those of tools and users are not. The tokens of a chat template around the
+texts are missing. The result may differ from the sampled tokens by a few: frameworks may drop special tokens
+when they decode, and a text may have several encodings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .batch import Sample
 from .record import SourceError, first_line
 
-Encode = Callable[[list[str]], list[list[int]]]
 FILE = "tokenizer.json"
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # of a chat template, around what the assistant says
 
 
-def load_tokenizer(path: str | Path) -> Encode:
-    """Load a function from texts to token ids, of a ``tokenizer.json`` or of a folder of ``transformers``.
+class Tokenizer(NamedTuple):
+    """How texts, and messages, become tokens."""
 
-    It downloads nothing, and runs no code of the folder.
+    encode: Callable[[list[str]], list[list[int]]]
+    """From texts to token ids, without special tokens."""
+    chat: Callable[[list[Mapping[str, Any]]], tuple[list[int], list[int]]] | None = None
+    """From messages to token ids, and for each 1 if the template marks it as the assistant's."""
+
+
+class Counted(NamedTuple):
+    """How many rows were encoded in which way."""
+
+    by_template: int = 0
+    by_text: int = 0
+
+    def plus(self, other: Counted) -> Counted:
+        """The sum with those of other rows."""
+        return Counted(self.by_template + other.by_template, self.by_text + other.by_text)
+
+    @property
+    def said(self) -> list[str]:
+        """Sentences that say which of the two it was.
+
+        Example:
+            >>> Counted(by_template=8).said
+            ["The tokens in the loss of 8 rows are those that the tokenizer's chat template marks."]
+        """
+        said = {
+            "are those that the tokenizer's chat template marks": self.by_template,
+            "were counted text by text: contents, reasoning, names and arguments of tool calls, without the "
+            "tokens of a chat template": self.by_text,
+        }
+        return [
+            f"The tokens in the loss of {number:,} row{'s' * (number != 1)} {how}."
+            for how, number in said.items()
+            if number
+        ]
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Load a tokenizer of a ``tokenizer.json``, or of a folder of ``transformers``.
+
+    A folder may have a chat template, which a ``tokenizer.json`` does not have. It downloads nothing, and
+    runs no code of the folder.
 
     Raises:
         ValueError: there is no such file or folder, it cannot be read, or a package is missing.
@@ -34,21 +80,21 @@ def load_tokenizer(path: str | Path) -> Encode:
             f"tokenizer must be a {FILE}, or a folder of transformers, on this machine; found neither at "
             f"{path}. Nothing is downloaded: save it there before, with tokenizer.save_pretrained(FOLDER)"
         )
-    package = "tokenizers" if file.is_file() else "transformers"
+    templated = place.is_dir() and _has_marks(place)
+    package = "transformers" if templated or not file.is_file() else "tokenizers"
     try:
-        if file.is_file():
-            from tokenizers import Tokenizer
+        if package == "tokenizers":
+            from tokenizers import Tokenizer as Fast
 
-            fast = Tokenizer.from_file(str(file))
+            fast = Fast.from_file(str(file))
             fast.no_truncation()
             fast.no_padding()
-            return lambda texts: [
-                each.ids for each in fast.encode_batch_fast(texts, add_special_tokens=False)
-            ]
+            return Tokenizer(
+                lambda texts: [each.ids for each in fast.encode_batch_fast(texts, add_special_tokens=False)]
+            )
         from transformers import AutoTokenizer
 
         slow: Any = AutoTokenizer.from_pretrained(str(place), local_files_only=True, trust_remote_code=False)
-        return lambda texts: slow(texts, add_special_tokens=False)["input_ids"] if texts else []
     except ImportError as err:
         raise ValueError(
             f"tokenizer={str(path)!r} needs the package {package}: pip install 'headrace[llm]'"
@@ -59,21 +105,40 @@ def load_tokenizer(path: str | Path) -> Encode:
             f"{first_line(err)}"
         ) from err
 
+    def chat(messages: list[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+        how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        found = slow.apply_chat_template(messages, **how)
+        return list(found["input_ids"]), [int(bit) for bit in found["assistant_masks"]]
 
-def add_tokens(samples: Sequence[Sample], encode: Encode) -> None:
+    return Tokenizer(
+        lambda texts: slow(texts, add_special_tokens=False)["input_ids"] if texts else [],
+        chat if MARKS.search(str(slow.chat_template or "")) else None,
+    )
+
+
+def _has_marks(folder: Path) -> bool:
+    """Whether a chat template in a folder of transformers marks the assistant's tokens."""
+    files = (folder / "chat_template.jinja", folder / "tokenizer_config.json")
+    return any(file.is_file() and MARKS.search(file.read_text(errors="replace")) for file in files)
+
+
+def add_tokens(samples: Sequence[Sample], tokenizer: Tokenizer) -> Counted:
     """Write the tokens of samples, in place. Does nothing if a sample has tokens or a length already.
 
+    Returns:
+        How many rows were counted in which way.
+
     Raises:
-        SourceError: a sample has no response as text.
+        SourceError: a sample has no response as text, or the chat template does not take its messages.
 
     Example:
         >>> sample = Sample("a", 0, 1.0, prompt="1+1?", response="two")
-        >>> add_tokens([sample], lambda texts: [[ord(letter) for letter in text] for text in texts])
-        >>> sample.extent()
-        (7, 3)
+        >>> letters = Tokenizer(lambda texts: [[ord(letter) for letter in text] for text in texts])
+        >>> add_tokens([sample], letters), sample.extent()
+        (Counted(by_template=0, by_text=1), (7, 3))
     """
     if any(sample.extent() is not None for sample in samples):
-        return  # the dump has them
+        return Counted()  # the dump has them
     without = [sample for sample in samples if sample.response is None and not sample.lost]
     if without:
         raise SourceError(
@@ -81,13 +146,54 @@ def add_tokens(samples: Sequence[Sample], encode: Encode) -> None:
             "source.tokenizer out"
         )
     written = [sample for sample in samples if sample.response is not None]
-    prompts = encode([sample.prompt or "" for sample in written])
-    parts = [sample.response_parts or [(True, sample.response or "")] for sample in written]
-    pieces = iter(encode([text for each in parts for _, text in each]))
-    for sample, prompt, each in zip(written, prompts, parts, strict=True):
+    chats = [] if tokenizer.chat is None else [sample for sample in written if sample.chat]
+    for sample in chats:
+        _add_tokens_of_chat(sample, sample.chat or [], tokenizer.chat)
+    texts = [sample for sample in written if sample.tokens is None]
+    prompts = tokenizer.encode([sample.prompt or "" for sample in texts])
+    parts = [
+        [(True, sample.response or "")] if sample.response_parts is None else sample.response_parts
+        for sample in texts
+    ]
+    pieces = iter(tokenizer.encode([text for each in parts for _, text in each]))
+    for sample, prompt, each in zip(texts, prompts, parts, strict=True):
         response, mask = _joined((trains, next(pieces)) for trains, _ in each)
         sample.tokens, sample.response_length = prompt + response, len(response)
         sample.loss_mask = None if all(mask) else mask
+    return Counted(len(chats), len(texts))
+
+
+def _add_tokens_of_chat(sample: Sample, chat: Sequence[tuple[bool, Any]], template: Any) -> None:
+    """The tokens of messages, of which those train that the chat template marks as the assistant's.
+
+    The template marks the messages of an assistant in the prompt, too, and those that another row trains.
+    These are found by the order of the marked runs of tokens.
+    """
+    try:
+        tokens, marked = template([message for _, message in chat])
+    except Exception as err:  # a template raises what it likes, such as that roles must alternate
+        raise SourceError(
+            f"{sample.where}: the tokenizer's chat template must take the messages; found {first_line(err)}. "
+            "To count their texts one by one, set source.tokenizer to the file tokenizer.json"
+        ) from err
+    own = [trains for trains, message in chat if message["role"] == "assistant"]
+    if not all(own):
+        runs: list[list[int]] = []
+        for place, bit in enumerate(marked):
+            if bit and (place == 0 or not marked[place - 1]):
+                runs.append([])
+            if bit:
+                runs[-1].append(place)
+        if len(runs) != len(own):
+            raise SourceError(
+                f"{sample.where}: the chat template marks a run of tokens for each message of the assistant "
+                f"({len(own)}), of which some were not sampled in this row; found {len(runs)} runs. To count "
+                "the texts one by one, set source.tokenizer to the file tokenizer.json"
+            )
+        train = {place for run, trains in zip(runs, own, strict=True) if trains for place in run}
+        marked = [int(place in train) for place in range(len(tokens))]
+    begin = marked.index(1) if 1 in marked else len(tokens)
+    sample.tokens, sample.response_length, sample.loss_mask = tokens, len(tokens) - begin, marked[begin:]
 
 
 def _joined(parts: Iterable[tuple[bool, list[int]]]) -> tuple[list[int], list[int]]:

@@ -28,7 +28,7 @@ from headrace.transforms import Status
 
 from .batch import Sample
 from .file_kinds import Format, Reading, parse_records, read_rows, read_schema
-from .record import Record, SourceError, as_number_or_gap, read_parts, read_text
+from .record import Record, SourceError, as_number_or_gap, read_texts
 
 FIXED = ("step", "prompt", "completion", "advantage")
 
@@ -56,8 +56,8 @@ def parse_row(record: Record, reading: Reading, *, rewards: Sequence[str]) -> li
             raise record.fail(f"the reward {name!r} must be a finite number, or null", record.data[name])
         values[name] = value
     unscorable = all(math.isnan(value) for value in values.values())
-    prompt = read_text(record, "prompt")
-    group = reading.group_of_prompt(record.data["prompt"], record.where, prompt)
+    texts = read_texts(record, "prompt", "completion")
+    group = reading.group_of_prompt(record.data["prompt"], record.where, texts["prompt"])
     return [
         Sample(
             group=group,
@@ -65,9 +65,7 @@ def parse_row(record: Record, reading: Reading, *, rewards: Sequence[str]) -> li
             reward=values[rewards[0]] if len(values) == 1 and not unscorable else None,
             rewards=values if len(values) > 1 and not unscorable else None,
             status=Status.FAILED if unscorable else None,
-            prompt=prompt,
-            response=read_text(record, "completion"),
-            response_parts=read_parts(record, "completion"),
+            **texts,
             step=record.whole("step"),
             advantage=record.number("advantage"),
             place=record.line,

@@ -4,7 +4,7 @@ Schema: verifiers 0.1.8.post2, ``verifiers/utils/eval_utils.py`` (``make_dataset
 ``verifiers/utils/save_utils.py`` (``state_to_output``): ``example_id``, ``prompt``, ``completion`` (strings
 or chat messages), ``reward``, ``task``, and from 0.1.9 on ``is_completed``, ``is_truncated``, ``error``,
 with the metrics beside them. Later releases (0.4.0) save episodes in ``traces.jsonl``, which the format
-``prime_rl`` reads.
+``prime_rl`` reads. Earlier releases, and some environments, write ``id`` instead of ``example_id``.
 
 - A group is an example of a task. An evaluation draws each example once.
 - A rollout with an ``error`` failed. One with ``is_truncated`` was truncated. In releases that do not write
@@ -24,7 +24,7 @@ from headrace.transforms import Status
 
 from .batch import Sample
 from .file_kinds import Format, Reading, read_jsonl
-from .record import Record, read_json, read_parts, read_text
+from .record import Record, read_json, read_texts
 
 MEASURED = frozenset({"timing", "generation_ms"})
 
@@ -35,7 +35,8 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
     Raises:
         SourceError: it is not as documented.
     """
-    example, task = record.label("example_id"), record.text("task", optional=True)
+    named = "id" if "example_id" not in record.data and "id" in record.data else "example_id"
+    example, task = record.label(named), record.text("task", optional=True)
     failed = record.get("error", optional=True) is not None
     status: Status | None = Status.FAILED if failed else None
     if not failed and record.get("is_truncated", optional=True) is not None:
@@ -52,9 +53,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             rollout=record.line,
             reward=reward,
             status=status,
-            prompt=read_text(record, "prompt", optional=failed),
-            response=read_text(record, "completion", optional=failed),
-            response_parts=read_parts(record, "completion"),
+            **read_texts(record, "prompt", "completion", optional=failed),
             ground_truth=read_json(record, "answer"),
             step=reading.file,
             record=digest,
@@ -65,7 +64,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
 FORMAT = Format(
     partial(read_jsonl, parse=parse_row),
     files=("results.jsonl", "*/results.jsonl"),
-    keys=frozenset({"example_id", "prompt", "completion", "reward"}),
+    keys=frozenset({"example_id|id", "prompt", "completion", "reward"}),
     options=("group_size", "reward_key", "tokenizer"),
     unsaid=("rollouts", "masks", "tokens"),
 )

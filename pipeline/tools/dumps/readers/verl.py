@@ -36,7 +36,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
     """The sample of one line of the dump; none of a row that fills verl's batch.
 
     Raises:
-        SourceError: it is not as documented, or has no uid and `group_by` is not ``prompt``.
+        SourceError: it is not as documented, or has no uid and there is no `group_by`.
     """
     prompt, uid = record.text("input"), record.text("uid", optional=reading.group_by != "uid")
     if uid is not None and PADDING.fullmatch(uid):

@@ -9,6 +9,7 @@ const [LINE, END] = [180, 60]; // characters of a text in the table, and how man
 // In the order of reading; the rest is in a row that is opened.
 const SHOWN = ["group_id", "rollout_id", "rollout_reward", "advantage", "tokens", "reason"];
 const OTHERS = "other_columns"; // a JSON object of what else the dump has that was replayed
+const PARTS_OF_TEXT = "response_parts"; // the response again, in the parts that a tokenizer counts
 const TEXTS = ["prompt", "response", "ground_truth"]; // first, when a row is opened
 
 const oneLine = (cell) => {
@@ -120,9 +121,9 @@ function rowsTable({ run, step, answer, state, without, sort, label }) {
 // All that is known of a row: its texts, and its other columns.
 function opened({ run, step, cells, key, columns, value, has, state }) {
   const kinds = new Map(columns);
-  const isText = (column) => kinds.get(column) === "text" && !["reason", "action", "status"].includes(column);
+  const isText = (column) => kinds.get(column) === "text" && !["reason", "action", "status", PARTS_OF_TEXT].includes(column);
   const texts = [...TEXTS.filter(has), ...[...kinds.keys()].filter((column) => isText(column) && !TEXTS.includes(column))];
-  const others = [...kinds.keys()].filter((column) => !texts.includes(column));
+  const others = [...kinds.keys()].filter((column) => !texts.includes(column) && column !== PARTS_OF_TEXT);
   const links = [
     has("group_id")
       ? h("a", { href: link({ ...state, view: "steps", step, group: String(value(cells, "group_id")), reason: "", text: "" }) }, "all rows of this group")

@@ -1,0 +1,249 @@
+"""Rollouts in a file of your own: ``source.columns`` says which column is what.
+
+A file is JSON Lines or Parquet. There are three shapes::
+
+    {"problem_id": 7, "score": 1.0, "output": "4"}                               a line is a rollout
+    {"prompt": "2+2?", "samples": [{"score": 1.0, "output": "4"}, ...]}          a line has a list of rollouts
+    {"prompt": "2+2?", "scores": [1.0, 0.0], "outputs": ["4", "5"]}              a line has lists of values
+
+    columns={group: problem_id, reward: score, response: output}
+    columns={rollouts: samples, prompt: prompt, reward: score, response: output}
+    columns={prompt: prompt, reward: scores, response: outputs}
+
+================ ===================================================== ===================================
+name             value                                                 without it
+================ ===================================================== ===================================
+``reward``       a number, or true and false                           an error
+``response``     a text, or messages; also as JSON                     an error
+``rollouts``     a list of objects, one for each rollout of the line   a line is a rollout, or has lists
+``group``        id of the group, a text or an integer ≥ 0             the line, if it has several rollouts;
+                                                                       else `group_by`
+``rollout``      id of the rollout, unique in its group                the line, and the place in it
+``prompt``       a text, or messages; also as JSON                     the messages before the first of the
+                                                                       assistant in the response
+``step``         an integer ≥ 0                                        the number of the file
+``advantage``    a number                                              not known
+``ground_truth`` anything                                              not known
+``status``       ``completed``, ``truncated``, ``failed``,             not known
+                 ``aborted``, or a finish reason: ``stop``,
+                 ``length``, ...
+``truncated``    true or false                                         not known
+``length``       sampled tokens of the response                        not known, or by a tokenizer
+================ ===================================================== ===================================
+
+A name with dots is a path: ``reward: metrics.score``. In a list of rollouts, a column that a rollout lacks
+is taken from its line. A line has lists of values if its reward is a list. Then the response, and each of
+rollout, advantage, status, truncated and length, is a list of that length; the others are of the line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.pipeline.wording import suggest
+from headrace.transforms import Status
+
+from .batch import BY_ORDER, Label, Sample
+from .file_kinds import Format, Reading, parse_records, read_lines, read_rows
+from .record import (
+    Record,
+    SourceError,
+    as_number,
+    conversation,
+    quote_some,
+    read_json,
+    read_messages,
+    read_texts,
+    text_of,
+    with_decoded_messages,
+)
+
+REQUIRED = ("reward", "response")
+OF_ROLLOUT = (*REQUIRED, "rollout", "advantage", "status", "truncated", "length")
+NAMES = (*OF_ROLLOUT, "rollouts", "group", "prompt", "step", "ground_truth")
+ENDS = {status.name.lower(): status for status in Status}
+ENDS |= dict.fromkeys(
+    ("stop", "eos", "end_turn", "stop_sequence", "tool_calls", "tool_use"), Status.COMPLETED
+)
+ENDS |= dict.fromkeys(("length", "max_tokens", "max_output_tokens", "max_length"), Status.TRUNCATED)
+ENDS |= {"error": Status.FAILED, "abort": Status.ABORTED, "cancelled": Status.ABORTED}
+
+
+def check_columns(columns: Mapping[str, str] | None) -> dict[str, str]:
+    """Check the names of columns, and return them.
+
+    Raises:
+        ValueError: a name is unknown, a value is no text, or a required one is missing.
+
+    Example:
+        >>> check_columns({"reward": "score", "response": "output"})
+        {'reward': 'score', 'response': 'output'}
+    """
+    given = {str(name): value for name, value in (columns or {}).items() if value is not None}
+    for name, value in given.items():
+        if name not in NAMES:
+            raise ValueError(
+                f"columns has no {name!r}{suggest(name, NAMES)}; its names are {', '.join(NAMES)}"
+            )
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"columns.{name} must be the name of a column; got {value!r}")
+    if lacking := [name for name in REQUIRED if name not in given]:
+        raise ValueError(
+            f"the format table needs columns.{' and columns.'.join(lacking)}, such as "
+            "source.columns={group: problem_id, reward: score, response: output}; "
+            f"got {given or None}"
+        )
+    return given
+
+
+def read_table_rows(path: Path, reading: Reading) -> Iterator[Sample]:
+    """Samples of one file.
+
+    Raises:
+        SourceError: the file is damaged, or a column is missing or of another type.
+    """
+    read = read_rows if path.suffix == ".parquet" else read_lines
+    return parse_records(read(path, reading), reading, parse_row)
+
+
+def parse_row(record: Record, reading: Reading) -> list[Sample]:
+    """The samples of one line.
+
+    Raises:
+        SourceError: a column is missing, or of another type.
+    """
+    columns = reading.columns
+    if "rollouts" in columns:
+        found = _value(record, columns["rollouts"])
+        if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+            raise _fail(record, "rollouts", columns, "a list of objects", found)
+        inner = [
+            _named(
+                {name: _value(Record(each, ""), key) for name, key in columns.items()},
+                {name: _value(record, key) for name, key in columns.items()},
+            )
+            for each in found
+        ]
+        others = [Record(each, "") for each in found]
+        for each in others:
+            each.read |= {key.split(".")[0] for key in columns.values()} | set(columns.values())
+        rows = [(values, each.other_columns()) for values, each in zip(inner, others, strict=True)]
+    else:
+        values = {name: _value(record, key) for name, key in columns.items()}
+        if not isinstance(values["reward"], list):
+            return [_sample(record, reading, values, None, None)]
+        size = len(values["reward"])
+        for name in OF_ROLLOUT:
+            if name in columns and (not isinstance(values[name], list) or len(values[name]) != size):
+                raise _fail(
+                    record, name, columns, f"a list as long as that of the rewards ({size})", values[name]
+                )
+        by_name = [(name, value if name in OF_ROLLOUT else [value] * size) for name, value in values.items()]
+        rows = [({name: listed[at] for name, listed in by_name}, "") for at in range(size)]
+    samples = [_sample(record, reading, values, at, more) for at, (values, more) in enumerate(rows)]
+    labels = [sample.rollout for sample in samples]
+    if twice := [label for at, label in enumerate(labels) if label in labels[:at]]:
+        raise record.fail("a rollout is there once in its group", twice[0])
+    return samples
+
+
+def _named(inner: dict[str, Any], outer: dict[str, Any]) -> dict[str, Any]:
+    """The values of a rollout, and of its line where the rollout has none."""
+    return {name: outer[name] if value is None else value for name, value in inner.items()}
+
+
+def _value(record: Record, key: str) -> Any:
+    """The value of a column, or of a path with dots; None if there is none."""
+    if key in record.data or "." not in key:
+        return record.get(key, optional=True)
+    value: Any = record.data
+    record.read.add(key.split(".")[0])
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _fail(record: Record, name: str, columns: Mapping[str, str], required: str, found: Any) -> SourceError:
+    """An error about a column, with the option that names it."""
+    of = f"{columns[name]!r} (source.columns.{name})"
+    if found is None:
+        keys = quote_some(record.data)
+        return SourceError(f"{record.where}: {of} is required, {required}; found none among the keys {keys}")
+    return record.fail(f"{of} must be {required}", found)
+
+
+def _sample(
+    record: Record, reading: Reading, values: dict[str, Any], at: int | None, others: str | None
+) -> Sample:
+    """A rollout by the values of its columns; `at`: its place in a line with several."""
+    columns = reading.columns
+    where = record.where if at is None else f"{record.where}, rollout {at}"
+    row = with_decoded_messages(Record(values, where, record.line), "prompt", "response")
+    status = _status(row)
+    lost = status in (Status.FAILED, Status.ABORTED)
+    reward = values["reward"]
+    number = float(reward) if isinstance(reward, bool) else as_number(reward)
+    if number is None and not (lost and reward is None):
+        raise _fail(record, "reward", columns, "a finite number, or true or false", reward)
+    if values["response"] is None and not lost:
+        raise _fail(record, "response", columns, "a text or messages", None)
+    texts = read_texts(row, "prompt", "response", optional=True) if "prompt" in columns else _split(row)
+    group: Label
+    if "group" in columns:
+        if values["group"] is None:
+            raise _fail(record, "group", columns, "an id, a text or an integer ≥ 0", None)
+        group = row.label("group")
+    elif at is not None and reading.group_by is None:
+        group = record.line
+    else:
+        group = reading.group_of_prompt(values.get("prompt"), where, texts.get("prompt"))
+    parts = group if isinstance(group, tuple) else (group,)
+    label = row.label("rollout", optional=True)
+    rollout: Label = (record.line,) if at is None else (record.line, at)
+    if label is not None and group != BY_ORDER:
+        rollout = (*parts, label)
+    return Sample(
+        group=group,
+        rollout=rollout,
+        reward=number,
+        status=status,
+        **texts,
+        ground_truth=read_json(row, "ground_truth"),
+        response_length=row.whole("length", optional=True),
+        step=row.whole("step") if "step" in columns else reading.file,
+        advantage=row.number("advantage", optional=True),
+        other_columns=others,
+        record=None if label is None else rollout,
+        place=record.line if at is None else None,
+    )
+
+
+def _status(row: Record) -> Status | None:
+    truncated = row.get("truncated", optional=True)
+    if truncated is not None and row.flag("truncated"):
+        return Status.TRUNCATED
+    if row.get("status", optional=True) is not None:
+        return row.choice("status", ENDS)
+    return None if truncated is None else Status.COMPLETED
+
+
+def _split(row: Record) -> dict[str, Any]:
+    """The texts of a response; what comes before the first message of the assistant is the prompt."""
+    messages: Sequence[Mapping[str, Any]] | None = read_messages(row, "response", optional=True)
+    if messages is None:
+        return {"response": row.text("response", optional=True)}
+    first = next((at for at, each in enumerate(messages) if each["role"] == "assistant"), len(messages))
+    asked, answered = messages[:first], messages[first:]
+    prompt = {"prompt": text_of(asked)} if asked else {}
+    return {**prompt, "response": text_of(answered), **conversation(asked, answered)}
+
+
+FORMAT = Format(
+    read_table_rows,
+    files=("*.jsonl", "*.parquet"),
+    keys=None,
+    options=("columns", "group_by", "group_size", "tokenizer"),
+    unsaid=("masks", "tokens"),
+)
