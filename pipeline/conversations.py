@@ -86,13 +86,13 @@ def message_parts(message: Mapping[str, Any]) -> list[Part]:
     calls = [part for part in content if part.kind == "call"]
     thoughts = [part for part in content if part.kind == "reasoning"]
     texts = "".join(part.texts[0] for part in content if part.kind == "text")
-    known = {part.texts[0].strip() for part in thoughts} | {"".join(p.texts[0] for p in thoughts).strip()}
+    known = {part.texts[0] for part in thoughts} | {"".join(part.texts[0] for part in thoughts)}
     before: list[Part] = []
     for name in REASONING:
         text = _joined(message.get(name), name)
         inside = "<think>" in texts and text.strip() in texts.split("</think>")[0]
-        if text.strip() and text.strip() not in known and not inside:
-            known.add(text.strip())
+        if text and text not in known and not inside:
+            known.add(text)
             before.append(Part("reasoning", (text,)))
     given = message.get("tool_calls")
     if isinstance(given, str):

@@ -431,6 +431,9 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
             fitting.append(name)
         elif format.keys & keys_of[first]:
             nearest[name] = set(format.keys - keys_of[first])
+    # A format that needs all keys of another, and more, is the more exact one.
+    needed = {name: READERS[name].keys or frozenset() for name in fitting}
+    fitting = [name for name in fitting if not any(needed[name] < keys for keys in needed.values())]
     if len(fitting) != 1:
         said = ""
         if nearest and not fitting:

@@ -68,7 +68,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
 FORMAT = Format(
     read_prime_hosted,
     files=("*.jsonl", "*.parquet"),
-    keys=frozenset({"problem_id", "sample_id", "step", "reward", "advantage", "completion"}),
+    keys=frozenset({"problem_id", "sample_id", "step", "reward", "advantage", "prompt", "completion"}),
     options=("group_size", "reward_key", "tokenizer"),
     unsaid=("masks", "tokens"),
 )
