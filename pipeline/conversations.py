@@ -174,7 +174,7 @@ def _call(value: Any) -> Part:
 
 def _json(value: Any) -> str:
     try:
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         raise ValueError(f"what JSON can hold is required; found {type(value).__name__}") from None
 

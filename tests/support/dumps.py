@@ -25,6 +25,36 @@ def in_order(ids: torch.Tensor) -> list[int]:
     return [list(dict.fromkeys(ids.tolist())).index(each) for each in ids.tolist()]
 
 
+MASK = ("masks", "all_assistant_mask")
+
+
+def letters_tokenizer(folder: Path) -> Path:
+    """A tokenizer of which each character is one token, its code; others, and ``?``, are token 0."""
+    package = pytest.importorskip("tokenizers")
+    vocabulary = {"?": 0} | {chr(code): code for code in range(1, 127) if chr(code) != "?"}
+    tokenizer = package.Tokenizer(package.models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = package.pre_tokenizers.Split(package.Regex(r"[\s\S]"), "isolated")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def read_one(*arguments: Any, **options: Any) -> TensorDict:
+    """The batch of a dump of one step."""
+    ((_, batch),) = open_source(*arguments, **options)
+    return batch
+
+
+def trained(batch: TensorDict) -> list[int]:
+    """Tokens in the loss of each row."""
+    return batch[MASK].sum(1).tolist()
+
+
+def trained_text(batch: TensorDict, row: int) -> str:
+    """What of a row is in the loss, by :func:`letters_tokenizer`."""
+    tokens = batch["tokens", "full"][row][batch[MASK][row]].tolist()
+    return "".join(chr(token or ord("?")) for token in tokens)
+
+
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

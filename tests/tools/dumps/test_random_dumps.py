@@ -17,6 +17,7 @@ from dumps import (
     gym_row,
     hosted_row,
     in_order,
+    letters_tokenizer,
     nemo_row,
     node,
     open_instruct_row,
@@ -55,13 +56,7 @@ class Truth:
 
 @pytest.fixture(scope="module")
 def letters(tmp_path_factory):
-    """A tokenizer of which each character is one token."""
-    package = pytest.importorskip("tokenizers")
-    tokenizer = package.Tokenizer(package.models.WordLevel({"?": 0}, unk_token="?"))
-    tokenizer.pre_tokenizer = package.pre_tokenizers.Split(package.Regex(r"[\s\S]"), "isolated")
-    path = tmp_path_factory.mktemp("letters") / "tokenizer.json"
-    tokenizer.save(str(path))
-    return path
+    return letters_tokenizer(tmp_path_factory.mktemp("letters"))
 
 
 def word(draw):

@@ -8,18 +8,29 @@ import math
 import random
 import tracemalloc
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from dumps import (
+    COLUMNS,
     assert_refused,
+    atropos_group,
     episode,
+    gym_row,
+    hosted_row,
     in_order,
+    letters_tokenizer,
     nemo_row,
     node,
     open_instruct_row,
+    own_row,
+    read_one,
     slime_dump,
     slime_sample,
     tinker_row,
+    trained,
+    trained_text,
     trl_dump,
     verifiers_row,
     verl_row,
@@ -33,6 +44,11 @@ from headrace.transforms import Status
 pytestmark = pytest.mark.slow
 
 MASK = ("masks", "all_assistant_mask")
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory):
+    return letters_tokenizer(tmp_path_factory.mktemp("letters"))
 
 
 def only(source):
@@ -350,6 +366,232 @@ def test_tinker_summaries_have_only_lengths(tmp_path):
     assert rewards(only(open_source(path, reward_key="final_reward"))[1]) == [0.0] * 4
     path = write_lines(tmp_path / "train_rollout_summaries.jsonl", [tinker_row(0, 0, 1, schema_version=2)])
     assert_refused("'schema_version' must be 1, the one that is known; found 2", path)
+
+
+# -- verifiers, NeMo Gym, hosted prime, Atropos ------------------------------------------------------------
+
+
+def test_verifiers_results_may_name_the_example_id(tmp_path):
+    rows = [{**verifiers_row(at // 2, float(at % 2)), "id": at // 2} for at in range(4)]
+    for row in rows:
+        del row["example_id"]
+    source = open_source(write_lines(tmp_path / "results.jsonl", rows))
+    ((step, batch),) = source
+    assert (source.format, step) == ("verifiers", 0)
+    assert list(batch["group_label"]) == ["math/0", "math/0", "math/1", "math/1"]
+
+
+def test_nemo_gym_rows_are_grouped_by_task_and_their_items_are_messages(letters, tmp_path):
+    rows = [gym_row(1, 0, 0.5), gym_row(0, 1, 1.0), gym_row(1, 1, 0.0), gym_row(0, 0, 0.0)]
+    rows[1]["response"]["incomplete_details"] = {"reason": "max_output_tokens"}
+    rows[2]["response"] = {"error": {"code": "server_error"}, "output": None}
+    source = open_source(write_lines(tmp_path / "rollouts.jsonl", rows), tokenizer=letters)
+    ((_, batch),) = source
+    assert source.format == "nemo_gym"
+    assert list(batch["group_label"]) == ["1", "0", "1", "0"]
+    assert list(batch["rollout_label"]) == ["1/0", "0/1", "1/1", "0/0"]
+    ends = [Status.COMPLETED, Status.TRUNCATED, Status.FAILED, Status.COMPLETED]
+    assert batch["status"].tolist() == ends
+    assert trained_text(batch, 0) == 'Add.add{"a": 2}4'
+    assert trained(batch)[2] == 0
+    call = '<tool_call>\nadd({"a": 2})\n</tool_call>'
+    said = f"assistant: <think>\nAdd.\n</think>\n{call}\ntool: four\nassistant: 4"
+    assert batch["response_text"][0] == said
+    again = write_lines(tmp_path / "rollouts.jsonl", [gym_row(0, 0, 1.0)] * 2)
+    assert_refused("a record is there once in a step", again)
+    strange = gym_row(0, 0, 1.0)
+    strange["response"]["output"].append({"type": "strange"})
+    assert_refused("a known type; found 'strange'", write_lines(tmp_path / "rollouts.jsonl", [strange]))
+
+
+def test_nemo_gym_items_with_tokens_are_read_as_tokens(tmp_path):
+    """Two calls that continue one another, and one whose prompt does not: it is another segment."""
+    row = gym_row(0, 0, 1.0)
+    given = [([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6]), ([1, 9], [7, 8])]
+    row["response"]["output"] = [
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "x"}],
+            "prompt_token_ids": prompt,
+            "generation_token_ids": sampled,
+            "generation_log_probs": [-0.5] * len(sampled),
+        }
+        for prompt, sampled in given
+    ]
+    batch = read_one(write_lines(tmp_path / "rollouts.jsonl", [row]))
+    assert batch["tokens", "full"].tolist() == [[1, 2, 3, 4, 5, 6], [0, 0, 1, 9, 7, 8]]
+    assert batch[MASK].int().tolist() == [[0, 0, 1, 1, 0, 1], [0, 0, 0, 0, 1, 1]]
+    assert in_order(batch["rollout_id"]) == [0, 0]
+    assert batch["log_probs", "full"].isfinite().equal(batch[MASK])
+
+
+def test_prime_hosted_samples_are_read_of_parquet_and_of_lines(letters, tmp_path):
+    rows = [hosted_row(at // 2, at, float(at % 2), advantage=at / 8, is_truncated=at == 3) for at in range(4)]
+    for row in rows:
+        row["error"] = None
+    rows[2] |= {"error": "Timeout", "reward": None, "completion": None, "advantage": None}
+    write_lines(tmp_path / "lines" / "samples.jsonl", rows)
+    (tmp_path / "table").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "table" / "samples.parquet")
+    for folder in ("lines", "table"):
+        source = open_source(tmp_path / folder, tokenizer=letters)
+        ((step, batch),) = source
+        assert (source.format, step) == ("prime_hosted", 3)
+        assert list(batch["group_label"]) == ["math/0", "math/0", "math/1", "math/1"]
+        ends = [Status.COMPLETED, Status.COMPLETED, Status.FAILED, Status.TRUNCATED]
+        assert batch["status"].tolist() == ends
+        assert batch["logged_advantage"].nan_to_num(nan=-1).tolist() == [0.0, 0.125, -1.0, 0.375]
+        assert trained(batch) == [1, 1, 0, 1]
+        assert batch["prompt_text"][0] == "user: 2+2?"
+
+
+def test_atropos_a_line_is_a_group(tmp_path):
+    messages = [
+        [{"role": "user", "content": "?"}, {"role": "assistant", "content": str(at)}] for at in range(2)
+    ]
+    rows = [
+        atropos_group([1.0, 0.0], messages=messages, advantages=[[0.0, 0.0, 0.5, 0.5], [0.25] * 4]),
+        atropos_group([0.5, 0.5], messages=messages, advantages=[[1, 1, 0.5, 0.75], [2.0] * 4]),
+    ]
+    rows[1]["masks"] = [[0, 1, 0, 1], [0, 0, 0, 0]]
+    rows[0]["overrides"] = [{"set_advantage_to_zero": False}, {"set_advantage_to_zero": True}]
+    source = open_source(write_lines(tmp_path / "groups.jsonl", rows))
+    ((_, batch),) = source
+    assert source.format == "atropos"
+    assert in_order(batch["group_id"]) == [0, 0, 1, 1]
+    assert batch["next", "reward"].flatten().tolist() == [1.0, 0.0, 0.5, 0.5]
+    assert batch[MASK].int().tolist() == [[0, 0, 1, 1], [0] * 4, [0, 1, 0, 1], [0] * 4]
+    found = batch["logged_advantage"]
+    assert found[:2].tolist() == [0.5, 0.25]
+    assert found[2:].isnan().all()
+    assert batch["response_text"][1] == "assistant: 1"
+    for change, why in (
+        ({"scores": [1.0]}, "'tokens' must have one entry for each score"),
+        ({"masks": [[-100, -100, 3, 9], [-100, 7, 4, 9]]}, "'mask' must have the token itself or -100"),
+        ({"masks": [[1], [1, 1, 1, 1]]}, "'mask' must be a list as long as the tokens"),
+    ):
+        path = write_lines(tmp_path / "groups.jsonl", [{**atropos_group([1.0, 0.0]), **change}])
+        assert_refused(why, path)
+
+
+# -- a file of one's own -----------------------------------------------------------------------------------
+
+
+def test_table_is_read_in_each_shape(tmp_path):
+    """A line is a rollout, has a list of rollouts, or has lists of values; numbers may be nested."""
+    rewards, texts = [[1.0, 0.0], [0.5, 0.25]], [["4", "5"], ["6", "7"]]
+    flat = [
+        {"problem_id": group, "metrics": {"score": rewards[group][at]}, "output": texts[group][at], "k": at}
+        for group in range(2)
+        for at in range(2)
+    ]
+    nested = [
+        {
+            "prompt": f"{g}?",
+            "samples": [{"score": r, "output": t} for r, t in zip(rewards[g], texts[g], strict=True)],
+        }
+        for g in range(2)
+    ]
+    lists = [{"prompt": f"{g}?", "scores": rewards[g], "outputs": texts[g]} for g in range(2)]
+    shapes = (
+        (flat, {**COLUMNS, "rollout": "k"}),
+        (nested, {"rollouts": "samples", "prompt": "prompt", "reward": "score", "response": "output"}),
+        (lists, {"prompt": "prompt", "reward": "scores", "response": "outputs"}),
+    )
+    for number, (rows, columns) in enumerate(shapes):
+        for suffix in ("jsonl", "parquet"):
+            path = tmp_path / f"{number}.{suffix}"
+            if suffix == "jsonl":
+                write_lines(path, rows)
+            else:
+                pq.write_table(pa.Table.from_pylist(rows), path)
+            batch = read_one(path, columns=columns)
+            assert in_order(batch["group_id"]) == [0, 0, 1, 1]
+            assert batch["next", "reward"].flatten().tolist() == [1.0, 0.0, 0.5, 0.25]
+            assert list(batch["response_text"]) == ["4", "5", "6", "7"]
+            if number:
+                assert list(batch["prompt_text"]) == ["0?", "0?", "1?", "1?"]
+    plain = {"prompt": "prompt", "reward": "correct", "response": "output"}
+    rows = [{"prompt": "?", "correct": at == 0, "output": str(at)} for at in range(2)]
+    batch = read_one(write_lines(tmp_path / "b.jsonl", rows), columns=plain, group_by="prompt")
+    assert batch["next", "reward"].flatten().tolist() == [1.0, 0.0]
+
+
+def test_table_has_ends_steps_advantages_and_lengths(tmp_path):
+    columns = {
+        **COLUMNS,
+        "status": "why",
+        "step": "it",
+        "advantage": "adv",
+        "length": "n",
+        "ground_truth": "gold",
+    }
+    ends = {"stop": 0, "length": Status.TRUNCATED, "error": Status.FAILED, "abort": Status.ABORTED}
+    rows = [
+        own_row("p", 1.0, why=why, it=step, adv=0.5, n=2 + step, gold=["4"], tag="x")
+        for step in range(2)
+        for why in ends
+    ]
+    for (step, batch), at in zip(
+        open_source(write_lines(tmp_path / "a.jsonl", rows), columns=columns), range(2), strict=True
+    ):
+        assert step == at
+        assert batch["status"].tolist() == list(ends.values())
+        assert batch["logged_advantage"].tolist() == [0.5] * 4
+        assert trained(batch) == [2 + at] * 4
+        assert list(batch["ground_truth"]) == ['["4"]'] * 4
+        assert list(batch["other_columns"]) == ['{"tag": "x"}'] * 4
+    rows = [own_row("p", 1.0, cut=at == 1) for at in range(2)]
+    batch = read_one(write_lines(tmp_path / "a.jsonl", rows), columns={**COLUMNS, "truncated": "cut"})
+    assert batch["status"].tolist() == [Status.COMPLETED, Status.TRUNCATED]
+
+
+def test_table_a_conversation_in_one_column_is_split_at_the_assistant(letters, tmp_path):
+    messages = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "4"},
+        {"role": "tool", "content": "said"},
+    ]
+    for value in (messages, json.dumps(messages)):
+        path = write_lines(tmp_path / "a.jsonl", [own_row(0, 1.0, output=value)])
+        batch = read_one(path, columns=COLUMNS, tokenizer=letters)
+        assert (batch["prompt_text"][0], trained_text(batch, 0)) == ("user: 2+2?", "4")
+
+
+@pytest.mark.parametrize(
+    ("columns", "change", "message"),
+    [
+        ({"reward": "r"}, {}, r"the format table needs columns.response, such as source\.columns="),
+        ({**COLUMNS, "rewards": "r"}, {}, "columns has no 'rewards'"),
+        ({**COLUMNS, "step": 3}, {}, "columns.step must be the name of a column; got 3"),
+        (
+            {**COLUMNS, "reward": "metrics.nope"},
+            {},
+            r"'metrics.nope' \(source.columns.reward\) is required, a finite",
+        ),
+        (
+            COLUMNS,
+            {"metrics": {"score": "high"}},
+            r"'metrics.score' \(source.columns.reward\) must be a finite",
+        ),
+        (COLUMNS, {"problem_id": None}, r"'problem_id' \(source.columns.group\) is required"),
+        (COLUMNS, {"output": None}, r"'output' \(source.columns.response\) is required"),
+        (
+            {**COLUMNS, "rollouts": "output"},
+            {},
+            r"'output' \(source.columns.rollouts\) must be a list of objects",
+        ),
+        ({**COLUMNS, "status": "s"}, {"s": "odd"}, "'status' must be one of completed"),
+        (COLUMNS, {"metrics": {"score": [1, 2]}, "output": ["4"]}, "a list as long as that of the rewards"),
+        ({**COLUMNS, "rollout": "k"}, {"k": 1}, "a record is there once in a step"),
+        ({"reward": "metrics.score", "response": "output"}, {}, "a sample needs a group"),
+    ],
+)
+def test_table_that_does_not_fit_its_columns_is_refused(columns, change, message, tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [own_row(0, 1.0, **change)] * 2)
+    with pytest.raises((ValueError, SourceError), match=message):
+        list(open_source(path, columns=columns))
 
 
 # -- the batch ---------------------------------------------------------------------------------------

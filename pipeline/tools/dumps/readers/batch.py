@@ -230,7 +230,9 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
         texts["ground_truth"] = column(rows, "ground_truth", default="")
     if NO_LENGTHS in batch.keys(True) and any(row.response_parts is not None for row in rows):
         parts = [row.response_parts for row in rows]
-        texts["response_parts"] = ["" if each is None else json.dumps(each) for each in parts]
+        texts["response_parts"] = [
+            "" if each is None else json.dumps(each, allow_nan=False) for each in parts
+        ]
     if any(row.other_columns for row in rows):
         texts["other_columns"] = [row.other_columns or "" for row in rows]
     for name in ("group", "rollout"):

@@ -23,7 +23,7 @@ from .batch import MAX_ROWS, Draws, Sample, group_by_order, separate_draws, to_b
 from .file_kinds import Format, NoGroupError, Reading, read_lines, read_schema, refuse_pointers
 from .record import SourceError, quote_some
 from .regrading import Grade, Regraded, regrade
-from .table import check_columns
+from .table_dump import check_columns
 from .tokenizing import load_tokenizer
 
 LARGE_GROUP = 128  # rollouts; a step that is one larger group has prompts that the dump does not tell apart
@@ -64,7 +64,7 @@ def open_source(
         group_size: rollouts that each group was dispatched with; written as ``expected_rollouts``. A group
             with more rollouts is split if its prompt was drawn several times in the step
             (:func:`~headrace.pipeline.tools.dumps.readers.separate_draws`). Otherwise it is an error.
-        columns: which column of a file of your own is what (:mod:`~readers.table`).
+        columns: which column of a file of your own is what (:mod:`~readers.table_dump`).
         tokenizer: a ``tokenizer.json``, or a folder that ``transformers`` has saved. It makes tokens of the
             texts, if the dump has no lengths in tokens (:mod:`~readers.tokenizing`).
             Nothing is downloaded.
