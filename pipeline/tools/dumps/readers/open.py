@@ -437,7 +437,7 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
     if len(fitting) != 1:
         said = ""
         if nearest and not fitting:
-            name = min(nearest, key=lambda each: len(nearest[each]) / len(READERS[each].keys))
+            name = min(nearest, key=lambda each: len(nearest[each]) / len(READERS[each].keys or ()))
             said = (
                 f" The nearest format is {name}, which has the "
                 f"key{'s' * (len(nearest[name]) > 1)} {quote_some(sorted(nearest[name]))}, too."
