@@ -318,7 +318,7 @@ def atropos_group(scores: list[float], **changes: Any) -> dict[str, Any]:
 
 def own_row(problem: Any, score: Any, **changes: Any) -> dict[str, Any]:
     """A line of a file of somebody's own, that COLUMNS describes."""
-    return {"problem_id": problem, "output": "4", "metrics": {"score": score}, **changes}
+    return {"problem_id": problem, "k": 0, "output": "4", "metrics": {"score": score}, **changes}
 
 
 COLUMNS = {"group": "problem_id", "reward": "metrics.score", "response": "output"}
@@ -328,7 +328,7 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "atropos": (atropos_group([1.0, 0.0]), {}),
     "nemo_gym": (gym_row(0, 0, 1.0), {}),
     "prime_hosted": (hosted_row(0, 0, 1.0), {}),
-    "table": (own_row(0, 1.0), {"columns": COLUMNS}),
+    "table": (own_row(0, 1.0), {"columns": {**COLUMNS, "rollout": "k"}}),
     "verl": (verl_row("a_0_0", 1.0), {}),
     "prime_rl": (episode("g", "a", {"r": {"score": 1}}), {}),
     "nemo_rl": (nemo_row(0, 1.0), PROMPT),

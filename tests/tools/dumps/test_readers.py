@@ -385,7 +385,10 @@ def test_nemo_gym_rows_are_grouped_by_task_and_their_items_are_messages(letters,
     rows = [gym_row(1, 0, 0.5), gym_row(0, 1, 1.0), gym_row(1, 1, 0.0), gym_row(0, 0, 0.0)]
     rows[1]["response"]["incomplete_details"] = {"reason": "max_output_tokens"}
     rows[2]["response"] = {"error": {"code": "server_error"}, "output": None}
-    source = open_source(write_lines(tmp_path / "rollouts.jsonl", rows), tokenizer=letters)
+    write_lines(tmp_path / "rollouts.jsonl", rows)
+    for other in ("materialized_inputs", "failures"):
+        write_lines(tmp_path / f"rollouts_{other}.jsonl", [{"_ng_task_index": 0}])
+    source = open_source(tmp_path, tokenizer=letters)
     ((_, batch),) = source
     assert source.format == "nemo_gym"
     assert list(batch["group_label"]) == ["1", "0", "1", "0"]
@@ -541,7 +544,7 @@ def test_table_has_ends_steps_advantages_and_lengths(tmp_path):
         assert batch["logged_advantage"].tolist() == [0.5] * 4
         assert trained(batch) == [2 + at] * 4
         assert list(batch["ground_truth"]) == ['["4"]'] * 4
-        assert list(batch["other_columns"]) == ['{"tag": "x"}'] * 4
+        assert list(batch["other_columns"]) == ['{"k": 0, "tag": "x"}'] * 4
     rows = [own_row("p", 1.0, cut=at == 1) for at in range(2)]
     batch = read_one(write_lines(tmp_path / "a.jsonl", rows), columns={**COLUMNS, "truncated": "cut"})
     assert batch["status"].tolist() == [Status.COMPLETED, Status.TRUNCATED]

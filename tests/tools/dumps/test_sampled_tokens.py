@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import json
 
 import pytest
-from composed import composed
+from command import told
+from composed import composed, configure
 from dumps import (
     COLUMNS,
     assert_refused,
@@ -26,6 +28,7 @@ from dumps import (
 
 from headrace.pipeline import make_report
 from headrace.pipeline.tools.dumps.readers import open_source, regrade
+from headrace.pipeline.tools.replay import replay
 from headrace.pipeline.tools.report import write_dump
 
 pytestmark = pytest.mark.slow
@@ -340,3 +343,23 @@ def test_a_step_that_is_one_huge_group_of_one_text_is_suspicious(tmp_path):
     source = open_source(path, group_by="order", group_size=8)
     list(source)
     assert len(source.notices) == 1
+
+
+def test_the_terminal_and_the_page_say_where_groups_and_tokens_come_from(letters, tmp_path):
+    rows = [verl_row(None, float(at % 3), prompt="What is this?") for at in range(8)]
+    path = write_lines(tmp_path / "7.jsonl", rows)
+    words = (
+        f"source.path={path}",
+        "source.group_by=order",
+        "source.group_size=4",
+        f"source.tokenizer={letters}",
+    )
+    config = configure("config", "task=replay", *words)
+    numbers, text = told(replay, config, tmp_path / "out")
+    assert numbers == 8
+    page = html.unescape((tmp_path / "out" / "report.html").read_text())
+    for said in (" ".join(text.split()), page):
+        assert (
+            "Groups come from the order of the rows: each 4 rollouts next to one another are a group" in said
+        )
+        assert "The tokens in the loss of 8 rows were counted text by text" in said

@@ -13,6 +13,8 @@ Schema: NVIDIA-NeMo/Gym, ``nemo_gym/rollout_collection.py``: ``responses_create_
   another segment of the rollout.
 - A response with ``incomplete_details`` was truncated, and one with an ``error`` failed. Without the two, the
   end is not known.
+- In a folder, the files beside the rollouts are ignored: inputs, failures and metrics. So the rollouts that
+  failed are missing, which ``group_size`` detects.
 - Steps are not saved. Each file is one step, numbered in the order of the files.
 """
 
@@ -102,6 +104,7 @@ def _segments(response: Record, row: Sample) -> list[Sample]:
 FORMAT = Format(
     partial(read_jsonl, parse=parse_row),
     files=("*rollouts*.jsonl", "*.jsonl"),
+    ignored=r".*_(materialized_inputs|failures|reward_profiling|agent_metrics)\.jsonl(\.gz)?",
     keys=frozenset({"responses_create_params", "response", "reward", "_ng_task_index", "_ng_rollout_index"}),
     options=("group_size", "reward_key", "tokenizer"),
     unsaid=("tokens",),
