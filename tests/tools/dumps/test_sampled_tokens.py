@@ -299,6 +299,20 @@ def test_tokens_that_branches_share_train_once(tmp_path):
     assert found[1] == [[False, "text 1"], [False, "text 4"], [True, "text 5"]]
 
 
+def test_a_branch_out_of_the_loss_takes_no_tokens_from_others(tmp_path):
+    """Its compaction was given up, so the branch behind it trains the turn that both share."""
+    attempt = [{"node": 1, "type": "compaction_attempt"}]
+    nodes = [
+        node(None, "user", [1], [False]),
+        node(0, "assistant", [2, 3], [True] * 2),
+        node(1, "assistant", [4], [True], semantic_parents=attempt),
+        node(1, "tool", [5], [False]),
+        node(3, "assistant", [6], [True]),
+    ]
+    rows = [episode("g", "a", {"r": {"score": 1.0}}, trace={"nodes": nodes})]
+    assert trained(read_one(write_lines(tmp_path / "traces.jsonl", rows))) == [0, 3]
+
+
 # -- groups by the order of rows ---------------------------------------------------------------------------
 
 
