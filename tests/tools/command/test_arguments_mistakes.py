@@ -83,7 +83,7 @@ MISTAKES = {
     "pipeline.stages.advantage.scale=stdev": "must be one of 'group', 'leave_one_out'",
     "report.html=flase": "report.html must be true or false; got 'flase'",
     f"{REPLAY} source.group_by=prompts": "did you mean 'prompt'?",
-    f"{REPLAY} source.format=velr": "format must be auto or one of headrace, nemo_rl",
+    f"{REPLAY} source.format=velr": "format must be auto or one of atropos, headrace, nemo_gym",
     f"{REPLAY} source.tokenizer=Qwen/Qwen3-8B": "tokenizer must be a tokenizer.json, or a folder",
     "task=compare source.path=dump pipelines=[as/verl, grpo]": "did you mean 'pipelines=[as/verl,grpo]'?",
     "task=compare source.path=dump pipelines=[grpo,grpo]": "must name two recipes, such as",
