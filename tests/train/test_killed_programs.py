@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -143,7 +144,8 @@ def killed(folder: Path, kills: int, seed: int, *program: Any) -> tuple[list[int
             time.sleep(0.005)
         if number < kills:
             time.sleep(dice.random() * 0.3)
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it may have ended meanwhile
+                os.killpg(process.pid, signal.SIGKILL)
         process.join(120)
         if (folder / "over").exists():
             break
