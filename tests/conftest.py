@@ -222,6 +222,14 @@ def make_batch() -> Callable[..., TensorDict]:
 
 
 @pytest.fixture(scope="session")
+def letters(tmp_path_factory) -> Path:
+    """A tokenizer whose tokens are single characters."""
+    from dumps import letters_tokenizer
+
+    return letters_tokenizer(tmp_path_factory.mktemp("letters"))
+
+
+@pytest.fixture(scope="session")
 def driver() -> Iterator[Any]:
     from browser import started
 

@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -116,6 +116,7 @@ def optimise(
     group = resolve_group(process_group)
     keys = {"loss_mask_key": loss_mask_key, "log_prob_key": log_prob_key, "weight_key": weight_key}
     stream, steps, began = iter(minibatches), 0, time.perf_counter()
+    averaging, seen = set[Averaging](), False  # the modules that ran in the first micro-batch
     while (minibatch := next(stream, None)) is not None:
         cut = has_key(minibatch, MICROBATCH)
         # A rank without rows runs no forward pass, but takes part in the collectives below.
@@ -124,7 +125,6 @@ def optimise(
         del minibatch  # so that only one is in memory when the next is gathered
         if not tokens and not shares:
             continue
-        averaging = set[Averaging]()
         optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)  # the loss of the step
         while microbatches:
@@ -133,8 +133,9 @@ def optimise(
             if transform is not None:
                 microbatch = transform(microbatch)
             check_loss(loss, microbatch)
-            with noting(averaging):
+            with nullcontext() if seen else noting(averaging):
                 terms = loss(microbatch)
+            seen = True
             scalar = reduce(terms, microbatch)
             scalar.backward()
             total += scalar.detach()

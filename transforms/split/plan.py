@@ -75,7 +75,7 @@ class CutOptions:
             raise ValueError(f"rank must be below ranks; got rank={self.rank} and ranks={self.ranks}")
         check_one_way(self.ranks, self.process_group)
         over_ranks = self.ranks > 1 or self.process_group is not None
-        if self.max_tokens is not None and over_ranks and self.remainder not in ("pad", "drop", "carry"):
+        if self.max_tokens is not None and over_ranks and not (self.pads or self.remainder == "drop"):
             raise ValueError(
                 "with max_tokens and several ranks, a rank may have fewer rows than the others have "
                 "micro-batches: set remainder='pad' or 'carry' to fill it up with masked rows, or 'drop' to "
@@ -91,6 +91,11 @@ class CutOptions:
     def measures(self) -> bool:
         """Whether any option depends on the lengths of rows."""
         return self.max_tokens is not None or self.balance != "none" or self.tree != "none"
+
+    @property
+    def pads(self) -> bool:
+        """Whether masked copies of rows fill empty micro-batches."""
+        return self.remainder in ("pad", "carry")
 
     @cached_property
     def plain(self) -> dict[str, Any]:
@@ -348,7 +353,7 @@ def make_plan(
     """
     pieces: list[Tensor] = []
     sizes: list[list[list[int]]] = []
-    if options.remainder not in ("pad", "carry") or not cut.sizes:
+    if not options.pads or not cut.sizes:
         for number, (held, (rows, by_rank)) in enumerate(zip(cut.sizes, assigned, strict=True)):
             # A rank without rows for a step takes empty micro-batches; with rows it may not have any.
             if held and not all(map(all, by_rank)):

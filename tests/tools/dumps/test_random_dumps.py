@@ -17,7 +17,6 @@ from dumps import (
     gym_row,
     hosted_row,
     in_order,
-    letters_tokenizer,
     nemo_row,
     node,
     open_instruct_row,
@@ -52,11 +51,6 @@ class Truth:
     status: int | None = None
     advantage: float | None = None
     in_loss: bool = True
-
-
-@pytest.fixture(scope="module")
-def letters(tmp_path_factory):
-    return letters_tokenizer(tmp_path_factory.mktemp("letters"))
 
 
 def word(draw):

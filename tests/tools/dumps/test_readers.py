@@ -20,7 +20,6 @@ from dumps import (
     gym_row,
     hosted_row,
     in_order,
-    letters_tokenizer,
     nemo_row,
     node,
     open_instruct_row,
@@ -44,11 +43,6 @@ from headrace.transforms import Status
 pytestmark = pytest.mark.slow
 
 MASK = ("masks", "all_assistant_mask")
-
-
-@pytest.fixture(scope="module")
-def letters(tmp_path_factory):
-    return letters_tokenizer(tmp_path_factory.mktemp("letters"))
 
 
 def only(source):

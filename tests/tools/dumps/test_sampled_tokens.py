@@ -14,7 +14,6 @@ from dumps import (
     episode,
     hosted_row,
     in_order,
-    letters_tokenizer,
     node,
     own_row,
     read_one,
@@ -34,11 +33,6 @@ from headrace.pipeline.tools.report import write_dump
 pytestmark = pytest.mark.slow
 
 MASK = ("masks", "all_assistant_mask")
-
-
-@pytest.fixture(scope="module")
-def letters(tmp_path_factory):
-    return letters_tokenizer(tmp_path_factory.mktemp("letters"))
 
 
 # -- the structures of messages --------------------------------------------------------------------------
