@@ -44,8 +44,8 @@ test-light: $(STAMP)
 	$(BIN)/python tools/beside.py $(ARGS)
 	$(BIN)/python tools/generate.py
 
-# Plants faults one at a time, and runs the nearest tests: in the lines that differ from main, in ARGS=adapters, or at
-# random places: ARGS="--sample 200 --seed 1" takes an hour or two, and writes docs/benchmarks.md.
+# Plants faults one at a time, and runs the tests that reach them: in the lines that differ from main, in ARGS=adapters,
+# or at random places: ARGS="--sample 200 --seed 1" takes an hour or two, and writes docs/benchmarks.md.
 mutants: $(STAMP)
 	$(BIN)/python tools/mutants.py $(ARGS)
 

@@ -1,4 +1,4 @@
-"""Plant faults in the code, one at a time, and run the tests that are nearest: `make mutants`.
+"""Plant faults in the code, one at a time, and run the tests that reach them: `make mutants`.
 
 python tools/mutants.py                            # in the lines that differ from main
 python tools/mutants.py adapters pipeline/run.py   # in these files and folders
@@ -7,6 +7,9 @@ python tools/mutants.py --sample 200 --seed 1      # at random places of the pro
 The faults are made by the operators of cosmic-ray; at each place one of them, by chance. Its own runner has
 one command for all modules, and changes the clone. mutmut leaves out functions with a decorator, and tests do
 not see its copies, because they import through `src/`.
+
+First all tests run once, and coverage says which of them run which line. A fault gets the tests that run its
+line: those of its module first, then those that run the fewest lines.
 
 Faults that change nothing are listed with the reason in benchmarks/equivalent_mutants.json. The status is 1
 if another one survives. A sample of the product writes benchmarks/results/mutants.json and the page.
@@ -24,7 +27,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
@@ -37,13 +41,16 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "tests" / "support"))
 
+import pytest  # noqa: E402
 from nearest import nearest_tests  # noqa: E402
 
 FOLDERS = ("transforms", "pipeline", "adapters")
 EQUIVALENT = ROOT / "benchmarks" / "equivalent_mutants.json"
-PYTEST = ["-m", "pytest", "-x", "-q", "-m", "not (long or browser or ray or gpu)"]
+OTHERS = "not (long or browser or gpu)"  # tests that a fault may get
+# Of the tests that run a line, so many that are quick, then so many that are slow.
+KINDS = {f"{OTHERS} and not slow": 300, f"{OTHERS} and slow": 30}
 NO_SOURCE = (".*", "build", "dist", "site", "outputs", "multirun", "__pycache__", "*.egg-info")
-LEAST, TIMES = 60, 4  # tests of a mutant may take so many seconds, or so many times those without it
+SECONDS = 150  # which the tests of a kind may take
 FATES = ("killed", "timed out", "survived", "equivalent")
 
 
@@ -68,8 +75,10 @@ def equivalent() -> set[tuple[str, ...]]:
     return {(each["file"], each["was"], each["now"]) for each in json.loads(EQUIVALENT.read_text())}
 
 
-def guard_of(node: ast.AST) -> ast.AST | None:
-    """The value of `strict=`, which matters only where lengths differ, and they do not."""
+def unseen_by_tests(node: ast.AST) -> ast.AST | None:
+    """A part that no test can see: `strict=` matters where lengths differ, `TYPE_CHECKING` in no run."""
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return node
     return node.value if isinstance(node, ast.keyword) and node.arg == "strict" else None
 
 
@@ -87,8 +96,8 @@ def places_of(file: str) -> dict[Any, list[tuple[Any, int]]]:
     unseen = [
         ((note.lineno, note.col_offset), (note.end_lineno, note.end_col_offset))
         for node in ast.walk(ast.parse(source))
-        for note in (getattr(node, "annotation", None), getattr(node, "returns", None), guard_of(node))
-        if isinstance(note, ast.expr)
+        for note in (getattr(node, "annotation", None), getattr(node, "returns", None), unseen_by_tests(node))
+        if isinstance(note, (ast.expr, ast.If))
     ]
     for operator in map(plugins.get_operator, sorted(plugins.operator_names())):
         if not operator.arguments():  # those need the names of variables
@@ -124,7 +133,10 @@ def changed_lines(base: str) -> dict[str, set[int]]:
     """The lines of the product that are not as where this branch left `base`, by file."""
     words = ["git", "diff", "-U0", "--merge-base", base, "--", *(f"{folder}/*.py" for folder in FOLDERS)]
     text = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    found, file = dict[str, set[int]](), ""
+    new = ["git", "ls-files", "--others", "--exclude-standard", *words[-len(FOLDERS) :]]
+    files = subprocess.run(new, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    found = {file: {*range(1, 1 + (ROOT / file).read_text().count("\n"))} for file in files}
+    file = ""
     for line in text.splitlines():
         file = line[6:] if line.startswith("+++ b/") else file
         if hunk := re.match(r"@@ \S+ \+(\d+)(?:,(\d+))?", line):
@@ -148,45 +160,107 @@ def chosen_mutants(paths: list[str], base: str, sample: int | None, seed: int) -
     return list(islice(filter(None, (mutant_at(*each, rng) for each in at)), sample))
 
 
+def lines_of(mutant: Mutant) -> tuple[range, bool]:
+    """The lines of its statement, or of a compound one's head, and whether they run at import.
+
+    Coverage may name any of these lines.
+    """
+    lines, at_import = range(mutant.line, mutant.line + 1 + mutant.was.count("\n")), True
+    for node in ast.walk(ast.parse((ROOT / mutant.file).read_text())):
+        if isinstance(node, ast.stmt) and node.lineno <= mutant.line <= (node.end_lineno or 0):
+            body = getattr(node, "body", None)
+            end = body[0].lineno - 1 if body else node.end_lineno or 0
+            if mutant.line <= end:
+                lines = range(min(lines.start, node.lineno), max(lines.stop, end + 1))
+            elif isinstance(node, ast.FunctionDef):
+                at_import = False
+    return lines, at_import
+
+
 class Runner:
     """Runs tests in copies of the clone, so that it stays as it is."""
 
     def __init__(self, count: int, folder: Path):
-        self.copies, self.seconds = Queue[Path](), dict[tuple[str, ...], float]()
+        self.copies = Queue[Path]()
         for copy in (folder / str(number) for number in range(count)):
             shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(*NO_SOURCE))
             self.copies.put(copy)
+        self.tests = tests_by_line(folder / "0")
+        self.lines = Counter(test for tests in self.tests.values() for test in tests)
+
+    def tests_of(self, mutant: Mutant) -> list[str]:
+        """The tests that run its line, the most telling first; also the nearest ones if it runs at import."""
+        near, (lines, at_import) = tuple(nearest_tests(mutant.file)), lines_of(mutant)
+        found = {test for line in lines for test in self.tests.get((mutant.file, line), ())}
+        if at_import:
+            found |= {test for test in self.lines if test.startswith(near)}
+        return sorted(found, key=lambda test: (not test.startswith(near), self.lines[test], test))
 
     def fate_of(self, mutant: Mutant) -> str:
         """What becomes of a mutant."""
         if mutant.is_equivalent:
             return "equivalent"
-        tests, copy = tuple(nearest_tests(mutant.file)), self.copies.get()
+        tests, copy = self.tests_of(mutant), self.copies.get()
+        source, fate = (copy / mutant.file).read_text(), "survived"
         try:
-            if tests not in self.seconds:
-                start = time.monotonic()
-                if (status := status_of(copy, tests, 1800)) not in (0, 5):
-                    raise SystemExit(f"without a fault, pytest ends with status {status}: {' '.join(tests)}")
-                self.seconds[tests] = time.monotonic() - start
-            source = (copy / mutant.file).read_text()
             (copy / mutant.file).write_text(mutant.code)
-            status = status_of(copy, tests, max(LEAST, TIMES * self.seconds[tests]))
-            (copy / mutant.file).write_text(source)
+            for kind, most in KINDS.items():
+                if fate == "survived":
+                    status = status_of(copy, ["-x", "-q", "-m", kind], tests, most)
+                    fate = {None: "timed out", 0: "survived", 5: "survived"}.get(status, "killed")
         finally:
+            (copy / mutant.file).write_text(source)
             self.copies.put(copy)
-        fate = {None: "timed out", 0: "survived", 5: "survived"}.get(status, "killed")
         lines = f"\n- {mutant.was}\n+ {mutant.now}" if fate == "survived" else ""
         print(f"{fate:9} {mutant.file}:{mutant.line}{lines}", flush=True)
         return fate
 
 
-def status_of(copy: Path, tests: tuple[str, ...], seconds: float) -> int | None:
+def tests_by_line(copy: Path) -> dict[tuple[str, int], set[str]]:
+    """The tests that run each line of the product, by file and line."""
+    from coverage import CoverageData
+
+    words = ["-q", "-n", "auto", "-m", OTHERS, "--cov-context=test", "--cov-report="]
+    if status_of(copy, [*words, *(f"--cov={folder}" for folder in FOLDERS)], seconds=7200):
+        raise SystemExit("without a fault, tests fail")
+    found, data = defaultdict[tuple[str, int], set[str]](set), CoverageData(str(copy / ".coverage"))
+    data.read()
+    for name in data.measured_files():
+        file = str(Path(name).relative_to(copy.resolve()))
+        for line, contexts in data.contexts_by_lineno(name).items():
+            found[file, line] |= {context.rpartition("|")[0] for context in contexts if context}
+    return found
+
+
+class Chosen:
+    """A plugin of pytest: of the tests of a kind, the first so many that are listed, in their order."""
+
+    def __init__(self, tests: list[str], most: int):
+        self.places, self.most = {test: place for place, test in enumerate(tests)}, most
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Keep what is chosen."""
+        kept = [item for item in items if item.nodeid in self.places]
+        items[:] = sorted(kept, key=lambda item: self.places[item.nodeid])[: self.most]
+
+
+def run_tests(words: list[str], tests: list[str], most: int) -> int:
+    """Run pytest in this process."""
+    files = dict.fromkeys(test.partition("::")[0] for test in tests)
+    return pytest.main([*words, *files], plugins=[Chosen(tests, most)] if tests else [])
+
+
+def status_of(
+    copy: Path, words: list[str], tests: Iterable[str] = (), most: int = 0, seconds: float = SECONDS
+) -> int | None:
     """The status of pytest; None if it takes longer. Then all that it has started is killed."""
-    paths = os.pathsep.join([str(copy / "src"), str(copy / "tests" / "support")])
+    paths = os.pathsep.join([str(copy / folder) for folder in ("src", "tests/support", "tools")])
     variables = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE")}
     variables |= {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+    code = f"import mutants; raise SystemExit(mutants.run_tests({words!r}, {[*tests]!r}, {most}))"
     with subprocess.Popen(
-        [sys.executable, *PYTEST, *tests],
+        [sys.executable, "-c", code],
         cwd=copy,
         env=variables,
         start_new_session=True,

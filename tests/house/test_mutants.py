@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import mutants  # noqa: E402
 
 pytest.importorskip("cosmic_ray", reason="cosmic-ray is not installed")
 pytestmark = pytest.mark.slow
-FILE = "transforms/split/bins.py"
+FILE = "transforms/split/shuffle.py"
 
 
 def test_each_mutant_is_a_program_with_other_lines_at_its_place():
@@ -33,10 +34,39 @@ def test_each_mutant_is_a_program_with_other_lines_at_its_place():
 
 
 def test_only_changed_lines_have_mutants(monkeypatch):
-    lines = {mutant.line for mutant in mutants.chosen_mutants([FILE], "", None, 0)}
-    some = {*sorted(lines)[:3]}
+    monkeypatch.setattr(mutants, "mutant_at", lambda file, place, rng: place[0][0])
+    some = {*sorted(place[0][0] for place in mutants.places_of(FILE))[:9]}
     monkeypatch.setattr(mutants, "changed_lines", lambda base: {FILE: some})
-    assert {mutant.line for mutant in mutants.chosen_mutants([], "main", None, 0)} == some
+    assert {*mutants.chosen_mutants([], "main", None, 0)} == some
+
+
+def test_lines_of_new_files_and_of_changed_ones_differ_from_the_base(tmp_path, monkeypatch):
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    for folder in mutants.FOLDERS:
+        (tmp_path / folder).mkdir()
+    (tmp_path / "adapters" / "old.py").write_text("a = 1\nb = 2\nc = 3\n")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["init", "-q", "-b", "main"], ["add", "."], ["commit", "-q", "-m", "begin"]):
+        subprocess.run([*git, *words], cwd=tmp_path, check=True)
+    (tmp_path / "adapters" / "old.py").write_text("a = 1\nb = 3\nc = 3\nd = 4\n")
+    (tmp_path / "pipeline" / "new.py").write_text("a = 1\nb = 2\n")
+    (tmp_path / "other.py").write_text("a = 1\n")
+    assert mutants.changed_lines("main") == {"adapters/old.py": {2, 4}, "pipeline/new.py": {1, 2}}
+
+
+def test_a_fault_has_the_lines_of_its_statement_and_a_head_those_of_no_body(tmp_path, monkeypatch):
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    head, body = "A = (\n    1,\n)\n\n\ndef f(\n    x=2,\n):\n", "    y = [\n        x,\n    ]\n"
+    code = f"{head}{body}    if (\n        y\n    ):\n        return 3\n"
+    (tmp_path / "some.py").write_text(code)
+    found = [mutants.lines_of(mutants.Mutant("some.py", line, "", "", "")) for line in (2, 7, 10, 13, 15)]
+    assert found == [
+        (range(1, 4), True),
+        (range(6, 9), True),
+        (range(9, 12), False),
+        (range(12, 15), False),
+        (range(15, 16), False),
+    ]
 
 
 def test_a_sample_has_its_size_and_follows_its_seed():
@@ -47,7 +77,8 @@ def test_a_sample_has_its_size_and_follows_its_seed():
 
 def test_a_fault_that_tests_see_is_killed_and_one_that_they_do_not_see_survives(monkeypatch):
     source = (ROOT / FILE).read_text()
-    monkeypatch.setattr(mutants, "nearest_tests", lambda file: ["tests/split/test_bins.py"])
+    tests = {"tests/house/test_mutants.py::test_a_file_that_a_fault_can_break"}
+    monkeypatch.setattr(mutants, "tests_by_line", lambda copy: {(FILE, 1): tests})
     killed, alive, known = (
         mutants.Mutant(FILE, 1, "was", word, f"{source}\n{word}\n") for word in ("1 / 0", "1 / 1", "2 / 1")
     )
@@ -55,6 +86,13 @@ def test_a_fault_that_tests_see_is_killed_and_one_that_they_do_not_see_survives(
     fates = mutants.fates_of([killed, alive, known], 1)
     assert [*fates.values()] == ["killed", "survived", "equivalent"]
     assert (ROOT / FILE).read_text() == source
+
+
+def test_a_file_that_a_fault_can_break():
+    exec(
+        compile((ROOT / FILE).read_text(), FILE, "exec"),
+        {"__name__": "broken", "__package__": "headrace.transforms.split"},
+    )
 
 
 def test_each_equivalent_mutant_has_a_reason_and_its_lines_are_in_the_file():
