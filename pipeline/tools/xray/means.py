@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,16 +98,20 @@ def _first_of(ids: Tensor) -> Tensor:
     return first.scatter_reduce_(0, ids, torch.arange(len(ids)), "amin")
 
 
-def nearest_mean(weight: Tensor, tokens: StepTokens) -> tuple[TokenMean, float, float]:
-    """Find the known mean whose weights are nearest to the measured ones (N, T), up to one common factor.
+def nearest_mean(
+    weight: Tensor, tokens: StepTokens, means: Sequence[TokenMean] | None = None
+) -> tuple[TokenMean, float, float]:
+    """Find the mean whose weights are nearest to the measured ones (N, T), up to one common factor.
 
-    NaN is an unknown weight.
+    NaN is an unknown weight. Tokens to which a mean gives no weight are not compared with it. Without
+    ``means`` it is one of :func:`known_means`.
 
     Returns:
         The mean, the factor, and the greatest relative difference of a token's weight.
     """
-    known, found = tokens.inside & weight.isfinite(), []
-    for mean in known_means(tokens):
+    found = []
+    for mean in known_means(tokens) if means is None else means:
+        known = tokens.inside & weight.isfinite() & (mean.weight != 0)
         ratio = weight[known] / mean.weight[known]
         factor = float(ratio.median()) if len(ratio) else 0.0
         apart = float((ratio / factor - 1).abs().max()) if factor else math.inf
@@ -118,14 +122,15 @@ def nearest_mean(weight: Tensor, tokens: StepTokens) -> tuple[TokenMean, float, 
     return min(found, key=lambda each: (round(each[2], 9), not each[3]))[:3]
 
 
-def odd_part(weight: Tensor, tokens: StepTokens) -> tuple[int, float] | None:
+def odd_part(
+    weight: Tensor, tokens: StepTokens, means: Sequence[TokenMean] | None = None
+) -> tuple[int, float] | None:
     """Find the single micro-batch with another factor than the others. Return it and its factor, or None.
 
-    `weight` (N, T) is NaN where it is unknown.
+    `weight` (N, T) and ``means`` are as in :func:`nearest_mean`.
     """
-    known = tokens.inside & weight.isfinite()
-    for mean in known_means(tokens):
-        factors = []
+    for mean in known_means(tokens) if means is None else means:
+        factors, known = [], tokens.inside & weight.isfinite() & (mean.weight != 0)
         for part in tokens.micro.unique().tolist():
             here = known & (tokens.micro == part)[:, None]
             ratio = weight[here] / mean.weight[here]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,7 @@ class Measured:
         padding: the greatest absolute coefficient of padding.
         advantage: (N, T) float64, the advantage of each token.
         expected: (N, T) float64, the coefficients of the pipeline; None: no pipeline.
+        expected_weight: (N, T) float64, the weights of the pipeline, without the advantage.
         tokens: mask, rollout, group, micro-batch and rank.
         close: relative tolerance for equal numbers.
     """
@@ -61,6 +62,7 @@ class Measured:
     padding: float
     advantage: Tensor
     expected: Tensor | None
+    expected_weight: Tensor | None
     tokens: StepTokens
     close: float
 
@@ -162,6 +164,8 @@ class XRay:
         exact = [str(mean) for mean, _, apart in found if apart <= close]
         if exact:
             return exact[0]
+        if self.runs[0].expected is not None:
+            return "not the weights of the pipeline"
         mean, _, apart = found[-1]
         rounding = "; a loss in bfloat16 rounds as much" if self.close < apart < 0.02 else ""
         return f"no known mean (the nearest, the {mean}, differs by {apart:.2g}{rounding})"
@@ -303,10 +307,10 @@ def xray(
             for number, part in enumerate((of_rank == rank).nonzero().flatten().chunk(cut)):
                 micro[part] = rank * cut + number
         reward = batch["next", "reward"].sum(-1)
-        advantage, expected = group_relative_advantage(reward, group, rollout).double()[:, None], None
-        of_components = None
-        if pipeline is not None:
-            advantage, expected, of_components = declared(pipeline, batch)
+        advantage = group_relative_advantage(reward, group, rollout).double()[:, None]
+        says = declared(pipeline, batch) if pipeline is not None else None
+        if says is not None:
+            advantage = says.advantage
         batch["advantage"] = advantage[..., None]
 
         # 2. The step, which may write its own advantages, mask and micro-batches if it is alone.
@@ -335,25 +339,36 @@ def xray(
             found = explain_gradient(model, batch)
             coefficient = torch.where(found.weights.abs() > found.exact, found.weights, 0.0)
             padding = found.padding if found.padding > found.exact else 0.0
-        if of_components is not None:  # their tokens may be outside the loss mask
-            inside = of_components != 0
-            advantage = torch.where(inside, expected / of_components.masked_fill(~inside, 1.0), 0.0)
+        if says is not None and says.has_components:  # their tokens may be outside the loss mask
+            inside = says.weight != 0
+            advantage = torch.where(inside, says.coefficient / says.weight.masked_fill(~inside, 1.0), 0.0)
         tokens = StepTokens(inside, rollout, group, micro, of_rank)
         found_in, found_out, given = coefficient * inside, coefficient * ~inside, advantage * inside
-        runs.append(
-            Measured(cut, side, count, shift, found_in, found_out, padding, given, expected, tokens, close)
-        )
+        expected, weight = (says.coefficient, says.weight) if says is not None else (None, None)
+        columns = found_in, found_out, padding, given, expected, weight
+        runs.append(Measured(cut, side, count, shift, *columns, tokens, close))
     return XRay(runs, *nearest_mean(runs[0].weight, runs[0].tokens), close)
 
 
-def declared(pipeline: Pipeline, batch: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Compute the advantages and coefficients of a pipeline for the rows of a batch, float64.
+class Declared(NamedTuple):
+    """What a pipeline says of the tokens of a batch, float64, 0 for tokens that do not train.
 
-    Returns:
-        (N, 1) or (N, T) advantages; (N, T) coefficients: the row's weight × the token's weight × the
-        advantage, 0 for tokens that do not train; and the (N, T) sum of the weights of the loss's components,
-        None without them. With components the coefficient of a token is the sum of their weights, of which
-        that of ``objective`` is multiplied by the advantage.
+    Attributes:
+        advantage: (N, 1) or (N, T) advantages.
+        coefficient: (N, T), the row's weight × the token's weight × the advantage. With components of the
+            loss it is the sum of their weights, that of ``objective`` multiplied by the advantage.
+        weight: (N, T), the coefficient without the advantage: the sum of the weights.
+        has_components: whether the loss has components.
+    """
+
+    advantage: Tensor
+    coefficient: Tensor
+    weight: Tensor
+    has_components: bool
+
+
+def declared(pipeline: Pipeline, batch: TensorDictBase) -> Declared:
+    """Compute the advantages, weights and coefficients of a pipeline for the rows of a batch.
 
     Raises:
         ValueError: the pipeline writes no weights, or changes the rows.
@@ -372,19 +387,21 @@ def declared(pipeline: Pipeline, batch: TensorDictBase) -> tuple[Tensor, Tensor,
             "Measure it without those stages"
         )
     of_row = padded_column(out, "advantage").double().reshape(len(out), -1)
-    weight = out["loss_weight"].double().reshape(-1, 1) * inside
-    if has_key(out, TOKEN_WEIGHT):
-        weight = weight * padded_column(out, TOKEN_WEIGHT)
-    advantage = torch.zeros(len(batch), of_row.shape[1], dtype=torch.float64).index_copy(0, rows, of_row)
-    nothing = torch.zeros(tokens_of(batch)[0].shape, dtype=torch.float64)
-    if not has_key(out, LOSS_WEIGHTS):
-        return advantage, nothing.index_add(0, rows, weight * of_row), None
-    weights = {
-        name: padded_column(out, (LOSS_WEIGHTS, name)).double() for name in out.get(LOSS_WEIGHTS).keys()
-    }
-    expected = sum(each * of_row if name == "objective" else each for name, each in weights.items())
+    if has_components := has_key(out, LOSS_WEIGHTS):
+        names = [*out.get(LOSS_WEIGHTS).keys()]
+        weights = {name: padded_column(out, (LOSS_WEIGHTS, name)).double() for name in names}
+    else:
+        weight = out["loss_weight"].double().reshape(-1, 1) * inside
+        factor = padded_column(out, TOKEN_WEIGHT) if has_key(out, TOKEN_WEIGHT) else 1.0
+        weights = {"objective": weight * factor}
     total = torch.stack([*weights.values()]).sum(0)
-    return advantage, nothing.index_add(0, rows, expected), nothing.index_add(0, rows, total)
+    with_advantage = weights.get("objective", 0.0) * (of_row - 1.0)
+
+    def of_batch(column: Tensor) -> Tensor:
+        nothing = torch.zeros(len(batch), column.shape[1], dtype=torch.float64)
+        return nothing.index_add(0, rows, column)
+
+    return Declared(of_batch(of_row), of_batch(total + with_advantage), of_batch(total), has_components)
 
 
 def _over_ranks(
@@ -469,27 +486,39 @@ def _cause(run: Measured, first: Measured, close: float) -> str:
     if bool(run.outside.any()) or run.padding:
         found = [f"{int((run.outside != 0).sum())} tokens outside the loss mask"] * bool(run.outside.any())
         return " and ".join(found + ["padding"] * bool(run.padding)) + " have a weight"
-    if run.expected is not None:  # the pipeline makes its own micro-batches
-        return ""
+    means = None
+    if (given := run.expected_weight) is not None:
+        if unknown := int(((given == 0) & (run.coefficient != 0)).sum()):
+            return f"{unknown} tokens to which the pipeline gives none have a weight"
+        means = [TokenMean("mean of the pipeline", WHOLE, given)]
     bare = run.tokens.inside & (run.advantage == 0) & (run.coefficient != 0)
+    _, factor, apart = nearest_mean(weight, run.tokens, means)
+    if apart <= close and not bool(bare.any()):
+        return "the step increases the loss: each weight is negative" if factor < 0 else ""
+    if neighbour := _neighbour(run, means, close):
+        return neighbour
     if bool(bare.any()):
         return f"{int(bare.sum())} tokens without an advantage have a weight"
-    parts = {number: weight[known & (micro == number)[:, None]] for number in micro.unique().tolist()}
+    trains = known if given is None else known & (given != 0)
+    parts = {number: weight[trains & (micro == number)[:, None]] for number in micro.unique().tolist()}
     missing = [number for number, of_part in parts.items() if len(of_part) and not bool(of_part.any())]
     if missing:
         names = ", ".join(str(number) for number in missing)
         return f"micro-batch {names} (from 0) has no gradient"
-    _, factor, apart = nearest_mean(weight, run.tokens)
-    if apart <= close:
-        return "the step increases the loss: each weight is negative" if factor < 0 else ""
-    if (odd := odd_part(weight, run.tokens)) is not None:
+    if (odd := odd_part(weight, run.tokens, means)) is not None:
         return f"micro-batch {odd[0]} (from 0) counts {odd[1]:.3g} times"
+    return ""
+
+
+def _neighbour(run: Measured, means: Sequence[TokenMean] | None, close: float) -> str:
+    """Describe rows that have the advantage of the row beside them; empty if they have not."""
     for shift, words in ((1, "before"), (-1, "after")):
         other_advantage = run.advantage.amax(1) + run.advantage.amin(1)
         neighbour = other_advantage.roll(shift)[:, None]
-        ratio = torch.where(known & (neighbour != 0), run.coefficient / neighbour, torch.nan)
+        known = run.tokens.inside & (neighbour != 0)
+        ratio = torch.where(known, run.coefficient / torch.where(known, neighbour, 1.0), torch.nan)
         several = int(ratio.isfinite().any(1).sum()) > 1  # a single row fits any neighbour
         nothing = bool((run.coefficient[run.tokens.inside & (neighbour == 0)] == 0).all())
-        if several and nothing and nearest_mean(ratio, run.tokens)[2] <= close:
+        if several and nothing and nearest_mean(ratio, run.tokens, means)[2] <= close:
             return f"each row has the advantage of the row {words} it"
     return ""

@@ -92,6 +92,17 @@ def with_prompts(model, batch, cut):
     mean_of_step(model, batch.clone().set(LOSS, real), cut)
 
 
+def up_the_loss(model, batch, cut):
+    (terms(model, batch).sum() / batch[LOSS].sum()).backward()
+
+
+def with_a_bonus(model, batch, cut):
+    log_probs = model.get_dist(batch).log_prob(batch[FULL])
+    bonus = torch.where(batch["advantage"].squeeze(-1) == 0, log_probs, 0.0)
+    (-torch.where(batch[LOSS], bonus, 0.0).sum() / batch[LOSS].sum()).backward()
+    mean_of_step(model, batch, cut)
+
+
 VERDICTS = {
     mean_of_step: r"mean over the tokens of the whole step, in 3 of 3 runs",
     mean_of_micro_batches: r"mean over the tokens of each micro-batch: with 2 micro-batches, tokens get "
@@ -311,9 +322,48 @@ def test_weights_of_another_recipe_and_untrained_rows_are_detected():
     )
     found = xray(through(load_pipeline("grpo", whole)), fewer, cuts=(1,))
     assert found.spread["1 micro-batch"][1] == math.inf
-    for wrong in (xray(through(does), says), found):
-        with pytest.raises(AssertionError, match="times the weight of the pipeline"):
+    for wrong, words in (
+        (xray(through(does), says), "times the weight of the pipeline"),
+        (found, "^34 tokens to which the pipeline gives none have a weight, in 1 of 1 runs"),
+    ):
+        with pytest.raises(AssertionError, match=words):
             wrong.assert_uniform()
+
+
+def with_the_next_advantage(model, batch, cut):
+    mean_of_step(model, batch.clone().set("advantage", batch["advantage"].roll(-1, 0)), cut)
+
+
+def with_half_of_the_last(model, batch, cut):
+    for number, part in enumerate(batch.chunk(cut)):
+        share = 0.5 if 0 < number == cut - 1 else 1.0
+        (-share * terms(model, part).sum() / batch[LOSS].sum()).backward()
+
+
+FAULTS = {
+    with_the_neighbours_advantage: "^each row has the advantage of the row before it, in 3 of 3 runs",
+    with_the_next_advantage: "^each row has the advantage of the row after it, in 3 of 3 runs",
+    up_the_loss: "^the step increases the loss: each weight is negative, in 3 of 3 runs",
+    without_the_last: r"with 4 micro-batches, micro-batch 3 \(from 0\) has no gradient",
+    with_the_first_twice: r"with 4 micro-batches, micro-batch 0 \(from 0\) counts 2 times",
+    with_half_of_the_last: r"with 4 micro-batches, micro-batch 3 \(from 0\) counts 0.5 times",
+    with_a_shifted_mask: "^the loss mask is shifted: each token has the weight of the token after it",
+    with_a_bonus: "^14 tokens without an advantage have a weight",
+    with_prompts: "^10 tokens outside the loss mask have a weight",
+}
+
+
+@pytest.mark.parametrize("step", FAULTS)
+def test_with_a_pipeline_a_fault_is_named_as_without(step):
+    """Two rows, of 10 and 4 tokens, have the advantage 0, and the weight of their prompts is 0, too."""
+    pipeline = load_pipeline("grpo", "pipeline.stages.split.minibatches=1", loss_unit="token")
+    rewards = (1.0, 0.0, 0.25, 0.5, 0.0, 1.0, 0.75, 0.1, 0.2, 0.6, 0.4, 0.4)
+    xray(mean_of_step, pipeline, rewards=rewards).assert_uniform()
+    for says in (None, pipeline):
+        found = xray(step, says, rewards=rewards)
+        assert re.search(FAULTS[step], found.verdict), found.verdict
+        with pytest.raises(AssertionError, match=FAULTS[step]):
+            found.assert_uniform()
 
 
 def with_turns_inside_rows(batch: TensorDictBase) -> None:
@@ -344,10 +394,6 @@ def test_a_mean_over_turns_inside_rows_is_uniform_and_no_other_mean_is():
         xray(mean_of_step, pipeline, **options).assert_uniform()
 
 
-def up_the_loss(model, batch, cut):
-    (terms(model, batch).sum() / batch[LOSS].sum()).backward()
-
-
 def whitened_in_place(model, batch, cut):
     batch["advantage"].sub_(0.1)
     mean_of_step(model, batch, cut)
@@ -362,13 +408,6 @@ def whitened_by_part(model, batch, cut):
 def masked_by_cut(model, batch, cut):
     if cut > 1:
         batch[LOSS] = batch[LOSS] & (torch.arange(len(batch)) > 0)[:, None]
-    mean_of_step(model, batch, cut)
-
-
-def with_a_bonus(model, batch, cut):
-    log_probs = model.get_dist(batch).log_prob(batch[FULL])
-    bonus = torch.where(batch["advantage"].squeeze(-1) == 0, log_probs, 0.0)
-    (-torch.where(batch[LOSS], bonus, 0.0).sum() / batch[LOSS].sum()).backward()
     mean_of_step(model, batch, cut)
 
 
