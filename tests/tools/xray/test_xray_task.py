@@ -22,6 +22,7 @@ from headrace.pipeline import (
     xray,
     xray_batch,
 )
+from headrace.pipeline.tools.xray.of_trl import trl_settings
 from headrace.pipeline.tools.xray.setting import ROWS_OF_STEP, SUM_OF_STEP, TOKENS_OF_STEP, Setting
 
 pytestmark = [
@@ -152,11 +153,12 @@ def test_the_trl_adapter_trains_trls_advantages_with_trls_weights(trl, adapter, 
     found.xray.assert_uniform()
 
 
-@pytest.mark.parametrize("recipe", ["dapo", "reinforce_pp"])
-def test_a_recipe_in_the_adapter_trains_its_declared_weights(trl, adapter, recipe):
-    step = trl_step(adapter, {"pipeline": load_pipeline(recipe)}, loss_type="dapo")
-    pipeline = load_pipeline(recipe, "pipeline.stages.split.minibatches=1")
-    assert "the weights of the pipeline" in xray(step, pipeline, dtype=torch.float32).verdict
+def test_a_recipe_in_the_adapter_trains_its_declared_weights(trl):
+    settings = [setting for setting in trl_settings() if setting.pipeline is not None]
+    assert len(settings) == 4
+    for setting in settings:
+        found = setting.measure((1, 3)).xray
+        assert found.verdict == "the weights of the pipeline, in 2 of 2 runs", setting.name
 
 
 def test_tool_tokens_and_left_padding_change_nothing_in_trl(trl):
