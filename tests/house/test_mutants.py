@@ -69,6 +69,29 @@ def test_a_fault_has_the_lines_of_its_statement_and_a_head_those_of_no_body(tmp_
     ]
 
 
+def test_a_line_has_the_tests_that_run_it_but_none_that_fails_without_a_fault(tmp_path):
+    for folder in (*mutants.FOLDERS, "tests/support", "tools"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("tools/mutants.py", "tests/support/nearest.py"):
+        (tmp_path / file).write_text((ROOT / file).read_text())
+    (tmp_path / "adapters" / "some.py").write_text("def f(x):\n    if x:\n        return 1\n    return 2\n")
+    (tmp_path / "tests" / "test_some.py").write_text(
+        "from adapters.some import f\n\n\n"
+        "def test_of_true():\n    assert f(True) == 1\n\n\n"
+        "def test_of_false():\n    assert f(False) == 2\n\n\n"
+        "def test_that_fails():\n    assert f(True) == 3\n"
+    )
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\npythonpath = .\nmarkers =\n    long\n    browser\n    gpu\n"
+    )
+    found = mutants.tests_by_line(tmp_path)
+    by_line = {
+        line: {test.partition("::")[2] for test in found["adapters/some.py", line]} for line in (2, 3, 4)
+    }
+    both, true, false = by_line.values()
+    assert (both, true, false) == ({"test_of_true", "test_of_false"}, {"test_of_true"}, {"test_of_false"})
+
+
 def test_a_sample_has_its_size_and_follows_its_seed():
     first, again, other = (mutants.chosen_mutants(["transforms/split"], "", 5, seed) for seed in (1, 1, 2))
     assert first == again != other
