@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +19,7 @@ __all__ = [
     "message_lines",
     "message_parts",
     "message_text",
+    "sampled_once",
     "strings",
 ]
 
@@ -35,6 +37,16 @@ CALLS = (
 RESULTS = ("function_call_output", "custom_tool_call_output")  # items of a response that a tool wrote
 MEDIA = ("image", "audio", "video", "file", "document")
 REASONING = ("reasoning_content", "reasoning", "thinking", "thinking_blocks", "reasoning_details")
+# How models write calls into a text: <tool_call>, <function=f>, <invoke name="f">, [TOOL_CALLS], and others.
+CALL_BEGINS = (
+    r"<tool_call>|<function=|<invoke |\[TOOL_CALLS\]|<\|python_tag\|>"
+    r"|<\|tool_call_begin\|>|<｜tool▁call▁begin｜>"
+)
+CALL_ENDS = r"</tool_call>|</function>|</invoke>|<\|tool_call_end\|>|<｜tool▁call▁end｜>"
+RAW_CALL = re.compile(rf"(?:{CALL_BEGINS})(.*?)(?={CALL_BEGINS}|{CALL_ENDS}|\Z)", re.DOTALL)
+ONLY_CALLS = re.compile(r"\s*(\{.*\}|\[.*\])\s*", re.DOTALL)  # a content that is JSON, or [f(a=1), g()]
+THOUGHT_BEGINS = re.compile(r"<(?:seed:)?think(?:ing)?>|\[THINK\]|<\|channel\|>analysis<\|message\|>")
+THOUGHT_ENDS = re.compile(r"</(?:seed:)?think(?:ing)?>|\[/THINK\]|<\|end\|>")
 
 
 class Part(NamedTuple):
@@ -57,8 +69,10 @@ def message_parts(message: Mapping[str, Any]) -> list[Part]:
     r"""Return the parts of a message, in the order in which a policy samples them.
 
     These are its reasoning, its content and its tool calls, in whatever field they are. A text that is in two
-    fields is one part. If the role is ``assistant``, the policy sampled the texts of all parts that are not
-    ``shown``; of another role it sampled none.
+    fields is one part. A server may keep the sampled text as the content, with reasoning before ``</think>``
+    and calls in ``<tool_call>``, and have the same reasoning and calls in their own fields: then the content
+    counts. If the role is ``assistant``, the policy sampled the texts of all parts that are not ``shown``; of
+    another role it sampled none.
 
     ==================================================== ================================================
     field                                                 read as
@@ -82,18 +96,55 @@ def message_parts(message: Mapping[str, Any]) -> list[Part]:
         >>> message_parts({"role": "assistant", "content": None, "tool_calls": [call]})
         [Part(kind='call', texts=('add', '{"a": 1}'))]
     """
+    content, thoughts, calls = _read(message)
+    before = [Part("reasoning", (text,)) for text, _ in thoughts.values() if text]
+    return [*before, *content, *(call for _, call, _ in calls if call is not None)]
+
+
+def sampled_once(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message without the reasoning and the calls that its content has as text, too.
+
+    A chat template would write these twice.
+
+    Raises:
+        ValueError: as :func:`message_parts`.
+
+    Example:
+        >>> sampled_once({"role": "assistant", "content": "Two.</think>2", "reasoning_content": "Two."})
+        {'role': 'assistant', 'content': 'Two.</think>2'}
+    """
+    _, thoughts, calls = _read(message)
+    copied = {name for name, (_, in_text) in thoughts.items() if in_text}
+    once = {key: value for key, value in message.items() if key not in copied}
+    if any(in_text for _, _, in_text in calls):
+        once.pop("function_call", None)
+        once.pop("tool_calls", None)
+        if kept := [given for given, _, in_text in calls if not in_text]:
+            once["tool_calls"] = kept
+    return once
+
+
+Thoughts = dict[str, tuple[str, bool]]
+Calls = list[tuple[Any, Part | None, bool]]
+
+
+def _read(message: Mapping[str, Any]) -> tuple[list[Part], Thoughts, Calls]:
+    """Read the parts of the content; of each field of reasoning, the text; and each call, with its part.
+
+    The text of a field is empty, and the part of a call None, if it is a copy of what is elsewhere in the
+    message. The last value says whether it is a copy of what a text of the content has.
+    """
     content = list(_content(message.get("content"), sampled=message.get("role") == "assistant"))
-    calls = [part for part in content if part.kind == "call"]
-    thoughts = [part for part in content if part.kind == "reasoning"]
     texts = "".join(part.texts[0] for part in content if part.kind == "text")
-    known = {part.texts[0] for part in thoughts} | {"".join(part.texts[0] for part in thoughts)}
-    before: list[Part] = []
+    parts = [part.texts[0] for part in content if part.kind == "reasoning"]
+    known = {_bare(text) for text in (*parts, "".join(parts))}
+    in_text = set(map(_bare, _thoughts_of(texts)))
+    thoughts: Thoughts = {}
     for name in REASONING:
         text = _joined(message.get(name), name)
-        inside = "<think>" in texts and text.strip() in texts.split("</think>")[0]
-        if text and text not in known and not inside:
-            known.add(text)
-            before.append(Part("reasoning", (text,)))
+        copied = bool(text) and _bare(text) in in_text
+        thoughts[name] = ("" if copied or _bare(text) in known else text, copied)
+        known.add(_bare(text))
     given = message.get("tool_calls")
     if isinstance(given, str):
         given = _decoded(given, "tool_calls")
@@ -101,8 +152,90 @@ def message_parts(message: Mapping[str, Any]) -> list[Part]:
         given = [message["function_call"]]
     if given is not None and not isinstance(given, list | tuple):
         raise ValueError(f"'tool_calls' must be a list; found {type(given).__name__}")
-    found = [_call(_decoded(each, "tool_calls")) for each in given or ()]
-    return [*before, *content, *(call for call in found if call not in calls)]
+    blocks = RAW_CALL.findall(texts) or [texts] * bool(ONLY_CALLS.fullmatch(texts))
+    raw = [call for block in blocks for call in _calls_of(block)]
+    typed: list[Part | str] = [part for part in content if part.kind == "call"]
+    content = [part for part in content if part.kind != "call" or not _take(part, raw)]
+    calls: Calls = []
+    for each in given or ():
+        call = _call(_decoded(each, "tool_calls"))
+        other = _take(call, typed)
+        copied = not other and _take(call, raw)
+        calls.append((each, None if copied or other else call, copied))
+    return content, thoughts, calls
+
+
+def _bare(text: str) -> str:
+    """A text without white space, which servers strip; of nothing else, as it is."""
+    return "".join(text.split()) or text
+
+
+def _thoughts_of(texts: str) -> list[str]:
+    """The reasoning that a content has as text: each, and all of them joined; the last may be cut off."""
+    *closed, last = THOUGHT_ENDS.split(texts)
+    found = [THOUGHT_BEGINS.split(text)[-1] for text in closed]
+    found += THOUGHT_BEGINS.split(last)[1:]
+    return [*found, "".join(found)] if found else []
+
+
+def _calls_of(block: str) -> list[Part | str]:
+    """The calls of a stretch of text: those that are JSON as parts, else the text itself."""
+    try:
+        value = json.loads(block)
+        return [_call(each) for each in (value if isinstance(value, list) else [value])]
+    except (ValueError, RecursionError):
+        return [block]
+
+
+def _take(call: Part, others: list[Part | str]) -> bool:
+    """Whether a call is one of others, which it is then taken from: each of them stands for one call."""
+    for at, other in enumerate(others):
+        if _is_in(call, other):
+            del others[at]
+            return True
+    return False
+
+
+def _is_in(call: Part, other: Part | str) -> bool:
+    """Whether a call equals another; or its name, and all keys and values of its arguments, are in a text."""
+    name, arguments = call.texts[0], _plain(call.texts[1])
+    if isinstance(other, Part):
+        return name == other.texts[0] and arguments == _plain(other.texts[1])
+    return all(
+        any(re.search(rf"(?<!\w){re.escape(form)}(?!\w)", other) for form in (leaf, _json(leaf)[1:-1]))
+        for leaf in (name, *_leaves(arguments))
+    )
+
+
+def _plain(arguments: str) -> Any:
+    """Arguments with all values as texts, without nulls: servers convert types, and spell numbers anew."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: plain(each) for key, each in value.items() if each is not None}
+        if isinstance(value, list):
+            return [plain(each) for each in value]
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        return value.strip() if isinstance(value, str) else _json(value)
+
+    try:
+        return plain(json.loads(arguments or "{}"))
+    except (ValueError, RecursionError):
+        return arguments.strip()
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """The keys and the values of nested arguments (:func:`_plain`), without those that are empty."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield key
+            yield from _leaves(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _leaves(each)
+    elif value:
+        yield value
 
 
 def _content(content: Any, *, sampled: bool) -> Iterator[Part]:
@@ -167,7 +300,12 @@ def _call(value: Any) -> Part:
             f"a tool call must have the 'name' of its tool; found the keys {sorted(map(str, value))}"
         )
     arguments = next(
-        (function[key] for key in ("arguments", "input", "args") if function.get(key) is not None), ""
+        (
+            function[key]
+            for key in ("arguments", "input", "args", "parameters")
+            if function.get(key) is not None
+        ),
+        "",
     )
     return Part("call", (name, arguments if isinstance(arguments, str) else _json(arguments)))
 

@@ -41,6 +41,11 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments":
 NESTED = {"function": {"name": "find", "arguments": {"where": {"city": ["Köln"]}, "most": 3}}}
 ARGUMENTS = '{"where": {"city": ["Köln"]}, "most": 3}'
 IMAGE = {"type": "image_url", "image_url": {"url": "data:..."}}
+HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+MISTRAL = (
+    f'[TOOL_CALLS][{{"name": "add", "arguments": {{"a": 2}}}}, {{"name": "find", "arguments": {ARGUMENTS}}}]'
+)
+TAGS = "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n</function>\n</tool_call>"
 # An assistant's message, and the texts that the policy sampled, in order.
 STRUCTURES = {
     "text": ({"content": "four"}, "four"),
@@ -77,6 +82,26 @@ STRUCTURES = {
         {"content": "<think>\nTwo.\n</think>\nfour", "reasoning_content": "Two."},
         "<think>\nTwo.\n</think>\nfour",
     ),
+    "reasoning before the end of a thought": (
+        {"content": "Two.\n</think>\n\nfour", "reasoning_content": "\nTwo.\n"},
+        "Two.\n</think>\n\nfour",
+    ),
+    "a thought that is cut off": (
+        {"content": "<think>\nTwo", "reasoning": "Two"},
+        "<think>\nTwo",
+    ),
+    "two thoughts in the text": (
+        {"content": "[THINK]a[/THINK]so[THINK]b[/THINK]four", "reasoning": "a\nb"},
+        "[THINK]a[/THINK]so[THINK]b[/THINK]four",
+    ),
+    "reasoning that the answer repeats": (
+        {"content": "Two.</think>four", "reasoning": "four"},
+        "fourTwo.</think>four",
+    ),
+    "reasoning that is a part of a thought": (
+        {"content": "Two.</think>four", "reasoning": "wo"},
+        "woTwo.</think>four",
+    ),
     "a call": ({"content": None, "tool_calls": [CALL]}, 'add{"a": 2}'),
     "several calls": ({"content": "Let", "tool_calls": [CALL, CALL]}, 'Letadd{"a": 2}add{"a": 2}'),
     "nested arguments": ({"tool_calls": [NESTED]}, f"find{ARGUMENTS}"),
@@ -84,6 +109,46 @@ STRUCTURES = {
     "flat call": ({"content": "", "tool_calls": [CALL["function"]]}, 'add{"a": 2}'),
     "no arguments": ({"content": "", "tool_calls": [{"function": {"name": "now"}}]}, "now"),
     "one old call": ({"content": None, "function_call": {"name": "add", "arguments": "{}"}}, "add{}"),
+    "a call in the text, too": ({"content": f"so{HERMES}", "tool_calls": [CALL]}, f"so{HERMES}"),
+    "a call in the text, spelled otherwise": (
+        {"content": '<tool_call>{"arguments":{"a":2.0},"name":"add"}', "tool_calls": [CALL]},
+        '<tool_call>{"arguments":{"a":2.0},"name":"add"}',
+    ),
+    "two equal calls, one of them in the text": (
+        {"content": HERMES, "tool_calls": [CALL, CALL]},
+        f'{HERMES}add{{"a": 2}}',
+    ),
+    "two calls in the text": ({"content": MISTRAL, "tool_calls": [CALL, NESTED]}, MISTRAL.replace("ö", "?")),
+    "each call with its name before it": (
+        {"content": '[TOOL_CALLS]add[ARGS]{"a": 2}[TOOL_CALLS]add{"a": 2}', "tool_calls": [CALL, CALL]},
+        '[TOOL_CALLS]add[ARGS]{"a": 2}[TOOL_CALLS]add{"a": 2}',
+    ),
+    "a call of tags": ({"content": f"so{TAGS}", "tool_calls": [CALL]}, f"so{TAGS}"),
+    "a content that is a call": (
+        {"content": '{"name": "add", "parameters": {"a": 2}}', "tool_calls": [CALL]},
+        '{"name": "add", "parameters": {"a": 2}}',
+    ),
+    "a content that is calls in Python": ({"content": "[add(a=2)]", "tool_calls": [CALL]}, "[add(a=2)]"),
+    "another call than that in the text": (
+        {"content": HERMES, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 22}'}}]},
+        f'{HERMES}add{{"a": 22}}',
+    ),
+    "another call than that of tags": (
+        {"content": TAGS, "tool_calls": [{"function": {"name": "add", "arguments": '{"b": 2}'}}]},
+        f'{TAGS}add{{"b": 2}}',
+    ),
+    "words of a call that are no call": (
+        {"content": "I add a and 2", "tool_calls": [CALL]},
+        'I add a and 2add{"a": 2}',
+    ),
+    "a call in two fields": (
+        {"content": [{"type": "tool_use", "name": "add", "input": {"a": 2}}], "tool_calls": [CALL, CALL]},
+        'add{"a": 2}add{"a": 2}',
+    ),
+    "all in the text, too": (
+        {"content": f"Two.</think>{HERMES}", "reasoning": "Two.", "tool_calls": [CALL]},
+        f"Two.</think>{HERMES}",
+    ),
     "all": (
         {"content": "so", "reasoning_content": "Two.", "tool_calls": [CALL, NESTED]},
         f'Two.soadd{{"a": 2}}find{ARGUMENTS}',
@@ -163,7 +228,7 @@ def test_the_grader_and_the_dump_of_headrace_keep_all_parts(letters, tmp_path):
     path = write_lines(tmp_path / "results.jsonl", rows)
     batch, seen = read_one(path), []
     regrade(batch, lambda prompts, responses: [seen.append(responses) or 0.0 for _ in prompts])
-    assert sum('<tool_call>\nadd({"a": 2})\n</tool_call>' in text for text in seen[0]) == 6
+    assert sum('<tool_call>\nadd({"a": 2})\n</tool_call>' in text for text in seen[0]) == 9
     assert sum("<think>\nTwo.\n</think>" in text for text in seen[0]) == 7
     report = make_report(composed("pipeline=grpo", f"pipeline.stages.gate.group_size={len(rows)}").run(batch))
     expected = [len(text) for _, text in STRUCTURES.values()]
@@ -235,6 +300,21 @@ def test_the_mask_of_a_chat_template_decides_and_the_page_says_so(letters, tmp_p
     unmarked = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     _, plain = chat_folder(letters, tmp_path / "plain", unmarked)
     assert trained(read_one(path, tokenizer=plain)) == [4, 11 + 1, 6]
+
+
+def test_a_chat_template_writes_no_text_twice(letters, tmp_path):
+    """Neither the reasoning nor the calls that the content has as text."""
+    _, folder = chat_folder(letters, tmp_path / "model", TEMPLATE)
+    thought = {"reasoning": "Two.", "reasoning_content": "Two."}
+    for message, expected in (
+        ({"content": f"Two.</think>{HERMES}", **thought, "tool_calls": [CALL]}, f"Two.</think>{HERMES};"),
+        ({"content": HERMES, "tool_calls": [CALL, CALL]}, f'{HERMES}@add{{"a": 2}};'),
+        ({"content": HERMES, **thought, "tool_calls": [CALL]}, f"Two.{HERMES};"),
+        ({"content": "<tool_call>now", "function_call": {"name": "now"}}, "<tool_call>now;"),
+    ):
+        rows = [verifiers_row(0, 1.0, completion=[{"role": "assistant", **message}])]
+        batch = read_one(write_lines(tmp_path / "results.jsonl", rows), tokenizer=folder)
+        assert trained_text(batch, 0) == expected
 
 
 def test_the_assistant_of_the_prompt_is_in_no_loss(letters, tmp_path):

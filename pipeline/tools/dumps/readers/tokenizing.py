@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from headrace.pipeline.conversations import sampled_once
+
 from .batch import Sample
 from .record import SourceError, first_line
 
@@ -170,7 +172,7 @@ def _add_tokens_of_chat(sample: Sample, chat: Sequence[tuple[bool, Any]], templa
     These are found by the order of the marked runs of tokens.
     """
     try:
-        tokens, marked = template([message for _, message in chat])
+        tokens, marked = template([sampled_once(message) for _, message in chat])
     except Exception as err:  # a template raises what it likes, such as that roles must alternate
         raise SourceError(
             f"{sample.where}: the tokenizer's chat template must take the messages; found {first_line(err)}. "
