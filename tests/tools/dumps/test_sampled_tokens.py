@@ -28,7 +28,7 @@ from dumps import (
 from headrace.pipeline import make_report
 from headrace.pipeline.tools.dumps.readers import open_source, regrade
 from headrace.pipeline.tools.replay import replay
-from headrace.pipeline.tools.report import write_dump
+from headrace.pipeline.tools.report import gradient_share, write_dump
 
 pytestmark = pytest.mark.slow
 
@@ -137,6 +137,39 @@ STRUCTURES = {
         {"content": TAGS, "tool_calls": [{"function": {"name": "add", "arguments": '{"b": 2}'}}]},
         f'{TAGS}add{{"b": 2}}',
     ),
+    "a call in the text with a longer value": (
+        {"content": TAGS.replace("2", "22"), "tool_calls": [CALL]},
+        f'{TAGS.replace("2", "22")}add{{"a": 2}}',
+    ),
+    "another tool than that in the text": (
+        {"content": HERMES, "tool_calls": [{"function": {"name": "sub", "arguments": '{"a": 2}'}}]},
+        f'{HERMES}sub{{"a": 2}}',
+    ),
+    "an escaped value in the text": (
+        {
+            "content": r'[TOOL_CALLS]say{"it": "a \"b\""}',
+            "tool_calls": [{"name": "say", "input": {"it": 'a "b"'}}],
+        },
+        r'[TOOL_CALLS]say{"it": "a \"b\""}',
+    ),
+    "a value that is null": (
+        {"content": HERMES, "tool_calls": [{"name": "add", "input": {"a": 2, "b": None}}]},
+        HERMES,
+    ),
+    "a part that is a call in the text, too": (
+        {
+            "content": [
+                {"type": "text", "text": HERMES},
+                {"type": "tool_use", "name": "add", "input": {"a": 2}},
+            ]
+        },
+        HERMES,
+    ),
+    "an empty thought in the text": (
+        {"content": "<think>\n\n</think>four", "reasoning": "\n\n"},
+        "<think>\n\n</think>four",
+    ),
+    "reasoning of white space": ({"content": "four", "reasoning": "\n"}, "\nfour"),
     "words of a call that are no call": (
         {"content": "I add a and 2", "tool_calls": [CALL]},
         'I add a and 2add{"a": 2}',
@@ -228,7 +261,7 @@ def test_the_grader_and_the_dump_of_headrace_keep_all_parts(letters, tmp_path):
     path = write_lines(tmp_path / "results.jsonl", rows)
     batch, seen = read_one(path), []
     regrade(batch, lambda prompts, responses: [seen.append(responses) or 0.0 for _ in prompts])
-    assert sum('<tool_call>\nadd({"a": 2})\n</tool_call>' in text for text in seen[0]) == 9
+    assert sum('<tool_call>\nadd({"a": 2})\n</tool_call>' in text for text in seen[0]) == 10
     assert sum("<think>\nTwo.\n</think>" in text for text in seen[0]) == 7
     report = make_report(composed("pipeline=grpo", f"pipeline.stages.gate.group_size={len(rows)}").run(batch))
     expected = [len(text) for _, text in STRUCTURES.values()]
@@ -238,6 +271,32 @@ def test_the_grader_and_the_dump_of_headrace_keep_all_parts(letters, tmp_path):
         again = read_one(tmp_path / kind, tokenizer=letters)
         assert trained(again) == expected
         assert list(again["response_text"]) == list(batch["response_text"])
+
+
+def test_arguments_move_the_shares_of_the_gradient(letters, tmp_path):
+    """15 rows with 1,060 letters of content and 10,511 of arguments, in groups of 3 with rewards 1, 1 and 0.
+
+    The advantages of a group are as 1 : 1 : 2, and each token of a step has one weight. By the contents alone
+    the shares of the first group are as 102 : 72 : 2·13, and by all letters as 200 : 1120 : 2·1340.
+    """
+    contents = [102, 72, 13, *[72] * 11, 81]
+    arguments = [95, 1045, 1324, *[670] * 11, 677]
+    assert (sum(contents), sum(arguments)) == (1060, 10_511)
+    counted = {}
+    for called in (False, True):
+        rows = []
+        for at, (content, letters_of) in enumerate(zip(contents, arguments, strict=True)):
+            given = json.dumps({"x": "a" * (letters_of - len('{"x": ""}'))})
+            message = {"role": "assistant", "content": "c" * content}
+            if called:
+                message["tool_calls"] = [{"function": {"name": "run", "arguments": given}}]
+            rows.append(verifiers_row(at // 3, float(at % 3 < 2), completion=[message, TOOL]))
+        batch = read_one(write_lines(tmp_path / "results.jsonl", rows), tokenizer=letters, group_size=3)
+        report = make_report(composed("pipeline=grpo", "pipeline.stages.gate.group_size=3").run(batch))
+        assert trained(batch) == [c + called * (3 + a) for c, a in zip(contents, arguments, strict=True)]
+        first = gradient_share(report.columns)[:3]
+        counted[called] = [round(100 * float(share)) for share in first / first.sum()]
+    assert counted == {False: [51, 36, 13], True: [5, 28, 67]}
 
 
 # -- a tokenizer whose chat template marks what the assistant says -----------------------------------------
