@@ -36,6 +36,10 @@ ROWS, MASKED = "each row counts as a rollout", "rollouts out of the loss count"
 BOTH = f"{ROWS}, and {MASKED}"
 NO_ADVANTAGES = "the dump has no advantages"
 NO_TOKENS = "the dump has no tokens: set source.tokenizer=PATH to make them from its texts"
+MADE_FROM = {
+    "prompt": "groups were made from prompts when the dump was read (source.group_by=prompt)",
+    "order": "groups were made from the order of rows when the dump was read (source.group_by=order)",
+}
 UNKNOWN_SIZE = "the size of groups is not known; set it, as source.group_size=8"
 
 
@@ -113,7 +117,7 @@ class AuditedStep:
         declared: the recipe of ``pipeline=``.
         group_size: rollouts of each group at dispatch. None: read from ``expected_rollouts``.
         unsaid: what the dump's format does not contain (:attr:`Source.unsaid`).
-        by_prompt: whether the groups were made from prompts when the dump was read.
+        group_by: ``source.group_by``: what the groups were made from when the dump was read.
     """
 
     def __init__(
@@ -124,9 +128,9 @@ class AuditedStep:
         *,
         group_size: int | None = None,
         unsaid: frozenset[str] = frozenset(),
-        by_prompt: bool = False,
+        group_by: str | None = None,
     ):
-        self.step, self.declared, self.unsaid, self.by_prompt = step, declared, unsaid, by_prompt
+        self.step, self.declared, self.unsaid, self.group_by = step, declared, unsaid, group_by
         self.size = len(batch)
         columns = {key: each for key, each in batch.items(True, True) if isinstance(each, Tensor)}
         self._batch = TensorDict(columns, batch_size=[self.size])
@@ -414,16 +418,14 @@ def wrong_signs(step: AuditedStep) -> CheckOutcome:
 def mixed_groups(step: AuditedStep) -> CheckOutcome:
     """Find groups with several prompts: no prompt is on a row of each rollout of the group.
 
-    Needs prompts, and groups that were not made from prompts when the dump was read. With advantages it also
-    finds groups that were compared with rollouts of other groups: cut by position, or the whole step as one
-    group. `expected` is 1 prompt and `found` the number of prompts; or both are advantages.
+    Needs prompts, and groups that were made neither from prompts nor from the order of rows. With advantages
+    it also finds groups that were compared with rollouts of other groups: cut by position, or the whole step
+    as one group. `expected` is 1 prompt and `found` the number of prompts; or both are advantages.
     """
-    findings, lacking = [], ""
-    if step.by_prompt:
-        lacking = "groups were made from prompts when the dump was read (source.group_by=prompt)"
-    elif step.prompts is None:
-        lacking = "the dump has no prompts"
-    else:
+    findings, lacking = [], MADE_FROM.get(step.group_by or "", "")
+    if step.prompts is None:
+        lacking = lacking or "the dump has no prompts"
+    elif not lacking:
         texts: dict[str, int] = {}
         number = torch.tensor([texts.setdefault(prompt, len(texts)) for prompt in step.prompts])
         here = ~step.lost  # failed rollouts may have no text
@@ -461,13 +463,15 @@ def _present(step: AuditedStep) -> tuple[Tensor, Tensor]:
 def short_groups(step: AuditedStep) -> CheckOutcome:
     """Find incomplete groups that train: some dispatched rollouts failed, were aborted, or are missing.
 
-    Needs the size of groups. Without it, it finds groups with a failed rollout. `expected` and `found` are
-    numbers of rollouts.
+    Needs the size of groups, and groups that were not made from the order of rows. Without these, it finds
+    groups with a failed rollout. `expected` and `found` are numbers of rollouts.
     """
     have, every = _present(step)
     expected, lacking = every, UNKNOWN_SIZE
     if step.expected_rollouts is not None:
         expected, lacking = step.expected_rollouts[step.groups.first], ""
+    if step.group_by == "order":  # by which a missing rollout shifts the groups behind it
+        lacking = MADE_FROM["order"]
     short = (have < expected) & step.groups.any(step.trains)
     findings = []
     for group, rows in step.by_group(step.groups.spread(short)):
@@ -482,8 +486,11 @@ def short_groups(step: AuditedStep) -> CheckOutcome:
 def oversized_groups(step: AuditedStep) -> CheckOutcome:
     """Find groups that train with more rollouts than were dispatched: a prompt drawn twice, or reused ids.
 
-    Needs the size of groups. `expected` and `found` are numbers of rollouts.
+    Needs the size of groups, and groups that were not made from the order of rows. `expected` and `found` are
+    numbers of rollouts.
     """
+    if step.group_by == "order":
+        return CheckOutcome([], MADE_FROM["order"])
     if step.expected_rollouts is None:
         return CheckOutcome([], UNKNOWN_SIZE)
     _, every = _present(step)

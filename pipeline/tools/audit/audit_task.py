@@ -104,17 +104,17 @@ def audit(
     demanded = checks_demanded(config.audit.strict)
     declared = DeclaredRecipe(build_pipeline(config.pipeline))
     size = config.source.group_size or declared.group_size
-    by_prompt = config.source.group_by == "prompt"
+    made = config.source.group_by in ("prompt", "order")
     # A size tells the draws of a prompt apart, as in a replay. A recipe's is no option of every format.
-    dispatched = {"source": {"group_size": size if by_prompt else config.source.group_size}}
+    dispatched = {"source": {"group_size": size if made else config.source.group_size}}
     source = open_configured(OmegaConf.merge(config, dispatched))  # type: ignore[arg-type]
     source.keeps_oversized = True
     results = {name: CheckResult(name, title) for name, (title, _) in CHECKS.items()}
     steps, rows, refused, unlike = 0, 0, 0, list[LoggedRows]()
 
     def checked(number: int, batch: TensorDictBase) -> tuple[TensorDictBase, AuditedStep, list[CheckOutcome]]:
-        how: dict[str, Any] = {"group_size": size, "unsaid": source.unsaid, "by_prompt": by_prompt}
-        step = AuditedStep(number, batch, declared, **how)
+        how: dict[str, Any] = {"group_size": size, "unsaid": source.unsaid}
+        step = AuditedStep(number, batch, declared, group_by=config.source.group_by, **how)
         return batch, step, [check(step) for _, check in CHECKS.values()]
 
     read = DumpSteps(source, console)

@@ -81,7 +81,7 @@ def require_options(source: Source, config: DictConfig) -> None:
     why, when = list[str](), list[str]()
     if "group_by" in lacking:
         why.append("it has no ids of groups")
-        when.append("each prompt was drawn once in a step")
+        when.append("no two prompts of a step have one text (else source.group_by=order)")
     if "group_size" in lacking:
         why.append("it does not say how many rollouts each group should have")
         when.append(f"each group should have {lacking['group_size']}, as most of the first step do")

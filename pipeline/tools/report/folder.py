@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
@@ -270,10 +271,11 @@ class ReportFolder:
             self._begin_rows(step)
 
     def _begin_rows(self, step: int) -> None:
-        if self.existing == "resume":
-            for file in row_files(self.folder):
-                if int(file.stem.removeprefix("step_")) >= step:
-                    file.unlink()
+        resumes = self.existing == "resume"
+        late = [file for file in row_files(self.folder) if step_of(file) >= step]
+        for file in late if resumes else row_files_of_failed(self.folder):
+            file.unlink()
+        if resumes:
             earlier = read_failed(self.folder / "rollouts")
             self.failed = [each for each in earlier if each.step is None or each.step < step] + self.failed
         self._write_failed()
@@ -353,8 +355,21 @@ def row_files(folder: Path) -> list[Path]:
     return sorted(file for file in files if STEP_FILE.fullmatch(file.name))
 
 
+def step_of(file: Path) -> int:
+    """The step that a file of rows is of."""
+    return int(file.stem.removeprefix("step_"))
+
+
+def row_files_of_failed(folder: Path) -> list[Path]:
+    """The files of rows of steps that failed, which a stage refused."""
+    with suppress(ValueError):  # the list of failed steps is damaged
+        failed = {each.step for each in read_failed(folder / "rollouts")}
+        return [file for file in row_files(folder) if step_of(file) in failed]
+    return []
+
+
 def refuse_rows(folder: Path, *ways: str) -> None:
-    """Refuse a folder that has the rows of a run.
+    """Refuse a folder that has the rows of a run, unless all of its steps failed.
 
     Args:
         folder: of the run.
@@ -363,7 +378,8 @@ def refuse_rows(folder: Path, *ways: str) -> None:
     Raises:
         FileExistsError: it has rows.
     """
-    if old := row_files(folder):
+    failed = row_files_of_failed(folder)
+    if old := [file for file in row_files(folder) if file not in failed]:
         raise FileExistsError(
             f"{folder / 'rollouts'} has the rows of another run, {len(old)} files, {old[0].name} the first: "
             f"take {', or '.join([*ways, 'remove that one'])}"

@@ -684,3 +684,19 @@ def test_a_strict_audit_that_made_no_check_fails(tmp_path):
     words = ("pipeline=as/verl", "source.format=verl", "source.group_by=prompt")
     with pytest.raises(AuditFailed, match="0 findings, and these checks were not made: signs, mixed, "):
         audited(path, tmp_path, *words, "audit.strict=true")
+
+
+def test_groups_of_the_order_of_rows_leave_three_checks_unmade(tmp_path):
+    """Every group has one prompt and 8 rollouts then, whatever the run had. The advantages are compared."""
+    path, words = trl_draws(tmp_path / "dump")
+    words = [words[0], "source.group_by=order"]
+    _, checks = audited(path, tmp_path, *words, "pipeline.stages.gate.group_size=8", "audit.strict=true")
+    assert found(checks) == {}
+    unmade = [name for name, check in checks.items() if "source.group_by=order" in str(check["not_checked"])]
+    assert unmade == ["mixed", "incomplete", "oversized"]
+    assert {checks[name]["state"] for name in unmade} == {"not checked"}
+    assert checks["advantages"]["state"] == checks["signs"]["state"] == "passed"
+    path, _ = trl_draws(tmp_path / "sign", advantages=wrong_sign())
+    _, checks = audited(path, tmp_path, *words, "source.group_size=8")
+    assert list(found(checks)) == ["signs"]
+    assert checks["signs"]["findings"][0]["rows"] == [9]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 
 import dumps
@@ -14,6 +15,7 @@ from headrace.pipeline import ConfigError
 from headrace.pipeline.tools.dumps.readers import SourceError, open_source
 from headrace.pipeline.tools.replay import replay
 from headrace.pipeline.tools.view.stored_run import StoredRun
+from headrace.transforms import BatchError
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +31,10 @@ def lines(name, record):
     return lambda folder: dumps.write_lines(folder / name, [record(i // 2, i, 1.0 - i % 2) for i in range(4)])
 
 
+def atropos(folder):
+    dumps.write_lines(folder / "groups.jsonl", [dumps.atropos_group([1.0, 0.0])] * 2)
+
+
 def slime(folder):
     folder.mkdir()
     dumps.slime_dump(folder / "5.pt", samples=[dumps.slime_sample(i // 2, i, 1.0 - i % 2) for i in range(4)])
@@ -40,6 +46,15 @@ def trl(folder):
 
 
 FOLDERS = {  # who writes a folder, and the options that its error must name
+    "atropos": (atropos, ["source.group_size=2"]),
+    "nemo_gym": (
+        lines("a_rollouts.jsonl", lambda group, i, reward: dumps.gym_row(group, i % 2, reward)),
+        ["source.group_size=2"],
+    ),
+    "prime_hosted": (
+        lines("samples.jsonl", lambda group, i, reward: dumps.hosted_row(group, i, reward)),
+        ["source.group_size=2"],
+    ),
     "slime": (slime, ["source.group_size=2"]),
     "trl": (trl, ["source.group_by=prompt", "source.group_size=2"]),
     "verl": (
@@ -93,6 +108,25 @@ def test_one_message_names_all_missing_options_as_a_command_that_runs(name, tmp_
     assert trained == 4
 
 
+def test_a_replay_of_which_every_step_failed_leaves_room_for_the_next(tmp_path):
+    """In the same folder. Rows that a stage refused are removed; the rows of a run that passed are not."""
+    rows = [dumps.slime_sample(0, i, 1.0 - i % 2) for i in range(3)]
+    for step in (5, 6):
+        (tmp_path / "dump").mkdir(exist_ok=True)
+        dumps.slime_dump(tmp_path / "dump" / f"{step}.pt", step, samples=rows)
+    words = ["task=replay", f"source.path={tmp_path / 'dump'}"]
+    with pytest.raises(BatchError, match="group 0 has 3 of 4"):
+        told(replay, configure("config", *words, "source.group_size=4"), tmp_path / "out")
+    assert len(list((tmp_path / "out" / "rollouts").glob("step_*"))) == 2
+    (tmp_path / "dump" / "6.pt").unlink()
+    trained, _ = told(replay, configure("config", *words, "source.group_size=3"), tmp_path / "out")
+    assert trained == 3
+    assert [each.name for each in (tmp_path / "out" / "rollouts").glob("step_*")] == ["step_00000005.parquet"]
+    assert json.loads((tmp_path / "out" / "rollouts" / "failed_steps.json").read_text()) == []
+    with pytest.raises(FileExistsError, match="has the rows of another run, 1 files"):
+        told(replay, configure("config", *words, "source.group_size=3"), tmp_path / "out")
+
+
 def test_the_folder_of_a_run_is_replayed_whatever_else_is_in_it(tmp_path):
     slime(tmp_path / "dump")
     words = ("task=replay", "source.group_size=2")
@@ -117,6 +151,26 @@ def test_of_an_unknown_format_the_nearest_is_named_with_the_keys_that_differ(tmp
         SourceError, match=r"'input', 'output', 'reward'\. The nearest format is verl, .*'score', 'step', too"
     ):
         open_source(path)
+
+
+def test_of_an_unknown_format_the_error_ends_with_the_options_of_a_file_of_your_own(tmp_path):
+    """With the names of the columns in it, and the number of rollouts, the second command runs."""
+    rows = [{"problem": i // 2, "metrics": {"score": 1 - i % 2}, "said": "4"} for i in range(4)]
+    dumps.write_lines(tmp_path / "mine" / "a.jsonl", rows)
+    words = ["task=replay", f"source.path={tmp_path / 'mine'}"]
+    with pytest.raises(SourceError) as raised:
+        replay(configure("config", *words), tmp_path / "out")
+    line = str(raised.value).splitlines()[-1]
+    for placeholder, name in (
+        ("ID", "problem"),
+        ("NUMBER", "metrics.score"),
+        ("TEXT", "said"),
+        ("ROLLOUTS", "2"),
+    ):
+        assert line.count(placeholder) == 1
+        line = line.replace(placeholder, name)
+    trained, _ = told(replay, configure("config", *words, *shlex.split(line)), tmp_path / "out")
+    assert trained == 4
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from .table_dump import check_columns
 from .tokenizing import load_tokenizer
 
 LARGE_GROUP = 128  # rollouts; a step that is one larger group has prompts that the dump does not tell apart
+OWN_FILE = "'source.columns={group: ID, reward: NUMBER, response: TEXT}' source.group_size=ROLLOUTS"
 SUFFIXES = (".pt", ".parquet", ".jsonl", ".jsonl.gz")
 
 
@@ -442,9 +443,13 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
                 f" The nearest format is {name}, which has the "
                 f"key{'s' * (len(nearest[name]) > 1)} {quote_some(sorted(nearest[name]))}, too."
             )
+        own = bool(seen and not fitting)
         raise SourceError(
             f"{path}: the format must be clear from the suffix and the first record; found "
             f"{' and '.join(fitting) if fitting else seen or 'no file with a known suffix'}.{said} Set "
             f"source.format to one of {', '.join(READERS)}"
+            + ". For a file of your own, add options with the names of its columns, such as:"
+            * own,
+            to_type=OWN_FILE * own,
         )
     return fitting[0]

@@ -26,6 +26,10 @@ class SourceError(ValueError):
     and the middle of a long message is omitted. The traceback does not show the decoder's error, whose text
     is not escaped.
 
+    Args:
+        message: the message.
+        to_type: what can be typed, on a line of its own below the message.
+
     Attributes:
         step: whose rows it is about, if they are more than one record.
 
@@ -34,8 +38,8 @@ class SourceError(ValueError):
         a.jsonl:3: found \x1b[2J
     """
 
-    def __init__(self, message: str):
-        super().__init__(_cut(printable(_cut(message))))
+    def __init__(self, message: str, to_type: str = ""):
+        super().__init__(_cut(printable(_cut(message))) + f"\n{to_type}" * bool(to_type))
         self.step: int | None = None
         self.__suppress_context__ = True
 
