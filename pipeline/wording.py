@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 
@@ -69,11 +70,22 @@ SYNONYMS = {
 
 
 def closest(word: str, words: Iterable[str], most: int = 2, least: float = 0.5) -> list[str]:
-    """The words that are probably meant, best first; the arguments are those of :func:`suggest`."""
-    known = list(words)
-    same = SYNONYMS.get(word)
-    close = [same] if same in known else difflib.get_close_matches(word, known, n=9, cutoff=least)
-    return sorted(close, key=lambda each: sorted(each) != sorted(word))[:most]  # swapped letters first
+    """The words that are probably meant, best first; the arguments are those of :func:`suggest`.
+
+    Case, dashes and underscores make no difference: ``Dr-GRPO`` is ``dr_grpo``, and nothing else.
+    """
+    known = {_folded(each): each for each in words}
+    folded = _folded(word)
+    for same in (SYNONYMS.get(word), known.get(folded)):
+        if same in known.values() and same is not None:
+            return [same]
+    close = difflib.get_close_matches(folded, known, n=9, cutoff=least)
+    close.sort(key=lambda each: sorted(each) != sorted(folded))  # swapped letters first
+    return [known[each] for each in close[:most]]
+
+
+def _folded(word: str) -> str:
+    return re.sub(r"[-_ .]", "", word).lower()
 
 
 def suggest(word: str, words: Iterable[str], most: int = 2, least: float = 0.5) -> str:
@@ -90,6 +102,8 @@ def suggest(word: str, words: Iterable[str], most: int = 2, least: float = 0.5) 
         " (did you mean 'grpo'?)"
         >>> suggest("gpro", ["mgpo", "gtpo", "grpo"], most=1)
         " (did you mean 'grpo'?)"
+        >>> suggest("Dr-GRPO", ["grpo", "dr_grpo"])
+        " (did you mean 'dr_grpo'?)"
         >>> suggest("loo", ["mean", "leave_one_out"])
         " (did you mean 'leave_one_out'?)"
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -145,6 +145,26 @@ def test_the_demo_policy_scores_the_log_probabilities_it_sampled_with():
         torch.testing.assert_close(scored[trains], sampled[trains], rtol=0, atol=1e-5)
 
 
+def test_importance_weights_are_ratios_to_the_trainer_and_1_to_the_sampler():
+    sampler, trainer = Bigram(), Bigram()
+    with torch.no_grad():
+        trainer.table.mul_(0.9)
+    rows = [([1], [2, 3, 4]), ([4], [5, 2])]
+    batch = dense(rows)
+    batch.update({"group_id": [0, 0], "rollout_id": [0, 1], ("next", "reward"): [1.0, 0.0]})
+    batch = ScoreRows(actor=sampler)(batch)
+    order = "pipeline.order=[gate,collapse,filter,advantage,score,correction,split,weight]"
+    overrides = ("pipeline=tis", "+stage@pipeline.stages.score=score", order)
+    for actor in (sampler, trainer):
+        pipeline = load_pipeline(*overrides, group_size=2, shuffle=False)
+        pipeline.stages["score"].actor = actor
+        weights = pipeline.run(batch).batch["importance_weight"][batch[LOSS_MASK]]
+        assert bool((weights == 1).all()) == (actor is sampler)
+        scores = (torch.tensor([*chain(*expected(rows, each))]) for each in (actor, sampler))
+        ratios = next(scores) - next(scores)
+        torch.testing.assert_close(weights, ratios.exp().clamp(max=2), rtol=1e-5, atol=0)
+
+
 class Wrong:
     def __init__(self, value=0.0, width=0):
         self.value, self.width = value, width
@@ -165,7 +185,7 @@ def test_rows_that_cannot_be_scored_are_refused_with_their_ids():
             ScoreRows(actor=Wrong(value))(batch)
     with pytest.raises(BatchError, match=r"each token, \(2, 3\); Wrong returned \(2, 4\).*pad_output=True"):
         ScoreRows(actor=Wrong(width=1))(batch)
-    with pytest.raises(ValueError, match=r'pipeline.stages\["score"\].actor = actor'):
+    with pytest.raises(ValueError, match=r'policy that trains, .*pipeline.stages\["score"\].actor = actor'):
         ScoreRows()(batch)
     for place in (0, 1):  # padding, and the first token
         first = dense([([1], [2, 3]), ([4], [5])])

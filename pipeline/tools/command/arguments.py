@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import glob
 import re
 import shutil
@@ -28,7 +27,7 @@ from headrace.pipeline.composing.compose import (
     recipes,
 )
 from headrace.pipeline.tools.dumps import missing_path
-from headrace.pipeline.wording import suggest
+from headrace.pipeline.wording import closest, suggest
 
 ABSENT = object()
 CONF = Path(str(files("headrace.conf")))
@@ -208,7 +207,7 @@ def _of_bare_word(argument: str, arguments: Sequence[str], at: int) -> str:
         return f"{said} (did you mean {typed}?)"
     every = {name: f"headrace {name}" for name in ALONE} | {name: f"task={name}" for name in TASKS}
     every |= {name: f"pipeline={name}" for name in recipes()}
-    close = difflib.get_close_matches(argument, every, n=2, cutoff=0.5)
+    close = closest(argument, every)
     return said + (f" (did you mean {' or '.join(every[name] for name in close)}?)" if close else "")
 
 
@@ -325,7 +324,7 @@ def read_file(kind: str, name: str) -> str:
 
     Args:
         kind: ``recipe`` or ``stage``.
-        name: name of the file.
+        name: name of the file, or of the class that it makes.
 
     Raises:
         ConfigError: there is no such file.
@@ -336,19 +335,24 @@ def read_file(kind: str, name: str) -> str:
         for folder in folders
         for path in sorted((CONF / folder).rglob("*.yaml"))
     }
-    if name not in found:
+    texts = {each: path.read_text(encoding="utf-8").rstrip() for each, path in found.items()}
+    of_class = [text for text in texts.values() if f"_target_: headrace.transforms.{name}\n" in text]
+    if name not in texts and not of_class:
         raise ConfigError(f"unknown {kind} {name!r}{suggest(name, found)}; headrace {kind}s lists all")
-    return found[name].read_text(encoding="utf-8").rstrip()
+    return texts.get(name) or of_class[0]
 
 
 def list_files(paths: Mapping[str, Path]) -> str:
-    """A line for each file: its name, and the beginning of the comment at its head."""
+    """The name of each file and the first paragraph of the comment at its head, which is not cut."""
     width = max(map(len, paths), default=0)
-    room = min(shutil.get_terminal_size((100, 24)).columns, 120) - width - 4
+    room = max(min(shutil.get_terminal_size((100, 24)).columns, 120) - width - 4, 20)
     lines = []
     for name, path in paths.items():
-        head = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
-        comment = [line[1:].strip() for line in head if not line.startswith(("# @package", "# Generated"))]
-        shown = textwrap.shorten(" ".join(comment), max(room, 20), placeholder=" …")
-        lines.append(f"  {name:{width}}  {shown}")
+        head = [
+            line[1:].strip()
+            for line in path.read_text(encoding="utf-8").splitlines()
+            if line.startswith("#") and not line.startswith(("# @package", "# Generated"))
+        ]
+        first, *more = textwrap.wrap(" ".join(takewhile(bool, head)), room, break_on_hyphens=False)
+        lines += [f"  {name:{width}}  {first}", *(f"{'':{width + 4}}{line}" for line in more)]
     return "\n".join(lines)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
+from itertools import takewhile
 
 import pytest
 from command import QUICK, headrace, headrace_here
 
 from headrace.pipeline import ConfigError, load_pipeline
 from headrace.pipeline.composing.compose import TASKS, recipes
-from headrace.pipeline.tools.command.arguments import hydra_arguments
+from headrace.pipeline.tools.command.arguments import CONF, answer, hydra_arguments
+from headrace.transforms import GroupRelativeAdvantage
 
 pytestmark = pytest.mark.slow
 
@@ -67,15 +72,49 @@ def test_version_lists_the_main_dependencies(tmp_path):
 
 def test_recipes_and_stages_are_listed_with_a_description(tmp_path):
     shown = headrace_here(tmp_path, "recipes").stdout
-    listed = {line.split()[0]: line for line in shown.splitlines() if line.startswith("  ")}
+    listed = {line.split()[0]: line for line in shown.splitlines() if re.match(r"  \S", line)}
     assert list(listed) == recipes()
     assert "DAPO (arXiv:2503.14476)" in listed["dapo"]
     assert max(map(len, shown.splitlines())) <= 120
     shown = headrace_here(tmp_path, "stages").stdout
     for word in ("gate ", "rewards_vary ", "log_ratio "):
         assert f"  {word}" in shown
-    assert "group_size: null # number of rollouts" in headrace_here(tmp_path, "stages", "gate").stdout
+    assert "\ngroup_size: null" in headrace_here(tmp_path, "stages", "gate").stdout
     assert "scale: none" in headrace_here(tmp_path, "recipes", "dr_grpo").stdout
+
+
+def paragraphs(name: str) -> str:
+    """The first paragraph of the comment of a file in conf/, in one line."""
+    lines = (CONF / name).read_text().splitlines()
+    lines = [line[1:].strip() for line in lines if re.match("#(?! @package| Generated)", line)]
+    return " ".join(takewhile(bool, lines))
+
+
+def test_no_text_of_a_recipe_or_a_stage_is_cut(tmp_path):
+    for kind, folders in (("recipes", ["pipeline"]), ("stages", ["stage", "criterion", "term"])):
+        listing = " ".join(headrace_here(tmp_path, kind).stdout.split())
+        for path in (path for folder in folders for path in sorted((CONF / folder).rglob("*.yaml"))):
+            name = path.relative_to(CONF)
+            assert paragraphs(name) in listing
+            text = answer_of(kind, "/".join(name.with_suffix("").parts[1:]))
+            assert not re.search(" …$", text, re.MULTILINE), name
+
+
+def answer_of(*words: str) -> str:
+    with redirect_stdout(StringIO()) as shown:
+        answer(words)
+    return shown.getvalue()
+
+
+def test_the_help_of_a_stage_has_the_equation_and_the_unit_of_each_option():
+    shown = answer_of("stages", "advantage")
+    assert shown == answer_of("stages", "GroupRelativeAdvantage")
+    assert "A_i = (R_i − b_i − δ) / s_i" in shown
+    assert "b_i = Σ_{j∈g, j≠i} R_j / (n − 1)" in shown
+    assert "shift: 0.0 # δ, added to the baseline, in units of the reward" in shown
+    assert "−1                               L > L_max" in answer_of("stages", "overlong")
+    options = list(inspect.signature(GroupRelativeAdvantage).parameters)
+    assert [name for name in options if f"\n{name}: " not in shown] == []
 
 
 @pytest.mark.parametrize(

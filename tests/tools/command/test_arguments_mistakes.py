@@ -27,6 +27,10 @@ MISTAKES = {
     "pipeline=replay": "did you mean task=replay?",
     "recipe=grpo": "did you mean pipeline=grpo?",
     "pipeline=grpo,dapo": "headrace -m pipeline=grpo,dapo",
+    "recipes DAPO": "unknown recipe 'DAPO' (did you mean 'dapo'?)",
+    "recipes dr-grpo": "unknown recipe 'dr-grpo' (did you mean 'dr_grpo'?)",
+    "pipeline=Dr.GRPO": "unknown recipe 'Dr.GRPO' (did you mean 'dr_grpo'?)",
+    "GRPO": "did you mean pipeline=grpo?",
     "recipes grop": "unknown recipe 'grop' (did you mean 'grpo'",
     # -- the task
     "replay": "did you mean task=replay?",

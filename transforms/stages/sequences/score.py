@@ -1,4 +1,4 @@
-"""The stage that computes log-probabilities of sampled tokens under the policy that sampled them."""
+"""The stage that computes log-probabilities of sampled tokens under the policy that trains."""
 
 from __future__ import annotations
 
@@ -87,11 +87,15 @@ def log_probs_of(
 class ScoreRows(
     BatchTransform, columns=("tokens", "attention", "loss_mask", "log_prob", "rollout"), needed=("log_prob",)
 ):
-    """Compute the log-probabilities of sampled tokens under the policy that sampled them.
+    """Compute the log-probabilities of sampled tokens under the policy that trains, before the step.
 
-    Run it before the policy is updated. GRPOLoss needs the ratio of new and old probabilities of each token.
-    TorchRL's TransformersWrapper writes old log-probabilities only for the response, with 0 for its first
-    token.
+    These are log π_old. GRPOLoss needs the ratio π / π_old of each token. Run the stage before the policy is
+    updated. TorchRL's TransformersWrapper writes log-probabilities only for the response, with 0 for its
+    first token.
+
+    The log-probabilities of the policy that sampled, log μ, are another column: an inference engine writes
+    them. To correct for the difference, keep both, and write π_old to ``("old_log_probs", "full")``. If the
+    actor is the policy that sampled, π_old = μ, and every importance weight is 1.
 
     Only rows with a token in the loss go through the model, so put the stage after the gate and the filters,
     and before the split. Tokens out of the loss get NaN, which GRPOLoss ignores. Existing log-probabilities
@@ -102,8 +106,8 @@ class ScoreRows(
     tensors as they were collected, without texts.
 
     Args:
-        actor: the policy with ``get_dist``, as for GRPOLoss; if YAML creates the stage, set it later with
-            ``pipeline.stages["score"].actor = actor``.
+        actor: the policy that trains, with ``get_dist``, as for GRPOLoss; if YAML creates the stage, set it
+            later with ``pipeline.stages["score"].actor = actor``.
         max_rows: largest number of rows per forward pass, ≥ 1; None: any.
         names: other names of columns, such as `tokens_key` (:class:`ColumnNames`).
 
@@ -153,7 +157,7 @@ class ScoreRows(
         """Score the rows in the loss, in several forward passes."""
         if self.actor is None:
             raise ValueError(
-                "ScoreRows needs the policy that sampled the rows, an actor with get_dist: set "
+                "ScoreRows needs the policy that trains, before the step, an actor with get_dist: set "
                 'pipeline.stages["score"].actor = actor'
             )
         left: Any = {"reader": rows.reader, "side": "left"}
@@ -205,8 +209,8 @@ class ScoreRows(
         # 3. Check that sampled tokens have finite log-probabilities.
         rows.require(
             rows.measured(possible=(~trains | log_probs.isfinite()).all(1))["possible"] == 1,
-            "sampled tokens must have finite log-probabilities; found others in {found}. Is the actor the "
-            "policy that sampled them?",
+            "sampled tokens must have finite log-probabilities; found others in {found}. Does the actor have "
+            "the tokenizer of the policy that sampled them, and does it mask no token of theirs?",
             describe,
         )
         rows.metric("scored", lengths.count_nonzero())
