@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar
 
@@ -228,11 +229,32 @@ def _is_override(text: str) -> bool:
 
 
 def build_pipeline(config: DictConfig) -> Pipeline:
-    """Instantiate a composed ``pipeline`` node.
+    """Instantiate a composed ``pipeline`` node, also one at another place (``pipeline@algo.rl``).
 
     Raises:
-        ConfigError: a stage without a ``_target_``, or an option that its class does not have.
+        ConfigError: a stage without a ``_target_``, or an option that its class does not have. The message
+            names options by their place in the configuration.
     """
+    try:
+        return _built(config)
+    except ConfigError as err:
+        if not isinstance(config, DictConfig):
+            raise
+        said, place = str(err) + _option_of_order(config, str(err)), config._get_full_key(None)
+        raise ConfigError(re.sub(r"(?<![\w.])pipeline(?=[.:])", place or "pipeline", said)) from err.__cause__
+
+
+def _option_of_order(config: DictConfig, message: str) -> str:
+    """The option that puts a stage where a message says, if the recipe has no order; else an empty string."""
+    found = re.search(r"Put '(\w+)' before '(\w+)'", message)
+    if found is None or config.get("order") is not None:
+        return ""
+    names = [str(name) for name, node in config.stages.items() if node is not None and name != found[1]]
+    names.insert(names.index(found[2]), found[1])
+    return f": set pipeline.order=[{','.join(names)}]"
+
+
+def _built(config: DictConfig) -> Pipeline:
     add_usual_stages(config)
     config = name_parts(config)
     try:

@@ -194,7 +194,11 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         return self._run(batch, epochs, whole=False)
 
     def forward(self, batch: TensorDictBase) -> TensorDictBase:
-        """Return the rows in training order, all minibatches in one batch; see :meth:`run`."""
+        """Return the rows in training order, all minibatches in one batch; see :meth:`run`.
+
+        A batch has no method `minibatches`: call ``pipeline.run(batch).minibatches()``, or
+        :func:`headrace.transforms.split_minibatches` of what is returned here.
+        """
         return self._run(batch, 1, whole=True).batch
 
     apply = forward

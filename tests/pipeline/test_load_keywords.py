@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import re
@@ -12,7 +13,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from headrace.adapters import attach
-from headrace.pipeline import ConfigError, Decider, decide, load_pipeline
+from headrace.pipeline import ConfigError, Decider, build_pipeline, decide, load_pipeline
 from headrace.pipeline.composing.compose import compose_config, recipes
 from headrace.pipeline.composing.recipe_names import Recipe
 from headrace.pipeline.load import KEYWORDS, PipelineOptions, settings_of
@@ -250,3 +251,24 @@ def test_a_bare_stage_needs_its_place_in_the_order():
 def test_an_order_with_a_stage_that_is_null_is_refused(overrides, options):
     with pytest.raises(ConfigError, match=r"names 'filter', which the recipe has set to null"):
         load_pipeline("gdpo", *overrides, **options)
+
+
+def test_errors_name_the_place_of_a_pipeline_in_another_configuration():
+    config = OmegaConf.create({"algo": {"rl": compose_config("load", "pipeline=grpo").pipeline}})
+    for path, value, said in (
+        ("stages.advantage.eps", -1, "algo.rl.stages.advantage.eps must be finite and ≥ 0; got -1"),
+        ("stages.advantage.scale", "no", "algo.rl.stages.advantage.scale must be"),
+        ("order", ["gate"], "algo.rl.order=['gate']: algo.rl.order must name each stage once"),
+        ("stages.mine", {"a": 1}, "algo.rl.stages.mine must be a node with a _target_"),
+    ):
+        wrong = copy.deepcopy(config)
+        OmegaConf.update(wrong, f"algo.rl.{path}", value, force_add=True)
+        with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+            build_pipeline(wrong.algo.rl)
+    assert build_pipeline(config.algo.rl).order == load_pipeline("grpo").order
+
+
+def test_a_stage_without_a_place_is_answered_with_the_option_that_gives_it_one():
+    with pytest.raises(ConfigError, match=r"Put 'signs' before 'split': set pipeline.order=\[") as info:
+        load_pipeline("grpo", stages={"signs": {}})
+    load_pipeline("grpo", str(info.value).rpartition("set ")[2], stages={"signs": {}})

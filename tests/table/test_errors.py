@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,13 +12,15 @@ from tensordict import TensorDict
 from torch.distributed import HashStore
 
 from headrace import decide
-from headrace.pipeline import ConfigError, Decider, load_pipeline
+from headrace.pipeline import ConfigError, Decider, Pipeline, load_pipeline
 from headrace.transforms import (
     BatchError,
     CombineIds,
     CompletenessGate,
     FanOutCollapse,
     IncompleteGroupsError,
+    MissingKeyError,
+    RolloutCorrection,
     Rows,
     SampleFilter,
     TreeAdvantage,
@@ -25,6 +29,8 @@ from headrace.transforms import (
 )
 from headrace.transforms.ranks import barrier
 
+ROOT = Path(__file__).parents[2]
+
 
 def test_an_error_keeps_its_facts_when_it_is_sent_to_another_process(make_batch):
     with pytest.raises(IncompleteGroupsError, match=r"group 7 has 1 of 2 .*Set on_incomplete='drop'") as info:
@@ -32,6 +38,32 @@ def test_an_error_keeps_its_facts_when_it_is_sent_to_another_process(make_batch)
     came = pickle.loads(pickle.dumps(info.value))
     assert (came.stage, came.options) == ("gate", [("gate", "on_incomplete", "drop")])
     assert str(came) == str(info.value)
+
+
+def test_no_text_of_the_package_doubles_its_braces():
+    """They are single in a text that is formatted, and doubled in the source of an f-string only."""
+    for folder in ("transforms", "pipeline", "adapters"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            tree = ast.parse(path.read_text())
+            formatted = {
+                part for each in ast.walk(tree) if isinstance(each, ast.JoinedStr) for part in each.values
+            }
+            texts = [
+                each for each in ast.walk(tree) if isinstance(each, ast.Constant) and each not in formatted
+            ]
+            assert [
+                each.value for each in texts if isinstance(each.value, str) and "{{" in each.value
+            ] == [], path
+
+
+def test_an_error_names_its_stage_once():
+    rows = TensorDict({"rollout_id": [0, 1], ("next", "reward"): [1.0, 0.0]}, batch_size=[2])
+    rows["masks", "all_assistant_mask"] = torch.ones(2, 2, dtype=torch.bool)
+    pipeline = Pipeline({"correction": RolloutCorrection()})
+    with pytest.raises(MissingKeyError, match=r"^stage 'correction', RolloutCorrection\(\) needs the key \("):
+        pipeline.run(rows)
+    with pytest.raises(MissingKeyError, match=r"^RolloutCorrection needs the key \("):
+        RolloutCorrection()(rows)
 
 
 def test_braces_in_the_ids_of_a_batch_are_no_fields_of_an_error():

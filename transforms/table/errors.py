@@ -125,6 +125,9 @@ class BatchError(ValueError):
         step = "" if self.step is None else f"step {self.step}: "
         recipe = f"{self.recipe} refuses it: " if self.recipe else ""
         stage = f"stage {self.stage!r}, {self.made_by}: " if self.stage else ""
+        name = self.made_by.partition("(")[0]
+        if stage and text.startswith(f"{name} "):  # the text begins with the stage, which is named already
+            stage, text = stage.removesuffix(": "), text.removeprefix(name)
         return f"{step}{recipe}{stage}{text}{self.more}"
 
     @property

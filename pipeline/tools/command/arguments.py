@@ -179,7 +179,8 @@ def _of_bare_word(argument: str, arguments: Sequence[str], at: int) -> str:
     said = f"an option is NAME=VALUE; got {argument!r}"
     before, after = arguments[at - 1] if at else "", arguments[at + 1] if at + 1 < len(arguments) else ""
     if argument in ALONE:
-        return f"{said}; headrace {argument} is a command of its own, without options before it"
+        takes = {"recipes": " [NAME]", "stages": " [NAME]", "view": " FOLDER [FOLDER2]"}.get(argument, "")
+        return f"{said}; headrace {argument}{takes} is a command of its own, without options"
     if argument in TASKS or argument in recipes():
         known = f"{'task' if argument in TASKS else 'pipeline'}={argument}"
         if before.rstrip("=") and before.endswith("="):  # `pipeline= grpo`

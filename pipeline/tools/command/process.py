@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +41,9 @@ EARLY = (
 def run_task(config: DictConfig) -> float:
     """Run the task of the composed configuration, and return its number."""
     hydra_config, path = HydraConfig.get(), OmegaConf.select(config, "source.path")
-    in_sweep = hydra_config.mode == RunMode.MULTIRUN
+    in_sweep, output = hydra_config.mode == RunMode.MULTIRUN, Path(hydra_config.runtime.output_dir)
     if not in_sweep and isinstance(path, str) and (wrong := missing_path(path)):  # before torch is imported
+        remove_unused(output)
         fail(ConfigError(wrong), expected=True)
     from headrace.pipeline.composing.compose import refuse_parts_of_no_stage
     from headrace.pipeline.error_overrides import CommandNames
@@ -54,19 +57,20 @@ def run_task(config: DictConfig) -> float:
     overrides = [*typed["task"], *(each for each in typed["hydra"] if each.startswith("hydra.searchpath="))]
     if config.get("pipelines"):  # for each of which Hydra composed overrides of stages with a ++
         overrides = [re.sub(rf"^\+\+(?={OF_ANY_RECIPE})", "", each) for each in overrides]
-    output, began = Path(hydra_config.runtime.output_dir), time.time()
-    failure, number = "", float("nan")
+    began, failure, number = time.time(), "", float("nan")
     try:
         refuse_parts_of_no_stage(config, overrides)
         number = perform(config, output, overrides)
     except TrainingInterrupted:
         sys.exit(130)
-    except (AuditFailed, StepsFailed) as err:  # who have printed what they found
+    except (AuditFailed, StepsFailed) as err:  # what they found is printed by now
         failure = str(err)
         if not in_sweep:
             sys.exit(1)
     except REFUSALS as err:  # before Hydra prints a line of its own about it
-        err.names = CommandNames()  # type: ignore[union-attr]  # which a BatchError speaks with
+        err.names = CommandNames()  # type: ignore[union-attr]  # of the options in a BatchError
+        if not in_sweep:
+            remove_unused(output)
         failure = fail(err, expected=True, go_on=in_sweep)
     except Exception as err:
         failure = fail(err, expected=False, go_on=in_sweep)
@@ -74,6 +78,23 @@ def run_task(config: DictConfig) -> float:
         job = {"job": hydra_config.job.num, "task": config.task, "overrides": overrides, "began": began}
         record_job(output, number=None if failure else number, failure=failure, **job)
     return number
+
+
+def remove_unused(output: Path) -> None:
+    """Remove the output folder of a command that wrote nothing into it, where only Hydra's files are.
+
+    Args:
+        output: the folder. Its parents are removed, too, if Hydra named them and they are empty.
+    """
+    logged = output / "headrace.log"
+    own = {output / ".hydra", *([logged] if logged.exists() and not logged.stat().st_size else [])}
+    if not output.exists() or set(output.iterdir()) - own:
+        return
+    shutil.rmtree(output)
+    if not any(each.startswith("hydra.run.dir=") for each in sys.argv):  # outputs/DATE/TIME
+        with suppress(OSError):  # a parent has other folders
+            output.parent.rmdir()
+            output.parent.parent.rmdir()
 
 
 def run_command() -> None:

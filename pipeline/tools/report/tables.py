@@ -102,8 +102,8 @@ class FittedTable:
         widths = widths_within([bounds[k] for k in shown], options.max_width - GAP * (len(shown) - 1))
         if self.title:
             yield Text(self.title, "italic")
-        head = [Text(column.name) for column in self.columns], "bold", 0
-        for number, (texts, style, indent) in enumerate([head, *self.rows]):
+        head = [([Text(column.name) for column in self.columns], "bold", 0)] * self.has_titles
+        for number, (texts, style, indent) in enumerate([*head, *self.rows], start=1 - self.has_titles):
             lines = [
                 self.columns[k].lines(texts[k], width, indent * (place == 0), console)
                 for place, (k, width) in enumerate(zip(shown, widths, strict=True))
@@ -123,8 +123,8 @@ class FittedTable:
 
     def _repr_html_(self) -> str:
         lines = []  # all texts are escaped
-        head = ([Text(column.name) for column in self.columns], "", 0)
-        for tag, (texts, style, _) in [("th", head), *(("td", row) for row in self.rows)]:
+        head = [("th", ([Text(column.name) for column in self.columns], "", 0))] * self.has_titles
+        for tag, (texts, style, _) in [*head, *(("td", row) for row in self.rows)]:
             cells = ""
             for column, text in zip(self.columns, texts, strict=True):
                 align = "right" if column.right else "left"
@@ -134,6 +134,11 @@ class FittedTable:
         table = f'<table style="border-collapse:collapse">{title * bool(self.title)}{"".join(lines)}</table>'
         caption = f"<p>{escape(printable(self.caption))}</p>" if self.caption else ""
         return f'<div style="overflow-x:auto">{table}</div>{caption}'
+
+    @property
+    def has_titles(self) -> bool:
+        """Whether a column has a title; without any there is no line of titles."""
+        return any(column.name for column in self.columns)
 
     def bounds(self, k: int) -> tuple[int, int]:
         """The least width of column `k` at which no word is broken, and the width at which nothing wraps."""

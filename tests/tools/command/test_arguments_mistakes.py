@@ -58,7 +58,9 @@ MISTAKES = {
     "gaet.group_size=8": "did you mean pipeline.stages.gate.group_size=8?)",
     "filter.criterion=fresh": "did you mean pipeline.stages.filter.criterion=fresh?",
     "overlnog.max_length=8": "pipeline=grpo has no stage 'overlong'; it has gate, collapse",
-    "seed=1 doctor": "headrace doctor is a command of its own",
+    "seed=1 doctor": "headrace doctor is a command of its own, without options\n",
+    "doctor seed=1": "headrace doctor is a command of its own, without options\n",
+    "stages gate advantage": "headrace stages [NAME] is a command of its own, without options\n",
     "task=replay group_size=3": "here: it is an option of task=train; for a dump set source.group_size=3\n",
     f"{REPLAY} pipeline=as/verl pipeline.stages.filter.action=drop": (
         "'pipeline.stages.filter.action': pipeline=as/verl has no stage 'filter'; it has gate, collapse"
@@ -81,6 +83,9 @@ MISTAKES = {
     "pipeline.order=[gate]": "order must name each stage once",
     "pipeline.stages.gate._target_=headrace.transforms.Gate": "'headrace.transforms.Gate' cannot be",
     "~pipeline.stages.weight": "Set aggregation='token_mean' on GRPOLoss",
+    "+stage@pipeline.stages.signs=signs": (
+        "Put 'signs' before 'split': set pipeline.order=[gate,collapse,filter,advantage,signs,split,weight]\n"
+    ),
     # -- values
     "train.steps=-1": "train.steps must be an integer ≥ 1; got -1",
     "seed=[1,": "'seed=[1,' is not NAME=VALUE",

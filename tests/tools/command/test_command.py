@@ -78,6 +78,23 @@ def test_a_process_prints_the_error_as_one_paragraph(tmp_path, word):
     assert done.stderr.startswith("headrace: ")
 
 
+def test_a_command_that_fails_leaves_no_folder_and_removes_none_of_a_run(tmp_path):
+    for words in (
+        ["pipeline.stages.advantage.eps=-1"],
+        ["task=replay", "source.path=nothing"],
+        ["task=replay"],
+        ["train.steps=0", "hydra.run.dir=mine/out"],
+    ):
+        assert headrace_here(tmp_path, *words, check=False).returncode == 2
+        assert not [path for path in tmp_path.rglob("*") if path.is_file()], words
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]  # the user's own folder
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.csv").write_text("step\n0\n")
+    headrace_here(tmp_path, "train.steps=0", "hydra.run.dir=run", check=False)
+    assert (run / "metrics.csv").read_text() == "step\n0\n"
+
+
 def test_rewards_are_equal_for_any_micro_batches(tmp_path):
     """Packed, by tokens or with a loss without weights: one gradient, so the same policy is learned."""
     packed = "train.transform={_target_: headrace.transforms.pack, _partial_: true}"

@@ -165,3 +165,10 @@ def test_a_table_breaks_no_word_if_the_longest_fits(rows, width):
     assert max(map(len, text.splitlines())) <= width
     for one, two, count in rows:
         assert_whole(text, one, two, str(count))
+
+
+def test_a_table_without_titles_has_no_line_for_them():
+    table = FittedTable([FittedColumn("", gives="wrap"), FittedColumn("", right=True)])
+    table.add("rows", "12")
+    assert printed(20, lambda: table).split() == ["rows", "12"]
+    assert "<th" not in table._repr_html_()

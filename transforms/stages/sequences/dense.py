@@ -170,7 +170,7 @@ class DenseRows(
             "together": "the tokens of a row must be together at its end, after the padding; the attention "
             "mask is False after or between tokens in {found}. Pad on the left. TorchRL's wrappers treat a "
             "sampled padding token as padding: prevent its sampling with "
-            "generate_kwargs={{'bad_words_ids': [[pad_id]]}}",
+            "generate_kwargs={'bad_words_ids': [[pad_id]]}",
             "no_padding": f"pad_id={self.pad_id} must be used only for padding; it is a real token in "
             "{found}. Give the tokenizer its own padding token: one that also ends responses is cut off "
             "their ends",
