@@ -6,6 +6,7 @@ import doctest
 import importlib
 import pkgutil
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,16 @@ def test_the_readme_takes_five_minutes_to_read():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 150
     assert max(len(line) for line in lines if not line.startswith("|")) <= 120
+
+
+def test_the_first_screen_names_the_two_commands_of_a_fresh_machine_which_install_and_run():
+    """24 lines are a screen. `make -n` prints what a command would run, here without an environment."""
+    screen = (ROOT / "README.md").read_text().splitlines()[:24]
+    for command, runs in (("make demo", "bin/headrace"), ("make test", "bin/python -m pytest -n auto")):
+        assert [line for line in screen if line.startswith(f"{command} ")], command
+        words = [*command.split(), "-n", "STAMP=.no-such-venv/.installed"]
+        said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert 0 < said.index("-m venv") < said.index("pip install") < said.index(runs), said
 
 
 def test_contributing_says_its_rules_before_the_appendices_in_150_lines():
