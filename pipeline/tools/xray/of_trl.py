@@ -11,48 +11,18 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from headrace.pipeline.load import load_pipeline
 from headrace.transforms import group_relative_advantage
 from headrace.transforms.table.schema import MICROBATCH
 
 from .causal_lm import table_as_causal_lm
 from .measure import Step
-from .setting import LONGEST, RECIPE, ROWS_OF_STEP, SUM_OF_STEP, TOKENS_OF_PART, TOKENS_OF_STEP, Setting
+from .setting import LONGEST, ROWS_OF_STEP, SUM_OF_STEP, TOKENS_OF_PART, TOKENS_OF_STEP, Setting
 from .token_table import LOSS, REAL, TOKENS, TokenTable
-
-# The trainer's loss weighs the tokens; each recipe is set to the weights of that loss.
-RECIPES = {
-    "grpo": ("grpo", "weight.unit=sample"),
-    "dapo": ("dapo", "weight.unit=token"),
-    "reinforce_pp": ("dapo", "weight.unit=token"),
-    "dr_grpo": ("dr_grpo", f"weight.length={LONGEST}"),
-}
 
 
 def trl_settings() -> list[Setting]:
-    """Return settings of GRPOTrainer by `loss_type` and of RLOOTrainer; truncation masked or not; recipes."""
-    return [*_settings(masked=False), *_settings(masked=True), *_with_recipes()]
-
-
-def _with_recipes() -> list[Setting]:
-    """Recipes that the adapter attaches to the trainer, each with the `loss_type` that has its weights."""
-    from trl import GRPOTrainer
-
-    from headrace.adapters import attach
-
-    class Attached(GRPOTrainer):
-        def __init__(self, *args: Any, recipe: str, **kwargs: Any):
-            super().__init__(*args, **kwargs)
-            attach(self, recipe)
-
-    found = []
-    for recipe, (loss_type, weight) in RECIPES.items():
-        words = (f"pipeline.stages.{word}" for word in (weight, "split.minibatches=1"))
-        pipeline = load_pipeline(recipe, *words)
-        name = f"attach(GRPOTrainer(loss_type={loss_type}), {recipe}), {weight}"
-        step = trl_step(Attached, {"recipe": recipe}, loss_type=loss_type)
-        found.append(Setting(name, step, RECIPE, pipeline=pipeline, dtype=torch.float32))
-    return found
+    """Return settings of GRPOTrainer by `loss_type` and of RLOOTrainer; truncation masked or not."""
+    return [*_settings(masked=False), *_settings(masked=True)]
 
 
 def _settings(*, masked: bool) -> list[Setting]:

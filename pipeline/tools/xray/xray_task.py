@@ -96,7 +96,9 @@ def _of_trainer(config: DictConfig, _: Sequence[str]) -> tuple[str, list[Any]]:
     module = import_module(f"headrace.pipeline.tools.xray.of_{of}")
     settings: Callable[[], list[Any]] = getattr(module, f"{of}_settings")
     try:
-        return f"{package} {version}", settings()
+        more = config.xray.get("also")  # adapters, which nothing here imports
+        also = import_callable(more, f"xray.also={more}", "a function")() if more else []
+        return f"{package} {version}", [*settings(), *also]
     except ImportError as err:
         raise ConfigError(f"xray={of} cannot import {package} {version}: {err}. {install}") from err
 

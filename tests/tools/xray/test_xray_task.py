@@ -22,7 +22,6 @@ from headrace.pipeline import (
     xray,
     xray_batch,
 )
-from headrace.pipeline.tools.xray.of_trl import trl_settings
 from headrace.pipeline.tools.xray.setting import ROWS_OF_STEP, SUM_OF_STEP, TOKENS_OF_STEP, Setting
 
 pytestmark = [
@@ -151,14 +150,6 @@ def test_the_trl_adapter_trains_trls_advantages_with_trls_weights(trl, adapter, 
     found = setting.measure((1, 2, 4))
     assert found.over_documented() == pytest.approx((1.0, 1.0), abs=1e-4)
     found.xray.assert_uniform()
-
-
-def test_a_recipe_in_the_adapter_trains_its_declared_weights(trl):
-    settings = [setting for setting in trl_settings() if setting.pipeline is not None]
-    assert len(settings) == 4
-    for setting in settings:
-        found = setting.measure((1, 3)).xray
-        assert found.verdict == "the weights of the pipeline, in 2 of 2 runs", setting.name
 
 
 def test_tool_tokens_and_left_padding_change_nothing_in_trl(trl):
