@@ -50,6 +50,7 @@ OTHERS = "not (long or browser or gpu)"  # tests that a fault may get
 # Of the tests that run a line, so many that are quick, then so many that are slow.
 KINDS = {f"{OTHERS} and not slow": 300, f"{OTHERS} and slow": 30}
 NO_SOURCE = (".*", "build", "dist", "site", "outputs", "multirun", "__pycache__", "*.egg-info")
+CHOSEN = "chosen.json"
 FAILED, MOST_FAILED = "failed.json", 20  # of thousands; on a busy machine some wait for too short a time
 SECONDS = 150  # which the tests of a kind may take
 FATES = ("killed", "timed out", "survived", "equivalent")
@@ -266,8 +267,9 @@ class Chosen:
         items[:] = sorted(kept, key=lambda item: self.places[item.nodeid])[: self.most]
 
 
-def run_tests(words: list[str], tests: list[str], most: int) -> int:
-    """Run pytest in this process."""
+def run_tests(words: list[str], most: int) -> int:
+    """Run pytest in this process, with the tests that are listed in a file; all of them if there is none."""
+    tests = json.loads(Path(CHOSEN).read_text())
     files = dict.fromkeys(test.partition("::")[0] for test in tests)
     return pytest.main([*words, *files], plugins=[Chosen(tests, most)] if tests else [Failures()])
 
@@ -279,7 +281,8 @@ def status_of(
     paths = os.pathsep.join([str(copy / folder) for folder in ("src", "tests/support", "tools")])
     variables = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE")}
     variables |= {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-    code = f"import mutants; raise SystemExit(mutants.run_tests({words!r}, {[*tests]!r}, {most}))"
+    (copy / CHOSEN).write_text(json.dumps([*tests]))  # too long for a command
+    code = f"import mutants; raise SystemExit(mutants.run_tests({words!r}, {most}))"
     with subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=copy,
