@@ -37,6 +37,8 @@ CALLS = (
 RESULTS = ("function_call_output", "custom_tool_call_output")  # items of a response that a tool wrote
 MEDIA = ("image", "audio", "video", "file", "document")
 REASONING = ("reasoning_content", "reasoning", "thinking", "thinking_blocks", "reasoning_details")
+ASSISTANTS = ("assistant", "ai", "gpt", "model", "bot", "chatbot")
+OTHER_FIELDS = ("text", "value", "parts", "message", "output", "response", "completion")
 # How models write calls into a text: <tool_call>, <function=f>, <invoke name="f">, [TOOL_CALLS], and others.
 CALL_BEGINS = (
     r"<tool_call>|<function=|<invoke |\[TOOL_CALLS\]|<\|python_tag\|>"
@@ -134,6 +136,7 @@ def _read(message: Mapping[str, Any]) -> tuple[list[Part], Thoughts, Calls]:
     The text of a field is empty, and the part of a call None, if it is a copy of what is elsewhere in the
     message. The last value says whether it is a copy of what a text of the content has.
     """
+    _refuse_unknown(message)
     content = list(_content(message.get("content"), sampled=message.get("role") == "assistant"))
     texts = "".join(part.texts[0] for part in content if part.kind == "text")
     parts = [part.texts[0] for part in content if part.kind == "reasoning"]
@@ -236,6 +239,21 @@ def _leaves(value: Any) -> Iterator[str]:
             yield from _leaves(each)
     elif value:
         yield value
+
+
+def _refuse_unknown(message: Mapping[str, Any]) -> None:
+    """Refuse a message whose sampled texts would be overlooked.
+
+    Raises:
+        ValueError: its role is another word for the assistant, or its text is in a field that is not known.
+    """
+    role = str(message.get("role"))
+    if role != "assistant" and role.lower() in ASSISTANTS:
+        raise ValueError(f"what the policy sampled must have the role 'assistant'; found {role!r}")
+    known = message.keys() & {"content", "tool_calls", "function_call", *REASONING}
+    others = [key for key in OTHER_FIELDS if message.get(key)]
+    if role == "assistant" and others and not known:
+        raise ValueError(f"an assistant's text must be in 'content'; found it in {others[0]!r}")
 
 
 def _content(content: Any, *, sampled: bool) -> Iterator[Part]:

@@ -544,6 +544,85 @@ def test_table_has_ends_steps_advantages_and_lengths(tmp_path):
     assert batch["status"].tolist() == [Status.COMPLETED, Status.TRUNCATED]
 
 
+def test_table_a_value_of_the_line_replaces_none_of_a_rollout(tmp_path):
+    """It is that of all rollouts where none has the column, and of no rollout where another has it."""
+    columns = {"rollouts": "samples", "reward": "m.score", "response": "output", "status": "end"}
+    line = {"m": {"score": 0.75}, "output": "4", "end": "length"}
+    for samples, rewards, ends in (
+        ([{}, {}], [0.75] * 2, [Status.TRUNCATED] * 2),
+        ([{"m": {"score": 0.0}}] * 2, [0.0] * 2, [Status.TRUNCATED] * 2),
+        ([{"end": "stop"}, {"end": None}], [0.75] * 2, [Status.COMPLETED, -1]),
+    ):
+        path = write_lines(tmp_path / "a.jsonl", [{**line, "samples": samples}])
+        batch = read_one(path, columns=columns)
+        assert batch["next", "reward"].flatten().tolist() == rewards
+        assert batch["status"].tolist() == ends
+    for other in ({"m": {"score": None}}, {"m": {}}, {}):
+        write_lines(path, [{**line, "samples": [{"m": {"score": 1.0}}, other]}])
+        assert_refused("rollout 1: 'm.score' .* is required, a finite number", path, columns=columns)
+
+
+def test_table_a_failure_is_more_than_a_truncation(tmp_path):
+    columns = {**COLUMNS, "status": "end", "truncated": "cut"}
+    found = {
+        (end, cut): read_one(
+            write_lines(tmp_path / "a.jsonl", [own_row(0, 1.0, end=end, cut=cut)]), columns=columns
+        )["status"].tolist()
+        for end in ("error", "abort", "length", "stop", None)
+        for cut in (True, False)
+    }
+    assert [end[0] for end in found.values()] == [
+        *[Status.FAILED] * 2,
+        *[Status.ABORTED] * 2,
+        *[Status.TRUNCATED] * 2,
+        *[Status.TRUNCATED, Status.COMPLETED] * 2,
+    ]
+
+
+def test_table_groups_of_prompts_need_prompts(tmp_path):
+    """Rows without a prompt are no group. A prompt within the response counts as a whole."""
+    columns = {"reward": "metrics.score", "response": "output"}
+    path = write_lines(tmp_path / "a.jsonl", [own_row(0, 1.0, q=None)] * 2)
+    for named in (columns, {**columns, "prompt": "q"}):
+        assert_refused(
+            "a.jsonl:1: .* a prompt is required; found none", path, columns=named, group_by="prompt"
+        )
+    chats = [
+        [
+            {"role": "system", "content": system},
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "4"},
+        ]
+        for system in ("Be brief.", "Be brief.", "Be kind.")
+    ]
+    write_lines(path, [own_row(0, 1.0, output=each) for each in chats])
+    batch = read_one(path, columns=columns, group_by="prompt")
+    assert in_order(batch["group_id"]) == [0, 0, 1]
+
+
+@pytest.mark.parametrize("nothing", [None, "", False, {}])
+def test_an_error_that_is_empty_is_no_failure(nothing, tmp_path):
+    whole = gym_row(0, 0, 1.0)
+    whole["response"] |= {"error": nothing, "incomplete_details": nothing}
+    for name, row in (
+        ("verifiers", verifiers_row(0, 1.0, error=nothing)),
+        ("prime_hosted", hosted_row(0, 0, 1.0, error=nothing, is_truncated=False)),
+        ("nemo_gym", whole),
+    ):
+        batch = read_one(write_lines(tmp_path / "a.jsonl", [row]), name)
+        assert batch["status"].tolist() == [Status.COMPLETED], name
+
+
+def test_advantages_of_tokens_are_as_many_as_the_tokens(tmp_path):
+    row = {**atropos_group([1.0, 0.0]), "advantages": [[0.5, 0.5], [0.5] * 4]}
+    message = "'advantages' has one, or one for each token .4.; found 2"
+    assert_refused(message, write_lines(tmp_path / "groups.jsonl", [row]), "atropos")
+    row = nemo_row(0, 1.0, advantages=[[0.5, 0.5]])
+    message = "'advantages' has one, or one for each token .5.; found 2"
+    assert_refused(message, write_lines(tmp_path / "train_data_step3.jsonl", [row]), group_by="prompt")
+    assert_refused("'scores' must have one for each", write_lines(tmp_path / "a.jsonl", [atropos_group([])]))
+
+
 def test_table_a_conversation_in_one_column_is_split_at_the_assistant(letters, tmp_path):
     messages = [
         {"role": "user", "content": "2+2?"},
@@ -583,6 +662,8 @@ def test_table_a_conversation_in_one_column_is_split_at_the_assistant(letters, t
         (COLUMNS, {"metrics": {"score": [1, 2]}, "output": ["4"]}, "a list as long as that of the rewards"),
         ({**COLUMNS, "rollout": "k"}, {"k": 1}, "a record is there once in a step"),
         ({"reward": "metrics.score", "response": "output"}, {}, "a sample needs a group"),
+        (COLUMNS, {"metrics": {"score": []}, "output": []}, "source.columns.reward.* must be a list with a"),
+        ({**COLUMNS, "rollouts": "k"}, {"k": []}, "source.columns.rollouts.* must be a list with a rollout"),
     ],
 )
 def test_table_that_does_not_fit_its_columns_is_refused(columns, change, message, tmp_path):

@@ -243,6 +243,9 @@ def test_a_part_of_an_assistant_that_is_not_known_is_refused(tmp_path):
         ({"tool_calls": [{"id": "c"}]}, "must have the 'name' of its tool"),
         ({"tool_calls": ["add(1)"]}, "a string in 'tool_calls' must be JSON"),
         ({"reasoning": 3}, "'reasoning' must be a text or a list of parts"),
+        ({"parts": [{"text": "four"}]}, "an assistant's text must be in 'content'; found it in 'parts'"),
+        ({"role": "model", "content": "four"}, "must have the role 'assistant'; found 'model'"),
+        ({"role": "Assistant", "content": "four"}, "must have the role 'assistant'; found 'Assistant'"),
     ):
         rows = [verifiers_row(0, 1.0, completion=[{"role": "assistant", **message}])]
         assert_refused(

@@ -37,6 +37,8 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
         name: _lists(record, name) if record.get(name, optional=True) is not None else None
         for name in ("advantages", "inference_logprobs", "messages", "overrides")
     }
+    if not scores:
+        raise record.fail("'scores' must have one for each rollout", scores)
     for name, values in {"tokens": tokens, "masks": masks, **more}.items():
         if values is not None and len(values) != len(scores):
             raise record.fail(f"{name!r} must have one entry for each score ({len(scores)})", len(values))
@@ -67,6 +69,8 @@ def _sample(row: Record, reading: Reading, at: int) -> Sample:
     log_probs = row.numbers("inference_logprobs", optional=True)
     if log_probs is not None and len(log_probs) != len(tokens):
         raise row.fail(f"'inference_logprobs' has one for each token ({len(tokens)})", len(log_probs))
+    if advantages is not None and len(advantages) not in (1, len(tokens)):
+        raise row.fail(f"'advantages' has one, or one for each token ({len(tokens)})", len(advantages))
     overrides = row.record("overrides", optional=True)
     advantage = None
     if advantages is not None:  # one for each token, or for each rollout once

@@ -154,6 +154,7 @@ class Reading:
             text: the text of messages.
 
         Raises:
+            SourceError: there is no prompt.
             NoGroupError: `group_by` is neither ``prompt`` nor ``order``.
         """
         if self.group_by == "order":
@@ -165,7 +166,9 @@ class Reading:
                 "(group_by='prompt' in Python), best with source.group_size, which is then checked. If "
                 "each group's rollouts are next to one another, source.group_by=order takes groups from that"
             )
-        whole = json.dumps(prompt, sort_keys=True, default=repr)
+        if prompt is None and text is None:
+            raise SourceError(f"{where}: with source.group_by=prompt, a prompt is required; found none")
+        whole = json.dumps(text if prompt is None else prompt, sort_keys=True, default=repr)
         asked = asked_line(text or (prompt if isinstance(prompt, str) else quote(prompt)))
         digest = hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
         return (f"{asked} #{digest}",)  # a tuple, which no id of a dump is

@@ -61,9 +61,9 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
 
 
 def _status(response: Record) -> Status | None:
-    if response.get("error", optional=True) is not None:
+    if response.says("error"):
         return Status.FAILED
-    if response.get("incomplete_details", optional=True) is not None:
+    if response.says("incomplete_details"):
         return Status.TRUNCATED
     ends = {"completed": Status.COMPLETED, "incomplete": Status.TRUNCATED, "failed": Status.FAILED}
     ends |= {"cancelled": Status.ABORTED}

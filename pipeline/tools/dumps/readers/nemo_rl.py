@@ -57,6 +57,8 @@ def parse_row(record: Record, reading: Reading, *, step: int) -> list[Sample]:
     for name, values in (("token_loss_mask", trains), ("generation_logprobs", log_probs)):
         if values is not None and len(values) != len(tokens):
             raise row.fail(f"{name!r} must be as long as token_ids ({len(tokens)})", len(values))
+    if advantages is not None and len(advantages) not in (1, len(tokens)):
+        raise row.fail(f"'advantages' has one, or one for each token ({len(tokens)})", len(advantages))
     if length > len(tokens):
         raise row.fail(f"'input_lengths' is at most the length of token_ids ({len(tokens)})", length)
     mask = trains[:length]

@@ -27,8 +27,9 @@ from .table_dump import check_columns
 from .tokenizing import load_tokenizer
 
 LARGE_GROUP = 128  # rollouts; a step that is one larger group has prompts that the dump does not tell apart
-OWN_FILE = "'source.columns={group: ID, reward: NUMBER, response: TEXT}' source.group_size=ROLLOUTS"
 SUFFIXES = (".pt", ".parquet", ".jsonl", ".jsonl.gz")
+NO_FILE = "no file of JSON Lines (.jsonl, .jsonl.gz), Parquet (.parquet) or torch.save (.pt)"
+OWN_FILE = "'source.columns={group: ID, reward: NUMBER, response: TEXT}' source.group_size=ROLLOUTS"
 
 
 # A module of this package that has a FORMAT reads the format of its name.
@@ -446,7 +447,7 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
         own = bool(seen and not fitting)
         raise SourceError(
             f"{path}: the format must be clear from the suffix and the first record; found "
-            f"{' and '.join(fitting) if fitting else seen or 'no file with a known suffix'}.{said} Set "
+            f"{' and '.join(fitting) if fitting else seen or NO_FILE}.{said} Set "
             f"source.format to one of {', '.join(READERS)}"
             + ". For a file of your own, add options with the names of its columns, such as:"
             * own,

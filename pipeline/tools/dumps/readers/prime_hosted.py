@@ -43,8 +43,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
         SourceError: it is not as documented.
     """
     record = with_decoded_messages(record, "prompt", "completion")
-    error = record.get("error", optional=True)
-    failed = error is not None and error != ""
+    failed = record.says("error")
     status: Status | None = Status.FAILED if failed else None
     if not failed and record.get("is_truncated", optional=True) is not None:
         status = Status.TRUNCATED if record.flag("is_truncated") else Status.COMPLETED

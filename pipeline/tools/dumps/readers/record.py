@@ -258,6 +258,10 @@ class Record:
             raise self.fail(f"{key!r} must be true or false", value)
         return value
 
+    def says(self, key: str) -> bool:
+        """Whether there is an error, or another thing, under a key: not null, false or empty."""
+        return bool(self.get(key, optional=True))
+
     def choice(self, key: str, known: Mapping[str, T]) -> T:
         """The value of a word in `known`."""
         word = self.text(key)

@@ -31,9 +31,10 @@ name             value                                                 without i
 ``length``       sampled tokens of the response                        not known, or by a tokenizer
 ================ ===================================================== ===================================
 
-A name with dots is a path: ``reward: metrics.score``. In a list of rollouts, a column that a rollout lacks
-is taken from its line. A line has lists of values if its reward is a list. Then the response, and each of
-rollout, advantage, status, truncated and length, is a list of that length; the others are of the line.
+A name with dots is a path: ``reward: metrics.score``. In a list of rollouts, a column that no rollout of the
+line has is taken from the line. A line has lists of values if its reward is a list. Then the response, and
+each of rollout, advantage, status, truncated and length, is a list of that length; the others are of the
+line.
 """
 
 from __future__ import annotations
@@ -119,12 +120,12 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
         found = _value(record, columns["rollouts"])
         if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
             raise _fail(record, "rollouts", columns, "a list of objects", found)
+        of_line = {name: _value(record, key) for name, key in columns.items()}
+        inner = [{name: _find(Record(each, ""), key) for name, key in columns.items()} for each in found]
+        own = {name for each in inner for name, (there, _) in each.items() if there}
         inner = [
-            _named(
-                {name: _value(Record(each, ""), key) for name, key in columns.items()},
-                {name: _value(record, key) for name, key in columns.items()},
-            )
-            for each in found
+            {name: each[name][1] if name in own else value for name, value in of_line.items()}
+            for each in inner
         ]
         others = [Record(each, "") for each in found]
         for each in others:
@@ -142,6 +143,10 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
                 )
         by_name = [(name, value if name in OF_ROLLOUT else [value] * size) for name, value in values.items()]
         rows = [({name: listed[at] for name, listed in by_name}, "") for at in range(size)]
+    if not rows:
+        raise _fail(
+            record, "rollouts" if "rollouts" in columns else "reward", columns, "a list with a rollout", []
+        )
     samples = [_sample(record, reading, values, at, more) for at, (values, more) in enumerate(rows)]
     labels = [sample.rollout for sample in samples]
     if twice := [label for at, label in enumerate(labels) if label in labels[:at]]:
@@ -149,20 +154,22 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
     return samples
 
 
-def _named(inner: dict[str, Any], outer: dict[str, Any]) -> dict[str, Any]:
-    """The values of a rollout, and of its line where the rollout has none."""
-    return {name: outer[name] if value is None else value for name, value in inner.items()}
-
-
 def _value(record: Record, key: str) -> Any:
     """The value of a column, or of a path with dots; None if there is none."""
+    return _find(record, key)[1]
+
+
+def _find(record: Record, key: str) -> tuple[bool, Any]:
+    """Whether there is a column, or a path with dots, and its value."""
     if key in record.data or "." not in key:
-        return record.get(key, optional=True)
+        return key in record.data, record.get(key, optional=True)
     value: Any = record.data
     record.read.add(key.split(".")[0])
     for name in key.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
+        if not isinstance(value, dict) or name not in value:
+            return False, None
+        value = value[name]
+    return True, value
 
 
 def _fail(record: Record, name: str, columns: Mapping[str, str], required: str, found: Any) -> SourceError:
@@ -183,17 +190,18 @@ def _sample(
     row = with_decoded_messages(Record(values, where, record.line), "prompt", "response")
     status = _status(row)
     lost = status in (Status.FAILED, Status.ABORTED)
+    placed = Record(record.data, where, record.line)
     reward = values["reward"]
     number = float(reward) if isinstance(reward, bool) else as_number(reward)
     if number is None and not (lost and reward is None):
-        raise _fail(record, "reward", columns, "a finite number, or true or false", reward)
+        raise _fail(placed, "reward", columns, "a finite number, or true or false", reward)
     if values["response"] is None and not lost:
-        raise _fail(record, "response", columns, "a text or messages", None)
+        raise _fail(placed, "response", columns, "a text or messages", None)
     texts = read_texts(row, "prompt", "response", optional=True) if "prompt" in columns else _split(row)
     group: Label
     if "group" in columns:
         if values["group"] is None:
-            raise _fail(record, "group", columns, "an id, a text or an integer ≥ 0", None)
+            raise _fail(placed, "group", columns, "an id, a text or an integer ≥ 0", None)
         group = row.label("group")
     elif at is not None and reading.group_by is None:
         group = record.line
@@ -222,11 +230,11 @@ def _sample(
 
 def _status(row: Record) -> Status | None:
     truncated = row.get("truncated", optional=True)
-    if truncated is not None and row.flag("truncated"):
+    cut = truncated is not None and row.flag("truncated")
+    status = None if row.get("status", optional=True) is None else row.choice("status", ENDS)
+    if cut and status in (None, Status.COMPLETED):
         return Status.TRUNCATED
-    if row.get("status", optional=True) is not None:
-        return row.choice("status", ENDS)
-    return None if truncated is None else Status.COMPLETED
+    return Status.COMPLETED if status is None and truncated is not None else status
 
 
 def _split(row: Record) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
     """
     named = "id" if "example_id" not in record.data and "id" in record.data else "example_id"
     example, task = record.label(named), record.text("task", optional=True)
-    failed = record.get("error", optional=True) is not None
+    failed = record.says("error")
     status: Status | None = Status.FAILED if failed else None
     if not failed and record.get("is_truncated", optional=True) is not None:
         status = Status.TRUNCATED if record.flag("is_truncated") else Status.COMPLETED
