@@ -69,9 +69,13 @@ def require_options(source: Source, config: DictConfig) -> None:
     lacking = source.lacking()
     gate = OmegaConf.select(config, "pipeline.stages.gate")
     sized = gate is None or gate.get("group_size") is not None or config.task not in ("replay", "plan")
-    if "group_by" not in lacking and (sized or "group_size" not in lacking):
+    rewards = lacking.pop("reward_key", [])
+    collapse = OmegaConf.select(config, "pipeline.stages.collapse")
+    summed = config.task == "compare" or collapse is None or len(rewards) in (0, collapse.get("columns"))
+    if "group_by" not in lacking and (sized or "group_size" not in lacking) and summed:
         return
     named = {f"source.{name}": value for name, value in lacking.items()}
+    named |= {} if summed else {"pipeline.stages.collapse.columns": len(rewards)}
     typed = [f"task={config.task}", f"source.path={config.source.path}"]
     if HydraConfig.initialized():
         asked = HydraConfig.get().overrides
@@ -85,6 +89,9 @@ def require_options(source: Source, config: DictConfig) -> None:
     if "group_size" in lacking:
         why.append("it does not say how many rollouts each group should have")
         when.append(f"each group should have {lacking['group_size']}, as most of the first step do")
+    if not summed:
+        why.append(f"it has the rewards {', '.join(rewards)}")
+        when.append(f"their sum is the reward (else source.reward_key={rewards[0]})")
     raise ConfigError(
         f"{config.source.path}, a dump of {source.format}: {', and '.join(why)}. If {', and '.join(when)}, "
         f"type:\n{command}"

@@ -40,8 +40,8 @@ def slime(folder):
     dumps.slime_dump(folder / "5.pt", samples=[dumps.slime_sample(i // 2, i, 1.0 - i % 2) for i in range(4)])
 
 
-def trl(folder):
-    columns = {"prompt": ["a", "a", "b", "b"], "completion": ["1"] * 4, "accuracy": [1.0, 0.0] * 2}
+def trl(folder, **more):
+    columns = {"prompt": ["a", "a", "b", "b"], "completion": ["1"] * 4, "accuracy": [1.0, 0.0] * 2, **more}
     dumps.trl_dump(folder / "completions_4.parquet", step=[4] * 4, advantage=[0.5, -0.5] * 2, **columns)
 
 
@@ -57,6 +57,10 @@ FOLDERS = {  # who writes a folder, and the options that its error must name
     ),
     "slime": (slime, ["source.group_size=2"]),
     "trl": (trl, ["source.group_by=prompt", "source.group_size=2"]),
+    "trl with two rewards": (
+        lambda folder: trl(folder, short=[0.5, 0.5, 0.25, 1.0]),
+        ["source.group_by=prompt", "source.group_size=2", "pipeline.stages.collapse.columns=2"],
+    ),
     "verl": (
         lines("7.jsonl", lambda group, i, reward: dumps.verl_row(None, reward, prompt=f"{group}?")),
         ["source.group_by=prompt", "source.group_size=2"],

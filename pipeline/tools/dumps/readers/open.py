@@ -194,14 +194,15 @@ class Source:
         """The errors of the first few skipped records."""
         return list(self._pass.messages)
 
-    def lacking(self) -> dict[str, str | int]:
+    def lacking(self) -> dict[str, Any]:
         """The options that the first step needs and that are not set, with values that fit it.
 
         ``group_by`` is lacking if a record has no group, and ``group_size`` if the dump does not have it. Its
-        value is the most frequent number of rollouts of a group. Empty: nothing is lacking, or it cannot be
-        read.
+        value is the most frequent number of rollouts of a group. ``reward_key`` is lacking if there are
+        several rewards, which few recipes take; its value is all of their names. Empty: nothing is lacking,
+        or it cannot be read.
         """
-        found: dict[str, str | int] = {}
+        found: dict[str, Any] = {}
         rows, first = self._first_step(self._options)
         if isinstance(first, NoGroupError):
             found["group_by"] = "prompt"
@@ -211,6 +212,8 @@ class Source:
             if rollouts and rows[0].expected_rollouts is None:
                 [(size, _)] = Counter(rollouts.values()).most_common(1)
                 found["group_size"] = size
+        if first is None and (rewards := next((row.rewards for row in rows if row.rewards), None)):
+            found["reward_key"] = [*rewards]
         return found
 
     def _first_step(self, options: Reading) -> tuple[list[Sample], SourceError | None]:
