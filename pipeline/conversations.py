@@ -155,9 +155,11 @@ def _read(message: Mapping[str, Any]) -> tuple[list[Part], Thoughts, Calls]:
         given = [message["function_call"]]
     if given is not None and not isinstance(given, list | tuple):
         raise ValueError(f"'tool_calls' must be a list; found {type(given).__name__}")
-    blocks = RAW_CALL.findall(texts) or [texts] * bool(ONLY_CALLS.fullmatch(texts))
-    raw = [call for block in blocks for call in _calls_of(block)]
     typed: list[Part | str] = [part for part in content if part.kind == "call"]
+    raw: list[Part | str] = []
+    if given or typed:
+        blocks = RAW_CALL.findall(texts) or [texts] * bool(ONLY_CALLS.fullmatch(texts))
+        raw = [call for block in blocks for call in _calls_of(block)]
     content = [part for part in content if part.kind != "call" or not _take(part, raw)]
     calls: Calls = []
     for each in given or ():
@@ -205,7 +207,10 @@ def _is_in(call: Part, other: Part | str) -> bool:
     if isinstance(other, Part):
         return name == other.texts[0] and arguments == _plain(other.texts[1])
     return all(
-        any(re.search(rf"(?<!\w){re.escape(form)}(?!\w)", other) for form in (leaf, _json(leaf)[1:-1]))
+        any(
+            re.search(rf"(?<!\w){re.escape(form)}(?!\w)", other)
+            for form in (leaf.strip(), _json(leaf)[1:-1], json.dumps(leaf)[1:-1])
+        )
         for leaf in (name, *_leaves(arguments))
     )
 
@@ -220,12 +225,12 @@ def _plain(arguments: str) -> Any:
             return [plain(each) for each in value]
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        return value.strip() if isinstance(value, str) else _json(value)
+        return value if isinstance(value, str) else _json(value)
 
     try:
         return plain(json.loads(arguments or "{}"))
     except (ValueError, RecursionError):
-        return arguments.strip()
+        return arguments
 
 
 def _leaves(value: Any) -> Iterator[str]:

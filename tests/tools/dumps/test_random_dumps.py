@@ -58,7 +58,7 @@ def word(draw):
 
 
 def call(draw, plain):
-    """A call in one of its forms, and the characters of its name and its arguments."""
+    """A call in one of its forms, its name, and its arguments as JSON."""
     arguments = {draw.choice("xyz"): [draw.randint(0, 99), {"k": word(draw)}]}
     text = json.dumps(arguments)
     given = text if plain or draw.random() < 0.5 else arguments
@@ -66,7 +66,7 @@ def call(draw, plain):
     made = {"id": str(draw.random()), "function": function}
     if not plain:
         made = draw.choice([made, function, json.dumps(made)])
-    return made, len(function["name"]) + len(text)
+    return made, function["name"], text
 
 
 def conversation(draw, *, plain=False):
@@ -98,10 +98,21 @@ def conversation(draw, *, plain=False):
             sampled += len(thought)
             if draw.random() < 0.3 and not plain:
                 message["reasoning"] = thought  # the same again
+            if form == "text" and not plain and draw.random() < 0.3:  # the content has it, too
+                message["content"] = f"{thought}</think>{message['content']}"
+                sampled += len("</think>")
         if draw.random() < 0.5:
             calls = [call(draw, plain) for _ in range(draw.randint(1, 2))]
-            message["tool_calls"] = [made for made, _ in calls]
-            sampled += sum(count for _, count in calls)
+            message["tool_calls"] = [made for made, *_ in calls]
+            if form == "text" and not plain and draw.random() < 0.5:  # the content has the calls, too
+                how = draw.choice(
+                    ['<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>', "[TOOL_CALLS]{}{}"]
+                )
+                raw = "".join(how.format(name, arguments) for _, name, arguments in calls)
+                message["content"] += raw
+                sampled += len(raw)
+            else:
+                sampled += sum(len(name) + len(arguments) for _, name, arguments in calls)
         messages.append(message)
     return messages, sampled
 

@@ -152,6 +152,13 @@ STRUCTURES = {
         },
         r'[TOOL_CALLS]say{"it": "a \"b\""}',
     ),
+    "a value with escapes in the text": (
+        {
+            "content": r'[TOOL_CALLS]say{"it": "K\u00f6ln"}',
+            "tool_calls": [{"name": "say", "input": {"it": "Köln"}}],
+        },
+        r'[TOOL_CALLS]say{"it": "K\u00f6ln"}',
+    ),
     "a value that is null": (
         {"content": HERMES, "tool_calls": [{"name": "add", "input": {"a": 2, "b": None}}]},
         HERMES,
