@@ -118,22 +118,11 @@ A rollout without a token in the loss counts in the baseline, because the traine
 mask. Only `as/nemo_rl` leaves such rollouts out.
 """
 LOSSES = """
-## Algorithms that only change the loss
+## Algorithms without a recipe
 
-headrace computes the advantage and the loss weight of each token. Your loss does the rest, for example the
-clipping of ratios. These algorithms only change the loss. You can use each of them with any recipe that fits
-its paper:
-
-| algorithm | source | what to set here |
-|---|---|---|
-| CISPO | MiniMax-M1, arXiv:2506.13585; TorchRL's CISPOLoss | nothing |
-| GSPO | arXiv:2507.18071 | `pipeline.stages.weight.unit=sample`, because it has one ratio for each row |
-| GMPO | arXiv:2507.20673 | `pipeline.stages.weight.unit=sample`, because it has one ratio for each row |
-| SAPO | arXiv:2511.20347 | nothing |
-| DPPO | arXiv:2602.04879 | nothing |
-| Clip-Cov | arXiv:2505.22617 | nothing |
-| FlowRL | arXiv:2509.15207 | nothing; it learns a partition function, and needs only the rewards |
-| λ-GRPO | arXiv:2510.06870 | nothing; it learns a weight, and needs only the advantage |
+Algorithms such as GSPO, CISPO, VESPO, LUSPO, FIPO and TOPR only change the loss.
+[Losses and policies](losses.md#algorithms-that-are-only-a-loss) lists them, and says which loss fits which
+recipe.
 
 KRPO (arXiv:2505.07527) is not included. Its Kalman filter reads the rewards of a group one after the other,
 so an advantage depends on the order of the rows. Here the rows of a group have no order. To run the same

@@ -18,6 +18,7 @@ import headrace.adapters
 import headrace.pipeline
 import headrace.transforms
 from headrace.pipeline import ConfigError, load_pipeline
+from headrace.pipeline.composing.compose import recipes
 
 pytestmark = pytest.mark.slow
 
@@ -92,6 +93,23 @@ def test_the_first_screen_names_the_two_commands_of_a_fresh_machine_which_instal
         words = [*command.split(), "-n", "STAMP=.no-such-venv/.installed"]
         said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         assert 0 < said.index("-m venv") < said.index("pip install") < said.index(runs), said
+
+
+def test_the_page_of_losses_pairs_every_recipe_whose_text_names_a_loss():
+    page = (ROOT / "docs/losses.md").read_text()
+    table = page.partition("## Which loss for which recipe")[2].partition("\n## ")[0]
+    paired = {
+        name
+        for line in table.splitlines()
+        if "|" in line
+        for name in re.findall(r"`(\w+)`", line.split("|")[2])
+    }
+    texts = {name: (ROOT / f"conf/pipeline/{name}.yaml").read_text() for name in recipes()}
+    named = {
+        name for name, text in texts.items() if re.search(r"# .*(Loss:|clip range|columns and loss)", text)
+    }
+    assert paired - set(recipes()) == set()
+    assert named - paired == set()
 
 
 def test_contributing_says_its_rules_before_the_appendices_in_150_lines():

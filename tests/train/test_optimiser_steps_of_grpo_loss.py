@@ -53,6 +53,29 @@ def halve(batch):
     return batch["rollout_id"].flatten() % 2 == 0
 
 
+class Noted:
+    """A distribution that notes what is read of it."""
+
+    def __init__(self, distribution, read: set[str]):
+        self.distribution, self.read = distribution, read
+
+    def __getattr__(self, name: str):
+        self.read.add(name)
+        return getattr(self.distribution, name)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_grpo_loss_reads_of_a_distribution_what_the_page_says(scene, entropy):
+    """docs/losses.md: log_prob and mask, and with the default options an entropy, or samples for one."""
+    policy, batch = scene
+    read, distribution = set[str](), policy.get_dist
+    policy.get_dist = lambda rows, logits_key: Noted(distribution(rows), read)
+    GRPOLoss(policy, masking_strategy="generic", entropy_bonus=entropy)(batch)
+    assert {"log_prob", "mask"} <= read
+    assert bool(read & {"entropy", "sample"}) == entropy
+    assert read <= {"log_prob", "mask", "entropy", "sample", "rsample", "has_rsample"}
+
+
 def test_masked_rows_have_no_gradient_and_are_not_in_the_denominator(scene):
     policy, batch = scene
     masked = SampleFilter(criterion=halve)(batch)
