@@ -66,6 +66,8 @@ class PipelineOptions(TypedDict, total=False):
     seed: int
     loss_unit: Mean
     order: Sequence[str] | None
+    after: Mapping[str, str | None] | None
+    before: Mapping[str, str | None] | None
     columns: Mapping[str, NestedKey | None] | None
     group_key: NestedKey
     rollout_key: NestedKey | None
@@ -107,12 +109,12 @@ def load_pipeline(
         recipe: its name, such as ``"grpo"`` or ``"as/verl"``; or the first override.
         overrides: ``"pipeline=grpo"`` chooses the recipe. The others change it:
             ``"pipeline.stages.advantage.scale=none"``, ``"~pipeline.stages.filter"``,
-            ``"+pipeline.stages.bonus={_target_: my.module.Bonus}"``, ``"pipeline.order=[...]"``,
-            ``"hydra.searchpath=[pkg://my.conf]"``.
+            ``"pipeline.stages.bonus={_target_: my.module.Bonus}"`` with ``"pipeline.after.bonus=collapse"``,
+            ``"pipeline.order=[...]"``, ``"hydra.searchpath=[pkg://my.conf]"``.
         rows: ``llm`` for the rows of TorchRL's LLMCollector.
         stages: any other options, by stage: ``{"advantage": {"clip": [-5, 5]}, "filter": None}``. None
-            removes the stage. An object, or a mapping with a ``_target_``, adds or replaces a whole stage. A
-            criterion or a token term is an object, a name (``{"filter": {"also": "not_truncated"}}``), or a
+            removes the stage. An object, or a mapping with a ``_target_``, adds or replaces a whole stage. A new
+            stage needs a place, by `after`, `before` or `order`. A criterion or a token term is an object, a name (``{"filter": {"also": "not_truncated"}}``), or a
             mapping with a ``_target_``, which replaces the whole of it.
         group_size: option of the gate: number of rollouts per group. None: read from `expected_rollouts`.
         on_incomplete: option of the gate for incomplete groups: an error (``raise``), ``drop``, or ``keep``.
@@ -131,6 +133,8 @@ def load_pipeline(
         seed: option of the split: seed of this order.
         loss_unit: option `unit` of the weight: what the loss is a mean over, such as ``token`` or ``sample``.
         order: names of all stages, in the order of execution.
+        after: new stages, each with the stage that it comes directly after: ``{"bonus": "collapse"}``.
+        before: new stages, each with the stage that it comes directly before.
         columns: other names of columns by role, such as ``{"group": "uid"}``, for all stages.
         group_key: column of the group ids, for all stages.
         rollout_key: column of the rollout ids, for all stages.
@@ -327,7 +331,9 @@ def settings_of(
     known: dict[str, str] = {}
     for override in overrides:  # by its key below `pipeline`; keys elsewhere get a slash, and never match
         key = override.partition("=")[0].lstrip("~+").rpartition("@")[2]
-        known[key.removeprefix("pipeline.") if key.startswith("pipeline.") else f"/{key}"] = override
+        known[key.removeprefix("pipeline.") if key.startswith("pipeline.") else f"/{key}"] = override.lstrip(
+            "+"
+        )
     for key, _, source in found:
         for other, override in known.items():
             if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
@@ -354,7 +360,8 @@ def apply_settings(pipeline: DictConfig, settings: Mapping[str, Any]) -> None:
         own = whole and not option
         known = name in pipeline.stages if value is None and not option else name in present
         bare = not option and value in ({}, name) and usual_stage(name) is not None  # build_pipeline adds it
-        known = known or bare
+        placed = name in {*(pipeline.get("after") or ()), *(pipeline.get("before") or ())}
+        known = known or bare or (placed and usual_stage(name) is not None)
         if rest and not (known or own):
             raise ConfigError(
                 f"pipeline.{key}: the recipe has no stage {name!r}{suggest(name, present)}; "

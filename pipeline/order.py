@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -16,8 +17,78 @@ from .wording import suggest
 __all__ = ["index_of_split"]
 
 
-def arrange(stages: Mapping[str, Any], order: Sequence[str] | None) -> dict[str, Any]:
-    """Return the stages in the given order, without those that are None.
+Places = Mapping[str, str | None]
+
+
+def with_places(
+    stages: Sequence[str], order: Sequence[str] | None, after: Places | None, before: Places | None
+) -> Sequence[str] | None:
+    """Return the order with the stages that are placed directly after, or directly before, another one.
+
+    Of several stages after one stage, or before one, the first that is given comes first.
+
+    Args:
+        stages: names of all stages.
+        order: without the placed stages; None: all others, in the order of `stages`.
+        after: by the name of a placed stage, the one that it comes after; None: it is not placed here.
+        before: by the name of a placed stage, the one that it comes before.
+
+    Raises:
+        ValueError: a name is unknown, a stage has no place or two places; the message names the option.
+
+    Example:
+        >>> with_places([*"abxy"], ["a", "b"], {"x": "a"}, {"y": "b"})
+        ['a', 'x', 'y', 'b']
+    """
+    after, before = (
+        {name: other for name, other in (places or {}).items() if other is not None}
+        for places in (after, before)
+    )
+    for option, name, other in [
+        *(("after", *place) for place in after.items()),
+        *(("before", *place) for place in before.items()),
+    ]:
+        if unknown := [each for each in (name, other) if each not in stages]:
+            raise ValueError(
+                f"{option}.{name}={other} names the unknown stage {unknown[0]!r}"
+                f"{suggest(str(unknown[0]), stages)}. The stages are {', '.join(stages)}"
+            )
+        if name in (order or ()):
+            raise ValueError(
+                f"{option}.{name}={other} places a stage that pipeline.order names, too. Take {name!r} "
+                f"out of the order, or set pipeline.{option}.{name}=null"
+            )
+    placed = before | after
+    if not placed:
+        return order
+
+    def around(name: str) -> list[str]:
+        ahead = [each for each, other in before.items() if other == name and each not in after]
+        behind = [each for each, other in after.items() if other == name]
+        return [*chain(*map(around, ahead)), name, *chain(*map(around, behind))]
+
+    unplaced = [name for name in stages if name not in placed] if order is None else order
+    found = [each for name in unplaced for each in around(name)]
+    if lost := [name for name in placed if name not in found]:
+        raise ValueError(
+            f"after and before give {', '.join(map(repr, lost))} no place: each is next to another of them, "
+            "or next to a stage that pipeline.order lacks"
+        )
+    for name, other in before.items():
+        if found.index(name) > found.index(other):
+            raise ValueError(
+                f"before.{name}={other} contradicts pipeline.after.{name}={placed[name]}. Set one of them"
+            )
+    return found
+
+
+def arrange(
+    stages: Mapping[str, Any],
+    order: Sequence[str] | None,
+    after: Places | None = None,
+    before: Places | None = None,
+) -> dict[str, Any]:
+    """Return the stages in the given order (:func:`with_places`), without those that are None.
 
     Raises:
         ValueError: the order does not name a stage, or names an unknown stage; the message has a hint.
@@ -33,23 +104,24 @@ def arrange(stages: Mapping[str, Any], order: Sequence[str] | None) -> dict[str,
             "a stage must not have the name of an attribute of torch's ModuleDict; got "
             f"{', '.join(map(repr, kept))}. Rename it"
         )
+    order = with_places([*stages], order, after, before)
     if order is None:
         return present
     if unknown := [name for name in order if name not in stages]:
         hints = "; ".join(f"{name!r}{suggest(name, present)}" for name in unknown)
         raise ValueError(
-            f"pipeline.order names unknown stages: {hints}. The stages are {list(present)}. To remove a "
+            f"order names unknown stages: {hints}. The stages are {list(present)}. To remove a "
             "stage that a recipe's order names, set it to null: pipeline.stages.NAME=null"
         )
     named = [name for name in order if name in present]
     if twice := sorted({name for name in named if named.count(name) > 1}):
-        raise ValueError(
-            f"pipeline.order must name each stage once; it names {', '.join(twice)} more than once"
-        )
+        raise ValueError(f"order must name each stage once; it names {', '.join(twice)} more than once")
     if lacking := [name for name in present if name not in named]:
+        place = "advantage" if "advantage" in named else "NAME"
         raise ValueError(
-            f"pipeline.order must name each stage once; it lacks {', '.join(map(repr, lacking))}. Add it to "
-            f"pipeline.order=[{','.join(map(str, named))}]"
+            f"order must name each stage once; it lacks {', '.join(map(repr, lacking))}"
+            f"{suggest(lacking[0], named)}. Place it, as in pipeline.after.{lacking[0]}={place} or "
+            f"pipeline.before.{lacking[0]}={place}, or add it to pipeline.order=[{','.join(map(str, named))}]"
         )
     return {name: present[name] for name in named}
 

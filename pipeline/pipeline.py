@@ -49,7 +49,7 @@ from headrace.transforms.table.votes import drop_votes_only, note_votes_only
 from .account_keys import KEYS, Asked, Keys
 from .callables import run_callable
 from .halves import Half, check_half, check_place, make_halves
-from .order import arrange, check_column_names, check_comparison, check_order, index_of_split
+from .order import Places, arrange, check_column_names, check_comparison, check_order, index_of_split
 from .report_notes import note_advantage, note_carried, note_collected, texts_with_carried
 from .run import LastRun, Run
 from .stage import StageError, as_module
@@ -84,6 +84,8 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
     Args:
         stages: transforms or callables from batch to batch, by name. A stage that is None is skipped.
         order: names of all stages in the order of execution. None: the order of `stages`.
+        after: stages that `order` does not name, each with the stage that it comes directly after.
+        before: stages that `order` does not name, each with the stage that it comes directly before.
         columns: other names of columns, by role (:data:`headrace.transforms.table.columns.COLUMNS`). A recipe
             passes them to its stages. Stages that you construct yourself need them as ``<role>_key``.
         report_keys: other names of the columns that the report shows: ``reward``, ``status``,
@@ -130,6 +132,8 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         stages: Mapping[str, Callable[[TensorDictBase], TensorDictBase] | None],
         *,
         order: Sequence[str] | None = None,
+        after: Places | None = None,
+        before: Places | None = None,
         columns: Mapping[str, NestedKey | None] | None = None,
         report_keys: Mapping[str, NestedKey] | None = None,
         process_group: dist.ProcessGroup | str | None = None,
@@ -140,7 +144,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         **names: Unpack[ColumnNames],
     ):
         BatchTransform.__init__(self)
-        arranged = arrange(stages, order)
+        arranged = arrange(stages, order, after, before)
         for name, stage in arranged.items():
             if not callable(stage) or isinstance(stage, type):
                 raise ValueError(f"stage {name!r} must be a transform or a callable; got {stage!r}")

@@ -62,22 +62,27 @@ def for_hydra(override: str) -> list[str]:
     """Return the overrides by which Hydra does what an override of headrace means.
 
     ``~pipeline.stages.NAME`` sets the stage to null, because a recipe's `order` may still name it. A node
-    with a ``_target_`` replaces the recipe's node, and is not merged with it.
+    with a ``_target_`` replaces the recipe's node, and is not merged with it. A new stage and its place need
+    no ``+``: a stage that the order lacks is refused later.
 
     Example:
         >>> for_hydra("~pipeline.stages.filter"), for_hydra("pipeline=grpo")
         (['pipeline.stages.filter=null'], ['pipeline=grpo'])
         >>> for_hydra("pipeline.stages.filter={_target_: my.Filter}")
-        ['pipeline.stages.filter=null', 'pipeline.stages.filter={_target_: my.Filter}']
+        ['++pipeline.stages.filter=null', '++pipeline.stages.filter={_target_: my.Filter}']
+        >>> for_hydra("pipeline.after.bonus=collapse")
+        ['++pipeline.after.bonus=collapse']
     """
     if found := re.fullmatch(r"~(pipeline\.stages\.\w+)", override):
         return [f"{found[1]}=null"]
+    new = re.match(r"pipeline\.(stages\.(\w+)=(\{|\2$)|(after|before)\.\w+=)", override)
+    ready = f"++{override}" if new else override
     if found := re.match(r"(pipeline\.stages\.[\w.]+)=\{.*_target_", override, re.DOTALL):
         with suppress(HydraException):  # which Hydra raises again, with its place
             value = OverridesParser.create().parse_override(override).value()
             if isinstance(value, dict) and "_target_" in value:
-                return [f"{found[1]}=null", override]
-    return [override]
+                return [f"{'++' * bool(new)}{found[1]}=null", ready]
+    return [ready]
 
 
 def compose_config(config_name: str, *overrides: str) -> DictConfig:

@@ -68,9 +68,16 @@ def test_recipes_have_every_option_of_the_pipeline_at_its_default():
     parameters = inspect.signature(Pipeline).parameters
     assert set(node) - {"_target_", "stages"} == set(parameters) - {"stages"}
     assert set(node["columns"]) == set(COLUMNS)
-    for option in set(parameters) - {"stages", "columns"}:
+    for option in set(parameters) - {"stages", "columns", "order"}:
         default = parameters[option].default
         assert node[option] == (list(default) if isinstance(default, tuple) else default)
+
+
+def test_each_recipe_says_its_order():
+    """So what an order lacks is refused, and a place by `after` cannot move a stage of the recipe."""
+    for name in NAMES:
+        node = configure("load", f"pipeline={name}").pipeline
+        assert {stage for stage, own in node.stages.items() if own} <= set(node.order), name
 
 
 def test_a_stage_can_be_deleted_and_moved():

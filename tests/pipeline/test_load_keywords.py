@@ -17,6 +17,7 @@ from headrace.pipeline import ConfigError, Decider, build_pipeline, decide, load
 from headrace.pipeline.composing.compose import compose_config, recipes
 from headrace.pipeline.composing.recipe_names import Recipe
 from headrace.pipeline.load import KEYWORDS, PipelineOptions, settings_of
+from headrace.transforms import SignFactors
 from headrace.transforms.table.options import annotations_of
 
 pytestmark = pytest.mark.slow
@@ -38,6 +39,8 @@ VALUES = {
     "seed": (11, "11"),
     "loss_unit": ("sample", "sample"),
     "order": (["gate", "split"], "[gate,split]"),
+    "after": ({"mine": "gate"}, "{mine: gate}"),
+    "before": ({"mine": "gate"}, "{mine: gate}"),
     "columns": ({"reward": "score", "turn": ("mine", "turn")}, "{reward: score, turn: [mine, turn]}"),
     "group_key": (("mine", "group"), "[mine,group]"),
     "rollout_key": (None, "null"),
@@ -245,6 +248,73 @@ def test_options_of_a_stage_that_the_recipe_lacks_are_those_of_the_usual_one():
 def test_a_bare_stage_needs_its_place_in_the_order():
     with pytest.raises(ConfigError, match=r"pipeline\.order must name each stage once; it lacks 'filter'"):
         load_pipeline("gdpo", stages={"filter": {}})
+    assert load_pipeline("gdpo", stages={"filter": {}}, after={"filter": "collapse"}).order == ORDER
+
+
+MINE = "{_target_: headrace.transforms.SignFactors, negative: 0.5}"
+PLACE = "pipeline.after.mine=advantage"
+WITH_MINE = ["gate", "collapse", "filter", "advantage", "mine", "split", "weight"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options"),
+    [
+        ((), {"stages": {"mine": SignFactors(negative=0.5)}, "after": {"mine": "advantage"}}),
+        ((), {"stages": {"mine": SignFactors(negative=0.5)}, "before": {"mine": "split"}}),
+        ((PLACE,), {"stages": {"mine": SignFactors(negative=0.5)}}),
+        ((f"pipeline.stages.mine={MINE}", PLACE), {}),
+        ((f"+pipeline.stages.mine={MINE}", PLACE), {}),
+        ((f"+pipeline.stages.mine={MINE}", f"+{PLACE}"), {}),
+        ((f"pipeline.stages.mine={MINE}", "pipeline.after={mine: advantage}"), {}),
+        (("+stage@pipeline.stages.mine=signs", "pipeline.stages.mine.negative=0.5", PLACE), {}),
+        ((f"pipeline.stages.mine={MINE}",), {"order": WITH_MINE}),  # the whole order can still be given
+    ],
+)
+def test_a_new_stage_is_inserted_by_the_name_of_its_neighbour(overrides, options):
+    pipeline = load_pipeline("grpo", *overrides, **options)
+    assert pipeline.order == WITH_MINE
+    assert repr(pipeline.stages["mine"]) == "SignFactors(negative=0.5)"
+
+
+def test_options_of_a_placed_stage_are_those_of_the_usual_one():
+    found = load_pipeline("grpo", stages={"signs": {"negative": 0.5}}, after={"signs": "advantage"})
+    assert repr(found.stages["signs"]) == "SignFactors(negative=0.5)"
+
+
+def test_a_recipe_inserts_a_stage_by_the_name_of_its_neighbour(tmp_path):
+    folder = tmp_path / "pipeline"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text(
+        "defaults: [grpo, /stage@stages.signs: signs, _self_]\nafter: {signs: advantage}\n"
+    )
+    (folder / "more.yaml").write_text(
+        "defaults: [mine, /stage@stages.overlong: overlong, _self_]\nbefore: {overlong: advantage}\n"
+        "stages: {overlong: {max_length: 8, cache: 4}}\n"
+    )
+    path = f"hydra.searchpath=[file://{tmp_path}]"
+    order = ["gate", "collapse", "filter", "advantage", "signs", "split", "weight"]
+    assert load_pipeline("mine", path).order == order
+    assert load_pipeline("more", path).order == [*order[:3], "overlong", *order[3:]]
+    assert load_pipeline("mine", path, "pipeline.after.signs=null", order=order).order == order
+    assert load_pipeline("mine", path, "~pipeline.stages.signs").order == load_pipeline("grpo").order
+    with pytest.raises(ConfigError, match=r"^pipeline\.after\.signs=advantage places a stage that pipeline"):
+        load_pipeline("mine", path, order=order)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options", "message"),
+    [
+        (("pipeline.stages.fliter={action: drop}",), {}, "must be a node with a _target_"),
+        ((f"pipeline.stages.fliter={MINE}",), {}, r"it lacks 'fliter' \(did you mean 'filter'"),
+        ((PLACE,), {}, r"^pipeline\.after\.mine=advantage names the unknown stage 'mine'"),
+        ((PLACE,), {"after": {"mine": "gate"}}, "after is set twice, by .* and by pipeline.after.mine=adv"),
+        ((), {"after": "advantage"}, "pipeline.after must be names and values in braces or null; got 'adv"),
+        (("pipeline.after.mine=",), {"stages": {"mine": print}}, "names the unknown stage ''"),
+    ],
+)
+def test_a_place_without_a_stage_or_a_stage_without_a_place_is_refused(overrides, options, message):
+    with pytest.raises(ConfigError, match=message):
+        load_pipeline("grpo", *overrides, **options)
 
 
 @pytest.mark.parametrize(("overrides", "options"), [((), {"order": ORDER}), ((IN_ORDER,), {})])

@@ -8,6 +8,7 @@ from composed import composed
 from tensordict.nn import TensorDictModule
 
 from headrace.pipeline import Pipeline
+from headrace.pipeline.order import arrange, with_places
 from headrace.transforms import (
     FanOutCollapse,
     Finite,
@@ -52,6 +53,78 @@ def test_order_inserts_a_stage_in_the_middle(make_batch):
 def test_an_order_that_cannot_work_is_refused(order, message):
     with pytest.raises(ValueError, match=message):
         Pipeline({"advantage": GroupRelativeAdvantage(), "collapse": FanOutCollapse()}, order=order)
+
+
+BASE = ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("after", "before", "found"),
+    [
+        ({"x": "a"}, None, "axbc"),
+        (None, {"x": "a"}, "xabc"),
+        ({"x": "c"}, None, "abcx"),
+        ({"x": "b", "y": "b"}, None, "abxyc"),  # the first comes first
+        ({"y": "b", "x": "b"}, None, "abyxc"),
+        (None, {"x": "b", "y": "b"}, "axybc"),
+        ({"x": "a"}, {"y": "b"}, "axybc"),
+        ({"y": "x", "x": "a"}, None, "axybc"),  # next to a stage that is itself placed
+        ({"x": "a"}, {"y": "x"}, "ayxbc"),
+        ({"x": "a"}, {"x": "c"}, "axbc"),  # both are true of it
+        ({"x": "a", "y": None}, {"y": "c"}, "axbyc"),  # None: not placed here
+        ({"x": None}, {"y": None}, "abc"),
+    ],
+)
+def test_a_new_stage_is_directly_after_or_before_another(after, before, found):
+    assert "".join(with_places([*"abcxy"], BASE, after, before)) == found
+    if "".join(sorted(found)) == "abcxy":  # without an order the others keep that of the mapping
+        assert "".join(with_places([*"yaxbc"], None, after, before)) == found
+
+
+@pytest.mark.parametrize(
+    ("after", "before", "message"),
+    [
+        ({"x": "bb"}, None, r"^after.x=bb names the unknown stage 'bb' .*The stages are a, b, c, x, y$"),
+        (None, {"z": "b"}, r"^before.z=b names the unknown stage 'z'. The stages are"),
+        (
+            {"b": "c"},
+            None,
+            r"^after.b=c places a stage that pipeline.order names, too. .*pipeline.after.b=null",
+        ),
+        (None, {"b": "a"}, r"^before.b=a places a stage that pipeline.order names, too"),
+        ({"x": "c"}, {"x": "a"}, r"^before.x=a contradicts pipeline.after.x=c. Set one of them$"),
+        ({"x": "y"}, {"y": "x"}, r"^after and before give 'y', 'x' no place: each is next to another"),
+        ({"x": "x"}, None, "give 'x' no place"),
+        ({"x": "y", "y": "x"}, None, "give 'x', 'y' no place"),
+        ({"x": ["b"]}, None, r"^after.x=\['b'\] names the unknown stage \['b'\]"),
+        ({"x": 1}, None, "^after.x=1 names the unknown stage 1"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused(after, before, message):
+    with pytest.raises(ValueError, match=message):
+        with_places([*"abcxy"], BASE, after, before)
+
+
+def test_a_stage_that_is_removed_still_places_others():
+    """A recipe may place a stage next to one that the caller removes, and place one that is removed."""
+    given = {"a": print, "b": None, "x": print, "y": None}
+    assert list(arrange(given, ["a", "b"], after={"x": "b", "y": "a"})) == ["a", "x"]
+
+
+def test_a_pipeline_takes_places():
+    made = stages(mine=ten_times())
+    pipeline = Pipeline(made, before={"mine": "gate"})
+    assert pipeline.order == ["mine", *(name for name in made if name != "mine")]
+
+
+def test_a_stage_without_a_place_is_refused_with_the_options_that_give_it_one():
+    message = (
+        r"^order must name each stage once; it lacks 'x'. Place it, as in pipeline.after.x=advantage or "
+    )
+    with pytest.raises(ValueError, match=message):
+        arrange({"advantage": print, "x": print}, ["advantage"])
+    with pytest.raises(ValueError, match=r"it lacks 'advntage' \(did you mean 'advantage'\?\)"):
+        arrange({"advantage": print, "advntage": print}, ["advantage"])
 
 
 @pytest.mark.parametrize(
