@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.table import OF_THE_TABLE, BatchError, Rows, Table, TokenCount, few, listing
-from headrace.transforms.table.schema import COUNTED, IN_LOSS, ROW
+from headrace.transforms.table.schema import COUNTED, IN_LOSS, REWARD, ROW
 from headrace.transforms.table.table import Reduced
 from headrace.transforms.table.tensordicts import (
     column_of,
@@ -30,7 +30,8 @@ def run_callable(name: str, stage: Callable[[TensorDictBase], Any], rows: Rows) 
         rows: the rows that have not left, with columns under the names of the pipeline.
 
     Raises:
-        BatchError: the stage returns something else than some of its rows in their order.
+        BatchError: the stage returns something else than some of its rows in their order, or changes rewards
+            that nothing reads any more.
     """
     # 1. Run the stage, and find out which rows it has returned.
     table = rows.table
@@ -64,7 +65,16 @@ def run_callable(name: str, stage: Callable[[TensorDictBase], Any], rows: Rows) 
     seen = rows.seen_by(stage, name)
     seen.leave(seen.from_arrival(gone), "gone")
     if len(stays):
+        before, key = table.columns, rows.key("reward")
         reread(table, batch, numbers)
+        if REWARD in before and key in before and key in table.columns:
+            now, old = table.columns[key], before[key]
+            if now.shape != old.shape or bool(((now != old) & ((now == now) | (old == old))).any()):
+                raise BatchError(
+                    f"a stage changes {key!r}, from which the rewards of the rollouts have been made, so it "
+                    f"would have no effect. Change {REWARD!r}, as a RewardShaping does, or put it before the "
+                    "collapse"
+                )
 
 
 def reread(table: Table, batch: TensorDictBase, numbers: Tensor) -> None:

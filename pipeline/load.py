@@ -113,9 +113,10 @@ def load_pipeline(
             ``"pipeline.order=[...]"``, ``"hydra.searchpath=[pkg://my.conf]"``.
         rows: ``llm`` for the rows of TorchRL's LLMCollector.
         stages: any other options, by stage: ``{"advantage": {"clip": [-5, 5]}, "filter": None}``. None
-            removes the stage. An object, or a mapping with a ``_target_``, adds or replaces a whole stage. A new
-            stage needs a place, by `after`, `before` or `order`. A criterion or a token term is an object, a name (``{"filter": {"also": "not_truncated"}}``), or a
-            mapping with a ``_target_``, which replaces the whole of it.
+            removes the stage. An object, or a mapping with a ``_target_``, adds or replaces a whole stage. A
+            new stage needs a place, by `after`, `before` or `order`. A criterion or a token term is an
+            object, a name (``{"filter": {"also": "not_truncated"}}``), or a mapping with a ``_target_``,
+            which replaces the whole of it.
         group_size: option of the gate: number of rollouts per group. None: read from `expected_rollouts`.
         on_incomplete: option of the gate for incomplete groups: an error (``raise``), ``drop``, or ``keep``.
         min_rollouts: option of the gate: number of rollouts that a group needs for ``keep``.

@@ -234,9 +234,16 @@ def check_order(stages: Mapping[str, Callable]) -> None:
             masked = _masked(stages[name]) - later_reads  # written anew, the mask would lose the masked rows
             if late := later_writes & ((reads - made - in_turn) | final | masked):
                 columns = ", ".join(repr(key) for key in sorted(late, key=str))
+                todo = f"Put {later!r} before {name!r}, or remove it"
+                if REWARD in writes - reads and late <= reads:  # the collapse, and a reward that it has read
+                    todo = (
+                        f"The advantage compares {REWARD!r}, the reward of each rollout: to change it, make "
+                        f"{later!r} a headrace.RewardShaping, and put it between {name!r} and the advantage. "
+                        f"To change the rewards of rows, put {later!r} before {name!r}"
+                    )
                 raise ValueError(
                     f"stage {name!r} reads {columns}, which {later!r} writes later, so {later!r} would have "
-                    f"no effect on {name!r}. Put {later!r} before {name!r}, or remove it"
+                    f"no effect on {name!r}. {todo}"
                 )
             for value, own in stages_of_values(stages[name]).items():
                 for of, behind in stages_of_values(stages[later]).items():

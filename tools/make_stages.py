@@ -50,7 +50,12 @@ KINDS: dict[str, tuple[tuple[type, ...], int]] = {
     "criterion": ((transforms.Criterion, transforms.Diverged), 4),  # which may not import the filter
     "term": ((transforms.TokenTerm,), 4),
 }
-ABSTRACT = (transforms.BatchTransform, transforms.Criterion, transforms.TokenTerm)
+ABSTRACT = (
+    transforms.BatchTransform,
+    transforms.Criterion,
+    transforms.RewardShaping,
+    transforms.TokenTerm,
+)
 
 
 def node(cls: type, levels: int) -> str:

@@ -30,6 +30,7 @@ from headrace.transforms import (
     BatchTransform,
     Criterion,
     GroupRelativeAdvantage,
+    RewardShaping,
     TokenTerm,
     group_relative_advantage,
 )
@@ -38,12 +39,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def classes_of(kind: type) -> set[type]:
-    """The public classes of a kind."""
+    """The public classes of a kind that are no base classes of users' own."""
     return {
         thing
         for module in (headrace.transforms, headrace.pipeline)
         for thing in vars(module).values()
-        if isinstance(thing, type) and issubclass(thing, kind) and thing is not kind
+        if isinstance(thing, type) and issubclass(thing, kind)
+        if thing not in (kind, RewardShaping)
     }
 
 

@@ -1,4 +1,4 @@
-"""Rewards shaped by length equal loops over the rollouts of a group."""
+"""Shaping changes the reward of each rollout once, and shaping by length equals loops over a group."""
 
 from __future__ import annotations
 
@@ -11,10 +11,150 @@ from drawn_rollouts import batch_of_rollouts, per_rollout, rollouts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.transforms import BatchError, FanOutCollapse, RelativeLength, SampleFilter
+from headrace.pipeline import Pipeline
+from headrace.transforms import (
+    BatchError,
+    BatchTransform,
+    FanOutCollapse,
+    GroupRelativeAdvantage,
+    RelativeLength,
+    RewardShaping,
+    RewardWithin,
+    SampleFilter,
+)
 from headrace.transforms.table.schema import REWARD
 
 MASK = ("masks", "all_assistant_mask")
+
+
+class Bonus(RewardShaping):
+    """R + `by` for every rollout."""
+
+    def __init__(self, *, by: float = 1.0, **names):
+        super().__init__(**names)
+        self.by = by
+
+    def shape(self, reward, rollouts):
+        return reward + self.by
+
+
+class Seen(RewardShaping, columns=("group", "loss_mask")):
+    """R, and what `shape` gets."""
+
+    reads = ("tone",)
+
+    def shape(self, reward, rollouts):
+        columns = reward, rollouts.lengths, rollouts.groups.labels, rollouts["tone"], rollouts["rollout"]
+        self.seen = [tuple(row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+        return reward
+
+
+@given(rollouts(), st.sampled_from(["none", "group"]), st.sampled_from(["mean", "leave_one_out", "median"]))
+def test_a_bonus_for_every_rollout_changes_no_advantage(drawn, scale, baseline):
+    found, order = drawn
+    found = [(group, label, round(8 * reward), lengths) for group, label, reward, lengths in found]
+    advantage = GroupRelativeAdvantage(scale=scale, baseline=baseline)
+    batch = batch_of_rollouts(found, order)
+    assert torch.equal(advantage(Bonus()(batch))["advantage"], advantage(batch)["advantage"])
+
+
+@given(rollouts())
+def test_shape_gets_each_rollout_once_with_its_reward_group_and_all_its_tokens(drawn):
+    found, order = drawn
+    batch = batch_of_rollouts(found, order)
+    batch["tone"] = 2 * batch["rollout_id"]
+    stage = Seen()
+    assert torch.equal(stage(batch)[REWARD], batch[REWARD])
+    expected = [(own, sum(lengths), group, 2 * label, label) for group, label, own, lengths in found]
+    assert sorted(stage.seen) == sorted(expected)
+
+
+@given(rollouts())
+def test_metrics_of_shaping_count_a_rollout_once(drawn):
+    found, order = drawn
+    batch = batch_of_rollouts(found, order)
+    batch["tone"] = (batch["rollout_id"] % 2).double()
+
+    class Tone(RewardShaping):
+        reads = ("tone",)
+
+        def shape(self, reward, rollouts):
+            return reward + rollouts["tone"]
+
+    pipeline = Pipeline({"tone": Tone()})
+    pipeline(batch)
+    odd = statistics.fmean(label % 2 for _, label, _, _ in found)
+    assert pipeline.metrics["tone/reward_changed"] == pytest.approx(odd)
+    assert pipeline.metrics["tone/mean"] == pytest.approx(odd, abs=1e-6)
+
+
+def test_an_excluded_rollout_keeps_its_reward_and_a_missing_one_stays_missing():
+    batch = batch_of([1.0, 9.0, float("nan"), 2.0], [0, 0, 0, 0])
+    out = SampleFilter(criterion=RewardWithin(high=5.0), action="exclude")
+    kept = Pipeline({"collapse": FanOutCollapse(missing="skip"), "out": out, "bonus": Bonus()})(batch)
+    assert kept[REWARD].tolist() == [2.0, 9.0, pytest.approx(float("nan"), nan_ok=True), 3.0]
+
+    class Filled(RewardShaping):
+        def shape(self, reward, rollouts):
+            return torch.zeros_like(reward)
+
+    assert Filled()(FanOutCollapse(missing="skip")(batch))[REWARD].isnan().tolist() == [
+        False,
+        False,
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("returned", [torch.ones(3), 1.0, None])
+def test_shape_must_return_one_reward_for_each_rollout(returned):
+    class Odd(RewardShaping):
+        def shape(self, reward, rollouts):
+            return returned
+
+    batch = FanOutCollapse()(batch_of([1.0, 1.0, 0.0], [0, 0, 0], [4, 4, 5]))
+    with pytest.raises(BatchError, match=r"Odd.shape must return one reward for each of 2 rollouts; it retu"):
+        Odd()(batch)
+
+
+def test_a_class_adds_its_columns_to_those_of_the_base_class():
+    assert Bonus().in_keys == [REWARD, "rollout_id"]
+    assert Seen(group_key="uid").in_keys == [REWARD, "rollout_id", "uid", MASK, "tone"]
+    assert repr(Bonus(by=2.0)) == "Bonus(by=2.0)"
+
+
+class OfRows(BatchTransform, columns=("reward",)):
+    """r + 1 for each row, as a stage that is no RewardShaping would write it."""
+
+    def __init__(self, **names):
+        self.name_columns(names)
+        super().__init__([self.reward_key], [self.reward_key])
+
+    def decide(self, rows):
+        rows.put("reward", rows["reward"] + 1)
+
+
+def test_a_stage_that_changes_the_rewards_of_rows_after_the_collapse_is_told_what_to_be():
+    message = (
+        r"stage 'collapse' reads \('next', 'reward'\), which 'bonus' writes later.* make 'bonus' a "
+        r"headrace.RewardShaping, and put it between 'collapse' and the advantage.* put 'bonus' before"
+    )
+    with pytest.raises(ValueError, match=message):
+        Pipeline({"collapse": FanOutCollapse(), "bonus": OfRows(), "advantage": GroupRelativeAdvantage()})
+    with pytest.raises(ValueError, match=r"reads .*'headrace', 'reward'.*Put 'collapse' before 'bonus'"):
+        Pipeline({"bonus": Bonus(), "collapse": FanOutCollapse(), "advantage": GroupRelativeAdvantage()})
+
+
+def test_a_function_that_changes_the_rewards_of_rows_after_the_collapse_is_refused():
+    def bonus(batch):
+        return batch.set(("next", "reward"), batch["next", "reward"] + 1)
+
+    batch, advantage = batch_of([1.0, float("nan"), 0.0], [0, 0, 0]), GroupRelativeAdvantage(missing="skip")
+    collapse = FanOutCollapse(missing="skip")
+    with pytest.raises(BatchError, match=r"stage 'bonus'.* it would have no effect. Change .*RewardShaping"):
+        Pipeline({"collapse": collapse, "bonus": bonus, "advantage": advantage})(batch)
+    out = Pipeline({"collapse": collapse, "same": lambda batch: batch, "advantage": advantage})(batch)
+    assert out["advantage"].flatten().tolist() == pytest.approx([0.7071, 0.0, -0.7071], abs=1e-4)
 
 
 @given(rollouts(), st.sampled_from([0.0, 0.5, 1.0]))

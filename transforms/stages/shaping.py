@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey
 from torch import Tensor
 from typing_extensions import Unpack
 
-from headrace.transforms.table import BatchTransform, ColumnNames, Ids, Rows
+from headrace.transforms.table import BatchError, BatchTransform, ColumnNames, Ids, Rows
 from headrace.transforms.table.ids import add_up
 from headrace.transforms.table.options import INF, LowerBound, UpperBound, takes_options, within
 from headrace.transforms.table.schema import REWARD
@@ -119,42 +119,109 @@ def relative_length(
     return 1 + coefficient * torch.where(among & (total > 0), (1 - share).clamp(0, 1), 0.0)
 
 
-class _RewardShaping(BatchTransform):
-    """Base class of the shaping stages, which change the rollout's reward after FanOutCollapse.
+class Rollouts(Rows):
+    """One row of each rollout that counts in the statistics: a stage's :attr:`Rows.voters`.
 
-    Reads and writes ``("headrace", "reward")`` (N,), so all segments of a rollout keep the same reward. A
-    pipeline refuses such a stage after the advantage.
+    A column has the value of this row. `lengths` are those of the whole rollout.
     """
 
-    def __init__(self, in_keys: Sequence[NestedKey | None] = ()):
-        super().__init__([REWARD, *in_keys], [REWARD])
+    def __init__(self, rows: Rows):
+        one = rows.voters
+        super().__init__(one.table, one.names, one.reader, one.stage, one.index, one.declared)
+        self.rows = rows
+
+    @property
+    def lengths(self) -> Tensor:
+        """(V,) int64: tokens that all rows of the rollout had in the loss mask, also masked rows."""
+        rows = self.rows.with_excluded
+        rollouts = rows.ids("rollout", checked=False)
+        return self.rows.to_voters(rollouts.spread(rollouts.sum(rows.lengths)))
+
+
+class RewardShaping(BatchTransform, columns=("rollout",)):
+    """Base class of the stages that change the reward of each rollout, between collapse and advantage.
+
+    A subclass implements :meth:`shape`, which gets each rollout once, however many rows it has. Excluded
+    rollouts keep their reward. A missing reward (NaN) stays missing.
+
+    Reads and writes ``("headrace", "reward")`` (N,), which FanOutCollapse makes. Reads `rollout_key`, and the
+    columns that the subclass declares, ``class Mine(RewardShaping, columns=("group", "loss_mask"))``.
+
+    Args:
+        names: other names of columns, such as `rollout_key` (:class:`ColumnNames`).
+
+    Attributes:
+        reads: keys of further columns that :meth:`shape` reads, so that a pipeline refuses a stage that
+            writes them later.
+
+    Example:
+        >>> class Polite(RewardShaping):
+        ...     reads = ("tone",)
+        ...     def shape(self, reward, rollouts):
+        ...         return reward + 0.5 * rollouts["tone"]
+        >>> from headrace import load_pipeline
+        >>> load_pipeline("grpo", stages={"polite": Polite()}, after={"polite": "collapse"}).order[:3]
+        ['gate', 'collapse', 'polite']
+    """
+
+    reads: tuple[NestedKey, ...] = ()
+
+    def __init_subclass__(cls, columns: Sequence[str] = (), **others: Any) -> None:
+        super().__init_subclass__(columns=[*dict.fromkeys(["rollout", *columns])], **others)
+
+    def __init__(self, **names: Unpack[ColumnNames]):
+        self.name_columns(names)
+        own = [getattr(self, f"{role}_key") for role in self._columns]
+        super().__init__([REWARD, *own, *self.reads], [REWARD])
 
     @abstractmethod
-    def shape(self, rows: Rows, reward: Tensor) -> Tensor:
-        """(M,) float64: the shaped rewards of (M,) float64 `reward`."""
+    def shape(self, reward: Tensor, rollouts: Rollouts) -> Tensor:
+        """(V,) float64: the new reward of each rollout.
+
+        Args:
+            reward: (V,) float64, one reward for each rollout; NaN: it has none.
+            rollouts: one row of each rollout. ``rollouts["tone"]`` is a column, ``rollouts.lengths`` the
+                tokens of each rollout, ``rollouts.groups`` the ids of its group.
+        """
+
+    @property
+    def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
+        """Tokens in the loss mask, if the class has this column."""
+        return [(self.loss_mask_key, None)] if "loss_mask" in self._columns else []
 
     def decide(self, rows: Rows) -> None:
         """Rewrite the reward."""
-        reward = rows[REWARD]
+        every, rollouts = rows[REWARD], Rollouts(rows)
+        reward = rows.to_voters(every)
+        shaped = self.shape(reward, rollouts)
+        if not isinstance(shaped, Tensor) or shaped.shape != reward.shape:
+            found = tuple(shaped.shape) if isinstance(shaped, Tensor) else type(shaped).__name__
+            raise BatchError(
+                f"{{reader}}.shape must return one reward for each of {len(reward)} rollouts; it returned "
+                f"{found}",
+                reader=type(self).__name__,
+            )
+        known = ~reward.isnan()
         # Rounded here, so that rewards that are equal in the batch are also equal in the table.
-        shaped = self.shape(rows, reward).to(rows.dtype(REWARD)).double()
-        rows.put(REWARD, shaped)
-        known = ~reward.isnan()  # a missing reward stays missing
+        shaped = shaped.to(rows.dtype(REWARD)).double().masked_fill(~known, float("nan"))
+        changed = rows.from_voters(shaped)
+        rows.put(REWARD, changed if rows.counted is None else torch.where(rows.counted, changed, every))
         rewarded = known.double().sum().clamp_min(1)
         rows.metric("reward_changed", (known & (shaped != reward)).sum() / rewarded)
         rows.metric("mean", add_up(torch.where(known, shaped - reward, 0.0)) / rewarded)
 
 
-class RewardScale(_RewardShaping):
+class RewardScale(RewardShaping):
     """Scale and shift the rollout's reward, then clip it: ``min(max(scale · R + bias, low), high)``.
 
-    Reads and writes ``("headrace", "reward")``.
+    Reads `rollout_key`. Reads and writes ``("headrace", "reward")``.
 
     Args:
         scale: factor of the reward.
         bias: added after scaling.
         low: lower bound of the result; −∞: none.
         high: upper bound of the result; ∞: none.
+        names: other names of columns, such as `rollout_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: there is no FanOutCollapse before it.
@@ -167,43 +234,25 @@ class RewardScale(_RewardShaping):
     within_groups = True
 
     def __init__(
-        self, *, scale: float = 1.0, bias: float = 0.0, low: LowerBound = -INF, high: UpperBound = INF
+        self,
+        *,
+        scale: float = 1.0,
+        bias: float = 0.0,
+        low: LowerBound = -INF,
+        high: UpperBound = INF,
+        **names: Unpack[ColumnNames],
     ):
-        super().__init__()
+        super().__init__(**names)
         if not low <= high:
             raise ValueError(f"low must be ≤ high; got {low} and {high}")
         self.scale, self.bias, self.low, self.high = scale, bias, low, high
 
-    def shape(self, rows: Rows, reward: Tensor) -> Tensor:
-        """(M,)."""
+    def shape(self, reward: Tensor, rollouts: Rollouts) -> Tensor:
+        """(V,)."""
         return (self.scale * reward + self.bias).clamp(self.low, self.high)
 
 
-class _LengthShaping(_RewardShaping):
-    """Base class of shaping by length: the tokens of all segments of a rollout, also of masked ones."""
-
-    def __init__(self, names: ColumnNames) -> None:
-        self.name_columns(names)
-        super().__init__([getattr(self, f"{role}_key") for role in self._columns])
-
-    @property
-    def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
-        """Tokens in the loss mask."""
-        return [(self.loss_mask_key, None)]
-
-    def rollout_lengths(self, rows: Rows) -> Tensor:
-        """(M,) int64: tokens of each row's rollout, over all its rows."""
-        rollouts = rows.with_excluded.ids("rollout", checked=False)
-        rows.require(
-            rollouts.labels >= 0,
-            "every row needs a rollout_id ≥ 0; found {found}. The lengths of these rows would be added up",
-            lambda row: f"{int(rollouts.labels[row])} at row {rows.at(row)}",
-            ids="rollout_id",
-        )
-        return rollouts.spread(rollouts.sum(rows.lengths))
-
-
-class OverlongPunishment(_LengthShaping, columns=("loss_mask", "rollout")):
+class OverlongPunishment(RewardShaping, columns=("loss_mask",)):
     """Add :func:`overlong_punishment` of the rollout's tokens to its reward.
 
     Reads `loss_mask_key`, ``("headrace", "length")`` if it exists, and `rollout_key`. Reads and writes
@@ -225,7 +274,7 @@ class OverlongPunishment(_LengthShaping, columns=("loss_mask", "rollout")):
     within_groups = True
 
     def __init__(self, *, max_length: int, cache: int, **names: Unpack[ColumnNames]):
-        super().__init__(names)
+        super().__init__(**names)
         if not 0 < cache <= max_length:
             raise ValueError(f"cache must be in (0, max_length]; got {cache} and {max_length}")
         self.max_length, self.cache = max_length, cache
@@ -235,13 +284,12 @@ class OverlongPunishment(_LengthShaping, columns=("loss_mask", "rollout")):
         super().decide(rows)
         rows.metric("unpunished", self.max_length - self.cache)
 
-    def shape(self, rows: Rows, reward: Tensor) -> Tensor:
-        """(M,)."""
-        length = self.rollout_lengths(rows)
-        return reward + overlong_punishment(length, max_length=self.max_length, cache=self.cache)
+    def shape(self, reward: Tensor, rollouts: Rollouts) -> Tensor:
+        """(V,)."""
+        return reward + overlong_punishment(rollouts.lengths, max_length=self.max_length, cache=self.cache)
 
 
-class LengthPenalty(_LengthShaping, columns=("loss_mask", "rollout")):
+class LengthPenalty(RewardShaping, columns=("loss_mask",)):
     """Add :func:`length_penalty` of the rollout's tokens to its reward.
 
     Reads `loss_mask_key`, ``("headrace", "length")`` if it exists, and `rollout_key`. Reads and writes
@@ -262,18 +310,18 @@ class LengthPenalty(_LengthShaping, columns=("loss_mask", "rollout")):
     within_groups = True
 
     def __init__(self, *, coefficient: float, **names: Unpack[ColumnNames]):
-        super().__init__(names)
+        super().__init__(**names)
         self.coefficient = within("coefficient", coefficient, 0)
 
-    def shape(self, rows: Rows, reward: Tensor) -> Tensor:
-        """(M,)."""
-        return reward + length_penalty(self.rollout_lengths(rows), coefficient=self.coefficient)
+    def shape(self, reward: Tensor, rollouts: Rollouts) -> Tensor:
+        """(V,)."""
+        return reward + length_penalty(rollouts.lengths, coefficient=self.coefficient)
 
 
-class RelativeLength(_LengthShaping, columns=("loss_mask", "group", "rollout")):
+class RelativeLength(RewardShaping, columns=("loss_mask", "group")):
     """Multiply the reward by :func:`relative_length` of the rollout's tokens in its group.
 
-    Excluded rows keep their reward. Reads `loss_mask_key`, ``("headrace", "length")`` if it exists,
+    Reads `loss_mask_key`, ``("headrace", "length")`` if it exists,
     `rollout_key` and `group_key`. Reads and writes ``("headrace", "reward")``.
 
     Args:
@@ -293,27 +341,23 @@ class RelativeLength(_LengthShaping, columns=("loss_mask", "group", "rollout")):
     within_groups = True
 
     def __init__(self, *, coefficient: float, form: Form = "bonus", **names: Unpack[ColumnNames]):
-        super().__init__(names)
+        super().__init__(**names)
         self.form = form
         self.coefficient = within("coefficient", coefficient, 0)
 
-    def shape(self, rows: Rows, reward: Tensor) -> Tensor:
-        """(M,)."""
-        length, rollouts, groups = self.rollout_lengths(rows), rows.rollouts, rows.groups
-        compared = reward if rows.counted is None else reward.masked_fill(~rows.counted, float("nan"))
+    def shape(self, reward: Tensor, rollouts: Rollouts) -> Tensor:
+        """(V,)."""
         if self.form == "rescale":
-            rows.require(
-                ~(compared < 0),
+            rollouts.require(
+                ~(reward < 0),
                 "form='rescale' needs rewards ≥ 0, because it raises negative rewards of long rollouts; "
                 "found {found}. Put RewardScale with a bias before it, or use form='bonus'",
-                lambda row: f"{float(reward[row])} at row {rows.at(row)}",
+                lambda row: f"{float(reward[row])} at row {rollouts.at(row)}",
             )
-        factor = relative_length(
-            compared,
-            length,
-            groups.labels,
-            rollouts.labels,
+        return reward * relative_length(
+            reward,
+            rollouts.lengths,
+            rollouts.groups.labels,
             form=self.form,
             coefficient=self.coefficient,
         )
-        return torch.where(compared.isnan(), reward, reward * factor)
