@@ -245,18 +245,8 @@ def build_pipeline(config: DictConfig) -> Pipeline:
     except ConfigError as err:
         if not isinstance(config, DictConfig):
             raise
-        said, place = str(err) + _option_of_order(config, str(err)), config._get_full_key(None)
-        raise ConfigError(re.sub(r"(?<![\w.])pipeline(?=[.:])", place or "pipeline", said)) from err.__cause__
-
-
-def _option_of_order(config: DictConfig, message: str) -> str:
-    """The option that puts a stage where a message says, if the recipe has no order; else an empty string."""
-    found = re.search(r"Put '(\w+)' before '(\w+)'", message)
-    if found is None or config.get("order") is not None:
-        return ""
-    names = [str(name) for name, node in config.stages.items() if node is not None and name != found[1]]
-    names.insert(names.index(found[2]), found[1])
-    return f": set pipeline.order=[{','.join(names)}]"
+        place = config._get_full_key(None) or "pipeline"
+        raise ConfigError(re.sub(r"(?<![\w.])pipeline(?=[.:])", place, str(err))) from err.__cause__
 
 
 def _built(config: DictConfig) -> Pipeline:

@@ -83,9 +83,7 @@ MISTAKES = {
     "pipeline.order=[gate]": "order must name each stage once",
     "pipeline.stages.gate._target_=headrace.transforms.Gate": "'headrace.transforms.Gate' cannot be",
     "~pipeline.stages.weight": "Set aggregation='token_mean' on GRPOLoss",
-    "+stage@pipeline.stages.signs=signs": (
-        "Put 'signs' before 'split': set pipeline.order=[gate,collapse,filter,advantage,signs,split,weight]\n"
-    ),
+    "+stage@pipeline.stages.signs=signs": "it lacks 'signs'. Place it, as in pipeline.after.signs=advantage",
     # -- values
     "train.steps=-1": "train.steps must be an integer ≥ 1; got -1",
     "seed=[1,": "'seed=[1,' is not NAME=VALUE",
