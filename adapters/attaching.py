@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -10,12 +11,39 @@ from typing_extensions import Unpack
 from headrace.pipeline import Pipeline, Run
 from headrace.pipeline.load import KEYWORDS, PipelineOptions, settings_of, shows_options
 from headrace.pipeline.tools.decide import pipeline_of
+from headrace.transforms import SampleFilter
 
-from .environment import scale_overrides, sets_option
+from .environment import sets_option
+from .over_generation import check_over_generation
 
-OBJECTS = {"swift": "as/trl", "trl": "as/trl"}  # packages of trainers, a subclass in front of its base
+log = logging.getLogger(__name__)
+
+DEFAULT = "as/trl"
+TRAINERS = {  # by package and class: the adapter's variant
+    ("swift", "GRPOTrainer"): "RecipeAdvantages",
+    ("trl", "GRPOTrainer"): "RecipeAdvantages",
+    ("trl", "RLOOTrainer"): "RecipeAdvantagesOfRows",
+}
 
 Trainer = TypeVar("Trainer")
+
+
+class Follows:
+    """What the default recipe takes from a trainer's settings; adapters derive from it."""
+
+    @staticmethod
+    def check(trainer: Any) -> None:
+        """Check the trainer's settings.
+
+        Raises:
+            ValueError: one of them would have no effect.
+        """
+
+    @staticmethod
+    def of_trainer(trainer: Any) -> dict[str, str]:
+        """Options of the default recipe that follow the trainer's settings."""
+        scale = str(getattr(trainer, "scale_rewards", "group"))
+        return {"advantage.scale": {"True": "group", "False": "none"}.get(scale, scale)}
 
 
 def log_run(trainer: Any, run: Run) -> None:
@@ -32,6 +60,7 @@ def attach(
     trainer: Trainer,
     recipe: str | Pipeline | None = None,
     *overrides: str,
+    over_generation: int = 1,
     **options: Unpack[PipelineOptions],
 ) -> Trainer:
     """Make the advantages of a trainer of TRL or ms-swift those of a recipe.
@@ -43,10 +72,14 @@ def attach(
     own, under ``headrace/``. Several reward functions are as many columns of rewards.
 
     Args:
-        trainer: a ``GRPOTrainer``, before ``train()``.
-        recipe: its name, or a pipeline; by default the one that computes what the trainer computes,
-            by its `scale_rewards`, unless you set the scale. Options that you set change no other.
+        trainer: a ``GRPOTrainer``, or TRL's ``RLOOTrainer``, before ``train()``.
+        recipe: its name, or a pipeline; by default the one that computes what the trainer computes: for
+            RLOOTrainer with the leave-one-out baseline, for others by its `scale_rewards`. Options that you
+            set change no other.
         overrides: as of :func:`load_pipeline`.
+        over_generation: k ≥ 1, for TRL. Of the completions that TRL generates, 1/k are trained: the first
+            groups that pass the recipe's filter. The others have the reason ``over_generation/left_over``.
+            `per_device_train_batch_size` counts what is generated, so it must be k times as large.
         options: keywords of :func:`load_pipeline`.
 
     Returns:
@@ -54,7 +87,8 @@ def attach(
 
     Raises:
         TypeError: a trainer that has no such hook; docs/coming-from/ has the way for others.
-        ValueError: the trainer has a recipe already, weighs rewards itself, or a pipeline comes with options.
+        ValueError: the trainer has a recipe already or weighs rewards itself, a pipeline comes with options,
+            or a setting of the trainer would have no effect.
         ConfigError: as :func:`load_pipeline`.
 
     Example:
@@ -62,41 +96,77 @@ def attach(
         ...     attach(object(), "grpo")
         ... except TypeError as error:
         ...     print(str(error).partition(". ")[0])
-        attach takes a GRPOTrainer of trl or swift; got a builtins.object
+        attach takes a GRPOTrainer of trl or swift, or trl's RLOOTrainer; got a builtins.object
     """
-    homes = {base.__module__.partition(".")[0] for base in type(trainer).__mro__}
-    found = [name for name in OBJECTS if name in homes and hasattr(trainer, "reward_weights")]
-    if not found:
+    it: Any = trainer
+    found = [
+        key
+        for base in type(trainer).__mro__
+        if (key := (base.__module__.partition(".")[0], base.__name__)) in TRAINERS
+    ]
+    if not found or not hasattr(trainer, "reward_weights"):
         raise TypeError(
-            f"attach takes a GRPOTrainer of {' or '.join(sorted(OBJECTS, reverse=True))}; got a "
+            "attach takes a GRPOTrainer of trl or swift, or trl's RLOOTrainer; got a "
             f"{type(trainer).__module__}.{type(trainer).__qualname__}. Others take an import path in their "
             "configuration: docs/coming-from/README.md"
         )
     if isinstance(getattr(trainer, "pipeline", None), Pipeline):
         raise ValueError("this trainer has a recipe already: set trainer.pipeline to change it")
-    rewards = len(trainer.reward_weights)  # type: ignore[attr-defined]
+    package, kind = found[0]
+    variant = getattr(import_module(f"headrace.adapters.{package}"), TRAINERS[found[0]])
+    variant.check(trainer)
+    rewards = len(it.reward_weights)
     if not isinstance(recipe, Pipeline):
         keywords = {word: value for word, value in options.items() if word in KEYWORDS and value is not ...}
         settings = settings_of(overrides, keywords, options.get("stages") or {})
         set_here = [*overrides, *(f"pipeline.{key}" for key in settings)]
-        scale = getattr(trainer, "scale_rewards", "group")
-        of_trainer = scale_overrides(scale, recipe, OBJECTS[found[0]], set_here)
-        if of_trainer:
+        follows = variant.of_trainer(trainer) if recipe in (None, DEFAULT) else {}
+        of_trainer = {key: value for key, value in follows.items() if not sets_option(key, set_here)}
+        if "advantage.scale" in of_trainer:
             refuse_separate_rewards(trainer)
         if rewards > 1 and not sets_option("collapse.columns", set_here):
-            of_trainer = (f"pipeline.stages.collapse.columns={rewards}", *of_trainer)
-        overrides = (*of_trainer, *overrides)
-    pipeline = pipeline_of(recipe or OBJECTS[found[0]], *overrides, **options)
-    if (trainer.reward_weights != 1).any():  # type: ignore[attr-defined]
-        weights = f"[{','.join(f'{float(each):g}' for each in trainer.reward_weights)}]"  # type: ignore[attr-defined]
+            of_trainer["collapse.columns"] = str(rewards)
+        overrides = (*(f"pipeline.stages.{key}={value}" for key, value in of_trainer.items()), *overrides)
+    pipeline = pipeline_of(recipe or DEFAULT, *overrides, **options)
+    if (it.reward_weights != 1).any():
+        weights = f"[{','.join(f'{float(each):g}' for each in it.reward_weights)}]"
         raise ValueError(
             "the recipe weighs rewards: remove reward_weights from the trainer, and give attach "
             f"'pipeline.stages.collapse.columns={rewards}', 'pipeline.stages.collapse.weights={weights}'"
         )
-    adapter = import_module(f"headrace.adapters.{found[0]}")
-    trainer.__class__ = type(type(trainer).__name__, (adapter.RecipeAdvantages, type(trainer)), {})
-    trainer.pipeline = pipeline  # type: ignore[attr-defined]
+    if package == "trl":
+        check_over_generation(trainer, pipeline, over_generation)
+        it.over_generation = over_generation
+    elif over_generation != 1:
+        raise ValueError(f"over_generation is an option for trl; a trainer of {package} has its own")
+    if over_generation == 1:
+        warn_of_fewer_rows(kind, package, pipeline)
+    it.__class__ = type(type(trainer).__name__, (variant, type(trainer)), {})
+    it.pipeline = pipeline
     return trainer
+
+
+INSTEAD = {
+    "trl": "attach(trainer, ..., over_generation=2) samples twice as many groups and trains those that pass",
+    "swift": "set dynamic_sample=true, and ms-swift samples other groups",
+}
+
+
+def warn_of_fewer_rows(kind: str, package: str, pipeline: Pipeline) -> None:
+    """Log a warning if a filter drops rows, for which the trainer samples no others."""
+    drops = [
+        name
+        for name, stage in pipeline.stages.items()
+        if isinstance(stage, SampleFilter) and stage.action == "drop"
+    ]
+    if drops:
+        log.warning(
+            "the recipe drops rows (%s), and %s samples no new prompts in their place: a step trains fewer "
+            "rows, see headrace/rows/trained in its log. %s",
+            ", ".join(drops),
+            kind,
+            INSTEAD[package],
+        )
 
 
 def refuse_separate_rewards(trainer: Any) -> None:

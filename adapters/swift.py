@@ -15,10 +15,10 @@ from headrace.pipeline import Decider, Pipeline
 from headrace.pipeline.halves import before_the_split
 from headrace.transforms import Status
 
-from .attaching import log_run
+from .attaching import Follows, log_run
 
 
-class RecipeAdvantages:
+class RecipeAdvantages(Follows):
     """What a trainer of ms-swift does otherwise with a recipe attached."""
 
     pipeline: Pipeline

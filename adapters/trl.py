@@ -1,7 +1,7 @@
-"""A recipe inside TRL's ``GRPOTrainer``: `attach(trainer, "as/trl")`.
+"""A recipe inside TRL's ``GRPOTrainer`` and ``RLOOTrainer``: `attach(trainer, "as/trl")`.
 
-huggingface/trl 1.16.0, the release, trl/trainer/grpo_trainer.py: ``_calculate_rewards`` returns the rewards
-of all ranks, ``_generate_and_score_completions`` what the loss is made of.
+huggingface/trl 1.16.0, the release, trl/trainer/grpo_trainer.py and rloo_trainer.py: ``_calculate_rewards``
+returns the rewards of all ranks, ``_generate_and_score_completions`` what the loss is made of.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from tensordict import TensorDict
 from headrace.pipeline import Pipeline, advantages_of
 from headrace.transforms import Status
 
-from .attaching import log_run
+from .attaching import Follows, log_run
+from .over_generation import rows_of, rows_to_train, train_first
 
 
-class RecipeAdvantages:
-    """What a trainer of TRL does otherwise with a recipe attached."""
+class RecipeAdvantages(Follows):
+    """What TRL's ``GRPOTrainer`` does otherwise with a recipe attached."""
 
     pipeline: Pipeline
+    over_generation: int
 
     def _calculate_rewards(self: Any, inputs: Any, prompts: Any, completions: Any, ids: Any) -> torch.Tensor:
         rewards = super()._calculate_rewards(inputs, prompts, completions, ids)  # type: ignore[misc]
@@ -37,19 +39,59 @@ class RecipeAdvantages:
     def _generate_and_score_completions(self: Any, inputs: Any) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         batch = TensorDict(self._scored, [len(inputs)], device=output["completion_mask"].device)
-        size = self.num_generations if self.model.training else self.num_generations_eval
+        training = self.model.training
+        size = self.num_generations if training else self.num_generations_eval
         # TRL repeats each prompt `size` times. Another one among them is a group that the gate refuses.
         places = (batch["rollout_id"] // size).tolist()
         batch["group_id"] = [f"{at}: {row.get('prompt')}" for at, row in zip(places, inputs, strict=True)]
         batch["expected_rollouts"] = torch.full_like(batch["rollout_id"], size)
         batch["masks", "all_assistant_mask"] = (output["completion_mask"] * output.get("tool_mask", 1)).bool()
-        result = advantages_of(self.pipeline, batch)
-        output["advantages"] = result.advantage
-        output["tool_mask"] = result.in_loss.int()  # by which TRL's losses count tokens
-        output["num_items_in_batch"] = self.accelerator.gather(result.in_loss.sum()).sum()
+        kept = len(inputs) // self.over_generation if training else len(inputs)
+        chooses = kept < len(inputs)
+        result = advantages_of(train_first(self.pipeline, kept // size) if chooses else self.pipeline, batch)
+        self._put_advantages(output, result)
         log_run(self, result.run)
         logged, found = self._logs["advantages"], self.accelerator.gather(result.advantage.mean(1)).tolist()
         for _ in range(min(len(logged), len(found))):  # in the place of TRL's own
             logged.pop()
         logged.extend(found)
-        return output
+        return rows_of(output, rows_to_train(result.in_loss, size, kept), len(inputs)) if chooses else output
+
+    def _put_advantages(self: Any, output: dict[str, Any], result: Any) -> None:
+        """Write the advantages, and the tokens that the losses count."""
+        output["advantages"] = result.advantage
+        output["tool_mask"] = result.in_loss.int()
+        output["num_items_in_batch"] = self.accelerator.gather(result.in_loss.sum()).sum()
+
+
+class RecipeAdvantagesOfRows(RecipeAdvantages):
+    """What TRL's ``RLOOTrainer`` does otherwise: its loss has one advantage of each completion."""
+
+    @staticmethod
+    def check(trainer: Any) -> None:
+        """Check that the rewards are not changed between the reward functions and the advantages.
+
+        Raises:
+            ValueError: a setting of RLOOConfig does so.
+        """
+        for name, off in (("beta", 0.0), ("normalize_advantages", False), ("reward_clip_range", None)):
+            if (found := getattr(trainer, name, off)) != off:
+                raise ValueError(
+                    "a recipe takes rewards without a KL term and computes the advantages, so RLOOTrainer's "
+                    f"{name}={found!r} would have no effect: set {name}={off!r} in RLOOConfig. "
+                    "docs/coming-from/trl.md has stages that do the same"
+                )
+
+    @staticmethod
+    def of_trainer(trainer: Any) -> dict[str, str]:
+        """Options of the default recipe that give RLOOTrainer's advantages."""
+        return {"advantage.baseline": "leave_one_out", "advantage.scale": "none"}
+
+    def _put_advantages(self: Any, output: dict[str, Any], result: Any) -> None:
+        part = (result.in_loss != output["completion_mask"].bool()).any(1) & result.in_loss.any(1)
+        if result.advantage.shape[1] > 1 or part.any():
+            raise ValueError(
+                "RLOOTrainer's loss has one advantage and one probability ratio of each completion, and the "
+                "recipe gives its tokens different advantages or masks some of them: attach it to GRPOTrainer"
+            )
+        output["advantages"] = result.advantage.squeeze(1)  # 0 of a row that is out of the loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from tensordict import TensorDictBase
@@ -43,10 +44,16 @@ def before_the_split(pipeline: Any) -> Any:
     return pipeline if index_of_split(pipeline.stages) is None else make_halves(pipeline)[0]
 
 
-def part_of(pipeline: Any, names: list[str], half: Half | None, empty: Empty | None = None) -> Any:
-    """Return a pipeline of some of the stages, with the options of the whole, or another `empty`."""
+def part_of(
+    pipeline: Any,
+    names: list[str],
+    half: Half | None,
+    empty: Empty | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> Any:
+    """Return a pipeline of some of the stages and `more`, with the whole's options, or another `empty`."""
     part = type(pipeline)(
-        {name: pipeline.stages[name] for name in names},
+        {name: pipeline.stages[name] for name in names} | dict(more or {}),
         loss_mask_key=pipeline.loss_mask_key,
         log_prob_key=pipeline.log_prob_key,
         group_key=pipeline.group_key,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from headrace.adapters import attach
-from headrace.pipeline import load_pipeline
-from headrace.transforms import IncompleteGroupsError
+from headrace.pipeline import Pipeline, load_pipeline
+from headrace.transforms import IncompleteGroupsError, TokenAdvantage
 
 pytest.importorskip("transformers", reason="the extra `llm` is not installed")
 pytestmark = [
@@ -21,19 +22,26 @@ pytestmark = [
 ]
 trl = pytest.importorskip("trl", reason="TRL is not installed")
 GROUP_SIZE, ROWS = 4, 8
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def theirs(monkeypatch) -> list[torch.Tensor]:
     """The advantages that TRL itself computes, batch after batch."""
-    found, own = [], trl.GRPOTrainer._generate_and_score_completions
+    found: list[torch.Tensor] = []
 
-    def spy(self, inputs):
-        output = own(self, inputs)
-        found.append(output["advantages"].clone())
-        return output
+    def spy_on(kind):
+        own = kind._generate_and_score_completions
 
-    monkeypatch.setattr(trl.GRPOTrainer, "_generate_and_score_completions", spy)
+        def spy(self, inputs):
+            output = own(self, inputs)
+            found.append(output["advantages"].clone())
+            return output
+
+        monkeypatch.setattr(kind, "_generate_and_score_completions", spy)
+
+    spy_on(trl.GRPOTrainer)
+    spy_on(trl.RLOOTrainer)
     return found
 
 
@@ -57,39 +65,10 @@ def one_each(completions, **others) -> list[float]:
 @pytest.fixture
 def make_trainer(tmp_path):
     """A trainer of a model of one layer, and the batches that it makes its loss of."""
-    from datasets import Dataset
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from small_trl import small_trainer
 
-    def make(*words, rewards=(ones,), steps=2, trainer=None, **options):
-        tokens = Tokenizer(models.WordLevel({token: i for i, token in enumerate("_$0123456789")}))
-        tokens.pre_tokenizer, tokens.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=tokens, pad_token="_", eos_token="$", padding_side="left"
-        )
-        torch.manual_seed(0)
-        size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-        ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-        config = trl.GRPOConfig(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=ROWS,
-            num_generations=GROUP_SIZE,
-            max_completion_length=4,
-            max_steps=steps,
-            learning_rate=1e-2,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            save_strategy="no",
-            **options,
-        )
-        made = (trainer or trl.GRPOTrainer)(
-            model=LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **size, **ids)),
-            args=config,
-            reward_funcs=list(rewards),
-            train_dataset=Dataset.from_dict({"prompt": ["12", "34", "56", "78", "9", "0", "1", "2"]}),
-            processing_class=tokenizer,
-        )
+    def make(*words, rewards=(ones,), steps=2, trainer=trl.GRPOTrainer, **options):
+        made = small_trainer(tmp_path, trainer, rewards, steps, **options)
         attach(made, load_pipeline(*words) if words else None)
         return SimpleNamespace(trainer=made, batches=record(made))
 
@@ -111,7 +90,9 @@ def record(trainer) -> list[dict]:
 
 def assert_equal(run, theirs) -> None:
     for batch, advantages in zip(run.batches, theirs, strict=True):
-        torch.testing.assert_close(batch["advantages"].squeeze(1), advantages, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            batch["advantages"].view(len(advantages)), advantages, rtol=1e-4, atol=1e-5
+        )
 
 
 def test_with_its_own_recipe_trl_trains_on_its_own_advantages(make_trainer, theirs):
@@ -247,3 +228,109 @@ def test_a_recipe_is_attached_once_by_name_and_options(make_trainer):
     assert run.trainer.pipeline.stages["advantage"].scale == "none"
     assert isinstance(run.trainer, trl.GRPOTrainer)
     assert type(run.trainer).__name__ == "GRPOTrainer"
+
+
+# -- RLOOTrainer ----------------------------------------------------------------------------------------
+
+
+def by_chance(completions, **others) -> list[float | None]:
+    """Random rewards of two digits, and None for every fourth completion or so."""
+    values = torch.randint(-20, 20, (len(completions),)).tolist()
+    return [None if value % 4 == 0 else value / 10 for value in values]
+
+
+def also_by_chance(completions, **others) -> list[float | None]:
+    return by_chance(completions)
+
+
+def rloo(make_trainer, *words, **options) -> SimpleNamespace:
+    return make_trainer(*words, trainer=trl.RLOOTrainer, **{"beta": 0.0} | options)
+
+
+def test_rloo_trains_on_its_own_advantages_of_random_batches(make_trainer, theirs, monkeypatch):
+    monkeypatch.setattr("trl.trainer.rloo_trainer.logger.warning", lambda *args, **kwargs: None)
+    run = rloo(make_trainer, rewards=(by_chance, also_by_chance), steps=12)
+    run.trainer.train()
+    assert len(theirs) == 12
+    assert_equal(run, theirs)
+    rewards = torch.cat([batch["next", "reward"] for batch in run.batches])
+    assert (rewards.isnan().all(1)).any()
+    assert (rewards.isnan().any(1) & ~rewards.isnan().all(1)).any()
+    assert all(advantages.abs().max() > 0.1 for advantages in theirs)
+
+
+def test_the_whole_step_of_rloo_trains_the_same_weights(make_trainer):
+    after = []
+    for attached in (True, False):
+        run = rloo(make_trainer, steps=3)
+        if not attached:
+            run.trainer.__class__ = trl.RLOOTrainer
+            del run.trainer._generate_and_score_completions  # the spy
+        before = [each.detach().clone() for each in run.trainer.model.parameters()]
+        torch.manual_seed(1)
+        run.trainer.train()
+        after.append([each.detach() for each in run.trainer.model.parameters()])
+        assert any(not torch.equal(x, y) for x, y in zip(before, after[-1], strict=True))
+        assert hasattr(run.trainer, "last_run") is attached
+    for ours, own in zip(*after, strict=True):
+        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-5)
+
+
+def test_a_row_that_a_filter_masks_has_no_gradient_in_rloo(make_trainer):
+    run = rloo(make_trainer, "pipeline=rloo", "criterion@pipeline.stages.filter.criterion=not_truncated")
+    run.trainer.train()
+    out = 0
+    for batch in run.batches:
+        cut_off = batch["status"] == 1
+        assert batch["advantages"].shape == (ROWS,)
+        assert (batch["advantages"][cut_off] == 0).all()
+        out += int(cut_off.sum())
+    assert out
+    assert run.trainer.last_run.metrics["out/filter/truncated"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"beta": 0.05}, r"RLOOTrainer's beta=0\.05 .*set beta=0\.0 in RLOOConfig"),
+        ({"normalize_advantages": True}, r"normalize_advantages=True .*set normalize_advantages=False"),
+        ({"reward_clip_range": (-1, 1)}, r"reward_clip_range=\(-1, 1\) .*set reward_clip_range=None"),
+    ],
+)
+@pytest.mark.parametrize("words", [(), ("grpo",)])
+def test_rloo_settings_without_an_effect_are_refused_by_name(
+    make_trainer, monkeypatch, setting, message, words
+):
+    trainer = rloo(make_trainer).trainer
+    trainer.__class__ = trl.RLOOTrainer
+    del trainer.pipeline
+    for name, value in setting.items():  # beta would load a reference model from the hub
+        monkeypatch.setattr(trainer, name, value)
+    with pytest.raises(ValueError, match=message):
+        attach(trainer, *words)
+
+
+def test_the_page_says_how_to_whiten_and_clip_in_rloo(make_trainer, theirs, monkeypatch):
+    """By the recipe, what TRL computes with the two settings."""
+    lines = (ROOT / "docs/coming-from/trl.md").read_text()
+    block = lines[lines.index("<!-- rloo: whiten and clip -->") :].split("```")[1].removeprefix("text\n")
+    run = rloo(make_trainer, steps=6)
+    trainer = run.trainer
+    trainer.__class__ = trl.RLOOTrainer
+    del trainer.pipeline
+    exec(block, {"trainer": trainer, "attach": attach})
+    trainer.normalize_advantages, trainer.reward_clip_range = True, (-1.0, 1.0)  # for TRL's own numbers
+    trainer.train()
+    assert_equal(run, theirs)
+    assert any((batch["next", "reward"] > 1.0).any() for batch in run.batches)
+
+
+def test_rloo_takes_one_advantage_of_a_row(make_trainer):
+    stages = dict(load_pipeline("rloo").stages)
+    stages = {name: stages[name] for name in ("gate", "collapse", "advantage")}
+    run = rloo(make_trainer, steps=1)
+    run.trainer.pipeline = Pipeline(
+        stages | {"token": TokenAdvantage(term=lambda batch, tokens: tokens.float().cumsum(1))}
+    )
+    with pytest.raises(ValueError, match="one advantage and one probability ratio of each completion"):
+        run.trainer.train()

@@ -1,0 +1,174 @@
+"""More groups are generated than trained, inside TRL's own trainers."""
+
+from __future__ import annotations
+
+import logging
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from headrace.adapters import attach
+from headrace.adapters.over_generation import (
+    FirstGroups,
+    check_over_generation,
+    rows_of,
+    rows_to_train,
+    train_first,
+)
+from headrace.pipeline import advantages_of, load_pipeline
+from headrace.transforms import BatchError
+
+
+def batch_of(rewards: list[list[float]]) -> TensorDict:
+    number, size = len(rewards), len(rewards[0])
+    groups = torch.arange(number).repeat_interleave(size)
+    columns = {"group_id": groups, "rollout_id": torch.arange(number * size)}
+    batch = TensorDict(columns, [number * size])
+    batch["next", "reward"] = torch.tensor(rewards).flatten()
+    batch["expected_rollouts"] = torch.full((number * size,), size)
+    batch["masks", "all_assistant_mask"] = torch.ones(number * size, 3, dtype=torch.bool)
+    return batch
+
+
+@pytest.mark.parametrize("action", ["drop", "mask", "exclude"])
+def test_the_first_informative_groups_train_and_each_other_row_has_a_reason(action):
+    generator = torch.Generator().manual_seed(0)
+    for groups in (1, 2, 3, 5):
+        rewards = torch.randint(0, 2, (6, 2), generator=generator).float()
+        pipeline = load_pipeline("grpo", stages={"filter": {"action": action}})
+        result = advantages_of(train_first(pipeline, groups), batch_of(rewards.tolist()))
+        informative = [at for at, (one, other) in enumerate(rewards.tolist()) if one != other]
+        counts = result.run.ledger.counts()
+        assert counts["trained"] == 2 * len(informative[:groups])
+        assert counts["over_generation/left_over"] == 2 * len(informative[groups:])
+        assert sum(counts.values()) == 12
+        kept = rows_to_train(result.in_loss, 2, 2 * groups)
+        assert len(kept) == 2 * groups
+        assert {int(row) // 2 for row in kept} >= {*informative[:groups]}
+        assert {int(row) // 2 for row in result.in_loss.any(1).nonzero()} == {*informative[:groups]}
+        assert ((result.advantage != 0).any(1) == result.in_loss.any(1)).all()
+
+
+def test_the_advantages_of_what_trains_are_those_without_over_generation():
+    batch = batch_of([[0.0, 1.0], [1.0, 1.0], [2.0, 0.0], [0.0, 5.0]])
+    pipeline = load_pipeline("lite_ppo")  # whose scale is of the whole batch
+    whole = advantages_of(pipeline, batch.clone()).advantage
+    part = advantages_of(train_first(pipeline, 2), batch.clone())
+    rows = part.in_loss.any(1)
+    assert rows.tolist() == [True, True, False, False, True, True, False, False]
+    torch.testing.assert_close(part.advantage[rows], whole[rows], rtol=0, atol=0)
+
+
+def test_rows_without_a_number_for_each_completion_are_refused():
+    rows = torch.tensor([0, 2])
+    kept = rows_of({"a": torch.arange(3), "n": torch.tensor(7), "no": None}, rows, 3)
+    assert kept["a"].tolist() == [0, 2]
+    assert (kept["n"].item(), kept["no"]) == (7, None)
+    for name, value in (
+        ("pixel_values", torch.zeros(3, 4)),
+        ("image_sizes", torch.zeros(5)),
+        ("n", [1, 2, 3]),
+    ):
+        with pytest.raises(ValueError, match=f"'{name}' has no row for each"):
+            rows_of({name: value}, rows, 3)
+
+
+@pytest.mark.parametrize(
+    ("factor", "rows", "steps", "recipe", "message"),
+    [
+        (0, 8, 1, "grpo", "over_generation must be ≥ 1; got 0"),
+        (3, 8, 1, "grpo", r"a multiple of 3, .*3 \* num_generations = 12; got 8 and 8"),
+        (2, 4, 1, "grpo", r"2 \* num_generations = 8; got 4 and 4"),
+        (2, 8, 1, "as/trl", "the recipe's filter, and it has none"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(factor, rows, steps, recipe, message):
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(per_device_train_batch_size=rows, steps_per_generation=steps), num_generations=4
+    )
+    with pytest.raises(ValueError, match=message):
+        check_over_generation(trainer, load_pipeline(recipe, group_size=4), factor)
+    check_over_generation(trainer, load_pipeline(recipe, group_size=4), 1)
+
+
+def test_a_criterion_of_a_batch_without_groups_says_so():
+    with pytest.raises(BatchError, match="group_id"):
+        FirstGroups(groups=1)(TensorDict({"rollout_id": [1, 2]}, [2]))
+
+
+def stand_in(**options: Any) -> Any:
+    made = type(
+        "GRPOTrainer", (), {"__module__": "swift.trainers" if "swift" in options else "trl.trainer"}
+    )()
+    made.reward_weights, made.num_generations = torch.ones(1), 4
+    made.args = SimpleNamespace(per_device_train_batch_size=8, steps_per_generation=1)
+    return made
+
+
+def test_a_recipe_that_drops_rows_says_that_no_new_prompts_are_sampled(caplog):
+    drops = {"filter": {"action": "drop"}}
+    with caplog.at_level(logging.WARNING):
+        attach(stand_in(), "grpo")
+        attach(stand_in(), "dapo", over_generation=2)
+        assert not caplog.messages
+        attach(stand_in(), "dapo")
+        attach(stand_in(), "grpo", stages=drops)
+        attach(stand_in(swift=True), "dapo")
+    of_trl = r"drops rows \(filter\), and GRPOTrainer samples no new prompts .*over_generation=2"
+    assert [bool(re.search(of_trl, each)) for each in caplog.messages] == [True, True, False]
+    assert "dynamic_sample=true" in caplog.messages[2]
+
+
+def test_over_generation_is_an_option_for_trl():
+    with pytest.raises(ValueError, match="over_generation is an option for trl"):
+        attach(stand_in(swift=True), "dapo", over_generation=2)
+
+
+@pytest.mark.slow
+@pytest.mark.llm
+@pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("kind", ["GRPOTrainer", "RLOOTrainer"])
+def test_in_trl_each_step_trains_full_batches_of_informative_groups(tmp_path, kind):
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    from small_trl import small_trainer
+
+    def some_equal(prompts, completions, **others):
+        """Equal rewards in the groups of four of the eight prompts."""
+        found = [completion.count("1") + 0.1 * len(completion) for completion in completions]
+        return [
+            0.0 if prompt in ("34", "78", "0", "2") else each
+            for prompt, each in zip(prompts, found, strict=True)
+        ]
+
+    settings = {"gradient_accumulation_steps": 2} | ({"beta": 0.0} if kind == "RLOOTrainer" else {})
+    trainer = small_trainer(tmp_path, getattr(trl, kind), (some_equal,), 4, **settings)
+    attach(trainer, "grpo", over_generation=2, scale="none")
+    own, steps, runs = trainer._compute_loss, [], []
+    trainer._compute_loss = lambda model, inputs: steps.append(inputs) or own(model, inputs)
+    generate = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda each: (generate(each), runs.append(trainer.last_run))[0]
+    before = [each.detach().clone() for each in trainer.model.parameters()]
+    trainer.train()
+    # 16 rows are generated for a step, in 2 micro-batches of 8. Of these 4 rows are trained.
+    assert [len(each["completion_ids"]) for each in steps] == [4] * 8
+    assert len(runs) == 4
+    for at, run in enumerate(runs):
+        counts, mine = run.ledger.counts(), steps[2 * at : 2 * at + 2]
+        trained = sum(int((each["advantages"].flatten() != 0).sum()) for each in mine)
+        assert counts["trained"] == min(8, 16 - counts["filter/zero_variance"])
+        assert trained <= counts["trained"]
+        assert sum(counts.values()) == 16
+        if kind == "GRPOTrainer":
+            for each in mine:
+                assert each["num_items_in_batch"] == sum(part["tool_mask"].sum() for part in mine)
+    assert any(run.ledger.counts()["filter/zero_variance"] for run in runs)
+    after = [each.detach() for each in trainer.model.parameters()]
+    assert any(not torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    own_size = trainer.evaluate(trainer.train_dataset)
+    assert len(trainer.last_run.ledger.reason) == 8  # TRL's evaluation batch, none of which is left over
+    assert "over_generation/left_over" not in trainer.last_run.ledger.counts()
+    assert own_size["eval_headrace/rows/in"] == 8
