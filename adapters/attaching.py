@@ -23,6 +23,7 @@ TRAINERS = {  # by package and class: the adapter's variant
     ("swift", "GRPOTrainer"): "RecipeAdvantages",
     ("trl", "GRPOTrainer"): "RecipeAdvantages",
     ("trl", "RLOOTrainer"): "RecipeAdvantagesOfRows",
+    ("trl", "_UnslothGRPOTrainer"): "RecipeAdvantagesOfUnsloth",  # Unsloth's rewritten copy of TRL's
 }
 
 Trainer = TypeVar("Trainer")
@@ -72,7 +73,7 @@ def attach(
     own, under ``headrace/``. Several reward functions are as many columns of rewards.
 
     Args:
-        trainer: a ``GRPOTrainer``, or TRL's ``RLOOTrainer``, before ``train()``.
+        trainer: a ``GRPOTrainer``, also as Unsloth patches it, or TRL's ``RLOOTrainer``, before ``train()``.
         recipe: its name, or a pipeline; by default the one that computes what the trainer computes: for
             RLOOTrainer with the leave-one-out baseline, for others by its `scale_rewards`. Options that you
             set change no other.
@@ -96,17 +97,19 @@ def attach(
         ...     attach(object(), "grpo")
         ... except TypeError as error:
         ...     print(str(error).partition(". ")[0])
-        attach takes a GRPOTrainer of trl or swift, or trl's RLOOTrainer; got a builtins.object
+        attach takes a GRPOTrainer of trl, unsloth or swift, or trl's RLOOTrainer; got a builtins.object
     """
     it: Any = trainer
     found = [
         key
         for base in type(trainer).__mro__
-        if (key := (base.__module__.partition(".")[0], base.__name__)) in TRAINERS
+        # Unsloth writes its classes to a module of its own, which is in no package.
+        for package in ("trl" if base.__name__.startswith("_Unsloth") else base.__module__.partition(".")[0],)
+        if (key := (package, base.__name__)) in TRAINERS
     ]
     if not found or not hasattr(trainer, "reward_weights"):
         raise TypeError(
-            "attach takes a GRPOTrainer of trl or swift, or trl's RLOOTrainer; got a "
+            "attach takes a GRPOTrainer of trl, unsloth or swift, or trl's RLOOTrainer; got a "
             f"{type(trainer).__module__}.{type(trainer).__qualname__}. Others take an import path in their "
             "configuration: docs/coming-from/README.md"
         )

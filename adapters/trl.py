@@ -95,3 +95,18 @@ class RecipeAdvantagesOfRows(RecipeAdvantages):
                 "recipe gives its tokens different advantages or masks some of them: attach it to GRPOTrainer"
             )
         output["advantages"] = result.advantage.squeeze(1)  # 0 of a row that is out of the loss
+
+
+class RecipeAdvantagesOfUnsloth(RecipeAdvantages):
+    """What a GRPOTrainer does otherwise that Unsloth patched (2026.10.9, unsloth/models/rl.py).
+
+    Its loss pads completions on the left, too (``max_left_pad``), and does not pad advantages.
+    """
+
+    def _put_advantages(self: Any, output: dict[str, Any], result: Any) -> None:
+        if result.advantage.shape[1] > 1:
+            raise ValueError(
+                "Unsloth's loss has one advantage of each completion, and the recipe gives its tokens "
+                "different ones: attach it to TRL's own GRPOTrainer, without Unsloth's patch"
+            )
+        super()._put_advantages(output, result)

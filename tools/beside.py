@@ -82,6 +82,7 @@ BESIDE = {
         "trl==1.16.0",
         ("-m pytest -q tests/adapters/test_coming_from_trl.py tests/adapters/test_over_generation.py",),
     ),
+    "unsloth": Beside("Unsloth 2026.10.9", "unsloth==2026.10.9 trl==1.15.0", (peer("unsloth"),)),
     "swift": Beside("ms-swift 4.6.0", "ms-swift==4.6.0 trl==0.29.1 msgspec", (peer("swift"),)),
     "trinity": Beside("Trinity-RFT 0.6.0", "trinity-rft==0.6.0 pyarrow<22", (peer("trinity"),)),
     "transfer_queue": Beside("TransferQueue", "TransferQueue ray", ("-m pytest -q tests/queues",)),

@@ -10,6 +10,7 @@ import torch
 
 from headrace.adapters import attach
 from headrace.adapters.environment import scale_overrides
+from headrace.adapters.trl import RecipeAdvantagesOfUnsloth
 from headrace.pipeline import load_pipeline
 from headrace.transforms import GroupRelativeAdvantage
 
@@ -85,3 +86,21 @@ def test_an_environment_whose_overrides_set_other_options_has_the_trainers_scale
         "pipeline.stages.advantage={_target_: my.Advantage}",
     ):
         assert scale_overrides(False, None, "as/verl", [CLIP, word]) == ()
+
+
+def test_unsloths_patched_trainer_is_known_by_name_and_its_others_are_refused():
+    """A class that Unsloth writes derives from a base of TRL's, and its own module is in no package."""
+
+    def of_unsloth(name: str) -> Any:
+        base = type("_BaseTrainer", (), {"__module__": "trl.trainer.base_trainer"})
+        inner = type(f"_{name}", (base,), {"__module__": name})
+        made = type(name, (inner,), {"__module__": name})()
+        made.reward_weights = torch.ones(1)
+        return made
+
+    trainer = attach(of_unsloth("UnslothGRPOTrainer"), "grpo")
+    assert isinstance(trainer, RecipeAdvantagesOfUnsloth)
+    assert type(trainer).__name__ == "UnslothGRPOTrainer"
+    for name in ("UnslothRLOOTrainer", "UnslothSFTTrainer"):
+        with pytest.raises(TypeError, match=f"of trl, unsloth or swift, .* got a {name}\\.{name}"):
+            attach(of_unsloth(name), "grpo")

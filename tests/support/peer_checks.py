@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import os
 import random
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from headrace.adapters import attach
-from headrace.pipeline import load_pipeline
-from headrace.transforms import BatchError
+from headrace.pipeline import Pipeline, load_pipeline
+from headrace.transforms import BatchError, TokenAdvantage
 
 BATCHES = 100
 
@@ -229,6 +233,68 @@ def swift() -> None:
     other = trainer(False)
     other.reward_weights = torch.tensor([1.0, 0.5])
     refused(lambda: attach(other), "remove reward_weights from the trainer")
+
+
+def unsloth() -> None:
+    """The GRPOTrainer that unsloth 2026.10.9 writes, as its own CPU tests load it, in training steps."""
+    os.environ |= {
+        "UNSLOTH_ALLOW_CPU": "1",
+        "UNSLOTH_COMPILE_DISABLE": "1",
+        "UNSLOTH_DISABLE_STATISTICS": "1",
+    }
+    folder = Path(tempfile.mkdtemp())
+    os.chdir(folder)  # where Unsloth writes its trainers
+    importlib.import_module("unsloth")
+    patch = importlib.import_module("unsloth.models.rl")._patch_trl_rl_trainers
+    patch("grpo_trainer")
+    patch("rloo_trainer")
+    import trl
+    from small_trl import small_trainer
+
+    def trained(
+        recipe: str | None, *words: str, **options: Any
+    ) -> tuple[Any, list[dict[str, Any]], list[Any]]:
+        """A trainer after two steps, its batches, and its parameters; a recipe of None: without headrace."""
+
+        def ones(completions: list[str], **others: Any) -> list[float]:
+            return [completion.count("1") + 0.1 * len(completion) for completion in completions]
+
+        trainer = small_trainer(
+            folder, trl.GRPOTrainer, [ones], 2, optim="adamw_torch", bf16=False, gradient_accumulation_steps=1
+        )
+        trainer.model.for_training = lambda **_: trainer.model.train()  # FastLanguageModel adds them
+        trainer.model.for_inference = trainer.model.eval
+        assert "Unsloth" in type(trainer).__name__
+        if recipe:
+            attach(trainer, recipe, *words, **options)
+        own, batches = trainer._generate_and_score_completions, []
+
+        def spy(inputs: Any) -> Any:
+            batches.append(own(inputs))
+            return batches[-1]
+
+        trainer._generate_and_score_completions = spy
+        torch.manual_seed(1)
+        trainer.train()
+        return trainer, batches, [each.detach().clone() for each in trainer.model.parameters()]
+
+    _, theirs, their_weights = trained(None)
+    ours, batches, weights = trained("as/trl")
+    for mine, own in zip(batches, theirs, strict=True):
+        torch.testing.assert_close(mine["advantages"].squeeze(1), own["advantages"], rtol=1e-4, atol=1e-5)
+    for mine, own in zip(weights, their_weights, strict=True):
+        torch.testing.assert_close(mine, own, rtol=1e-4, atol=1e-5)
+    assert ours.last_run.ledger.counts()["trained"] == 8
+    masked, batches, _ = trained("dr_grpo", "criterion@pipeline.stages.filter.criterion=not_truncated")
+    assert masked.last_run.ledger.counts()["filter/truncated"]
+    assert all(torch.equal(each["tool_mask"].any(1), (each["advantages"] != 0).any(1)) for each in batches)
+    _, batches, _ = trained("grpo", over_generation=2)
+    assert [len(each["completion_ids"]) for each in batches] == [4, 4]
+    stages = {name: load_pipeline("rloo").stages[name] for name in ("gate", "collapse", "advantage")}
+    by_token = TokenAdvantage(term=lambda batch, tokens: tokens.float().cumsum(1))
+    refused(lambda: trained(Pipeline(stages | {"token": by_token})), "Unsloth's loss has one advantage")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="got a UnslothRLOOTrainer"):
+        attach(small_trainer(folder, trl.RLOOTrainer, [len], 1, beta=0.0, optim="adamw_torch", bf16=False))
 
 
 def trinity() -> None:
