@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .assembler import GroupAssembler
     from .limits import StalledError
     from .pieces import Kinds, RowPiece, check_kinds, gather, joined_plain, kinds_of, narrowed
+    from .steps import Steps, waits_for
     from .stream import Intervals
     from .survival import Survivors, Tenth, bin_of
 
@@ -20,6 +21,7 @@ __all__ = [
     "Kinds",
     "RowPiece",
     "StalledError",
+    "Steps",
     "Survivors",
     "Tenth",
     "bin_of",
@@ -30,6 +32,7 @@ __all__ = [
     "kinds_of",
     "measures",
     "narrowed",
+    "waits_for",
 ]
 
 __getattr__, __dir__ = lazy(__name__, __all__)
