@@ -43,6 +43,8 @@ class Beside(NamedTuple):
     """The extra that headrace is installed with."""
     own_tests: str = ""
     """Package whose source distribution has tests; those named `*_on_cpu.py` run before and after."""
+    clone: str = ""
+    """Repository whose clone the runs need. Its path is then in the variable CLONE."""
     asks_only: bool = False
     """Let pip resolve the packages together, and install nothing."""
     python: str = ""
@@ -85,6 +87,12 @@ BESIDE = {
     "unsloth": Beside("Unsloth 2026.10.9", "unsloth==2026.10.9 trl==1.15.0", (peer("unsloth"),)),
     "swift": Beside("ms-swift 4.6.0", "ms-swift==4.6.0 trl==0.29.1 msgspec", (peer("swift"),)),
     "trinity": Beside("Trinity-RFT 0.6.0", "trinity-rft==0.6.0 pyarrow<22", (peer("trinity"),)),
+    "nemo_rl": Beside(
+        "NeMo RL 7ea279abfb, its samplers",
+        "pydantic",
+        (peer("nemo_rl"),),
+        clone="https://github.com/NVIDIA-NeMo/RL",
+    ),
     "transfer_queue": Beside("TransferQueue", "TransferQueue ray", ("-m pytest -q tests/queues",)),
     **{
         f"python{version}": Beside(
@@ -199,12 +207,15 @@ def check(name: str, beside: Beside, built: Path) -> dict[str, Any]:
         result["moved"] = sorted(each for each in before if after.get(each) != before[each])
         if not beside.python:
             run(f"{pip} {TOOLS}", log)
+        clone = BUILD / f"{name}-source"
+        if beside.clone and not clone.exists():
+            run(f"git clone -q --filter=blob:none --no-checkout {beside.clone} {clone}", log, timeout=1800)
         for arguments in beside.runs:
             run(
                 f"{python} {arguments.replace('{folder}', str(folder))}",
                 log,
                 cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": ""},
+                env=os.environ | {"PYTHONPATH": "", "CLONE": str(clone)},
                 timeout=1800,
             )
         if beside.own_tests:

@@ -12,7 +12,7 @@ HEAD = """# headrace beside other packages
 
 headrace is installed into the environment of your trainer, and must change nothing there. `make test-light`
 makes each environment of this table from the package index: first what stands beside headrace, then
-headrace's wheel. It requires that
+headrace's wheel. For NeMo RL it also clones the repository. It requires that
 
 - `pip check` finds no conflict that was not there, and no version has moved;
 - the commands below end without an error;

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 from prompt_groups import Buffer, Run, World, in_simulated_time
 
-from headrace.adapters import nemo_rl
 from headrace.adapters.nemo_rl import DeadlineSampler
 from headrace.transforms.streams import Steps
 
@@ -28,7 +27,7 @@ WORLDS = {
 
 @pytest.fixture(autouse=True)
 def look_each_second(monkeypatch):
-    monkeypatch.setattr(nemo_rl, "POLL", 1.0)
+    monkeypatch.setattr("headrace.adapters.nemo_rl.POLL", 1.0)
 
 
 def run(world: World, bound: int, ahead: int, kind: type[DeadlineSampler] = DeadlineSampler) -> Run:
@@ -146,7 +145,8 @@ def filled(*slots: tuple[int, bool]) -> Buffer:
 
 def select(buffer: Buffer, version: int, bound: int = 2, groups: int = 2) -> list[int] | None:
     """The prompts that a step gets."""
-    sampler = DeadlineSampler(buffer, max_staleness_versions=bound, groups=groups)
+    sampler = DeadlineSampler(buffer, max_staleness_versions=bound)
+    sampler.required_buffer_capacity(groups)
     asked = {"current_train_weight": version, "min_prompt_groups": 1, "max_prompt_groups": groups}
     meta, number = asyncio.run(sampler.select(**asked))
     assert number == (0 if meta is None else len(meta.tags))
@@ -217,7 +217,7 @@ def test_a_run_goes_on_at_a_later_step():
 
 
 def test_nothing_is_evicted_or_aborted():
-    sampler = DeadlineSampler(filled((0, True)), max_staleness_versions=1, groups=1)
+    sampler = DeadlineSampler(filled((0, True)), max_staleness_versions=1)
     assert asyncio.run(sampler.evict(current_train_weight=9)) == 0
     assert not sampler.should_abort_inflight(start_weight_version=0, current_train_weight=9)
     assert not sampler.is_on_policy
@@ -226,10 +226,10 @@ def test_nothing_is_evicted_or_aborted():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"max_staleness_versions": 0}, "with 0 a prompt that fails would stop its step for ever"),
-        ({"max_staleness_versions": -1}, "max_staleness_versions"),
-        ({"max_staleness_versions": 2, "steps_ahead": 3}, r"from 0 to max_staleness_versions \(2\).*got 3"),
-        ({"max_staleness_versions": 2, "groups": 0}, "groups"),
+        ({"max_staleness_versions": 0}, "needs max_staleness_versions ≥ 1.*got 0 and 0.*in_order"),
+        ({"max_staleness_versions": -1}, "got -1 and -1"),
+        ({"max_staleness_versions": 2, "steps_ahead": 3}, "got 2 and 3"),
+        ({"max_staleness_versions": 2, "steps_ahead": -1}, "got 2 and -1"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, says):
@@ -237,7 +237,7 @@ def test_options_that_cannot_work_are_refused(options, says):
         DeadlineSampler(Buffer(), **options)
 
 
-def test_the_trainer_must_say_how_many_prompts_a_step_has():
+def test_the_trainer_must_say_how_many_groups_a_step_has():
     sampler = DeadlineSampler(Buffer(), max_staleness_versions=2)
-    with pytest.raises(ValueError, match="prompts of a step"):
+    with pytest.raises(ValueError, match="groups of a step"):
         asyncio.run(sampler.admit(trainer_version_fn=lambda: 0))

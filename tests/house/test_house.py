@@ -42,7 +42,7 @@ FACES = {path for path in OURS if path.name == "__init__.py" and ast.get_docstri
 PUBLIC_MODULES = {
     *(f"transforms.table.{name}" for name in ("options", "schema", "tensordicts", "tokens")),
     "adapters.environment",
-    *("adapters.openrlhf", "adapters.slime"),
+    *("adapters.nemo_rl", "adapters.openrlhf", "adapters.slime"),
 }
 # Modules of the chain of which the other layers of headrace use what their `__all__` lists.
 PUBLIC_IN_HEADRACE = {

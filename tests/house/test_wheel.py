@@ -174,6 +174,7 @@ def test_every_adapter_attaches_as_its_page_says(tmp_path):
 ATTACHED = [
     "agent-lightning: agent-lightning: 4",
     "ms-swift: swift: 6",
+    "nemo-rl: nemo_rl: 8",
     "openrlhf: openrlhf: 4",
     "prime-rl: prime-rl: 3",
     "rllm: rllm: 3",

@@ -323,6 +323,22 @@ def openrlhf(blocks: list[str]) -> None:
     is_centred(found.advantages[:, -1])
 
 
+def nemo_rl(blocks: list[str]) -> None:
+    """7ea279abfb: `create_sampler` takes ``module:ClassName``, and gives the class the other keys."""
+    from prompt_groups import Run, World
+    from yaml import safe_load
+
+    config = safe_load(blocks[0])["async_rl"]
+    options = config["sampler"]
+    assert options.pop("name") == "custom"
+    module, _, name = options.pop("target").partition(":")
+    kind = getattr(importlib.import_module(module), name)
+    run = Run(World(groups=32, seconds=60), lambda buffer: kind(buffer, **options))
+    assert run.sampler.required_buffer_capacity(32) == config["max_buffered_rollouts"]
+    assert config["max_inflight_prompts"] == config["max_buffered_rollouts"]
+    assert run.go().most == 3 * 32
+
+
 # -- slime and miles: a path of a function for each hook -------------------------------------------------
 
 
@@ -371,7 +387,7 @@ ADAPTERS: dict[str, Callable[[list[str]], None]] = {
     each.__name__: each
     for each in (
         *(trl, swift, verl, agent_lightning, slime_rewards, slime_data, miles_data, slime_tokens),
-        *(prime_rl, skyrl, rllm, torchtitan, trinity, openrlhf),
+        *(prime_rl, skyrl, rllm, torchtitan, trinity, openrlhf, nemo_rl),
     )
 }
 

@@ -406,6 +406,71 @@ def openrlhf() -> None:
     refused(lambda: maker().compute_advantages_and_returns(mixed), "of 4")
 
 
+def nemo_rl() -> None:
+    """Its own pumps and buffer around its samplers and ours. CLONE is where a clone is. Prints a table."""
+    import contextlib
+    import io
+    from statistics import fmean
+
+    from nemo_rl_here import load, simulate
+    from prompt_groups import World
+
+    import headrace.adapters.nemo_rl as adapter
+
+    adapter.POLL, nemo, bound, groups = 1.0, load(os.environ["CLONE"]), 4, 8
+    ours = {"name": "custom", "target": "headrace.adapters.nemo_rl:DeadlineSampler"}
+    of_version = {"max_staleness_versions": bound}
+    samplers = {
+        "`windowed`": {"name": "windowed"} | of_version,
+        "`ready_first`": {"name": "ready_first"} | of_version,
+        "`weight_fifo`": {"name": "weight_fifo"} | of_version,
+        "`in_order`": {"name": "in_order", "max_lookahead_versions": bound},
+        **{
+            f"ours, `steps_ahead: {ahead}`": ours | of_version | {"steps_ahead": ahead} for ahead in (2, 3, 4)
+        },
+    }
+    most = World.seconds / World.step
+    print("| sampler | slow prompts, dispatched → trained | lost | mean age | oldest | steps |")
+    for title, spread in (("a heavy tail", 0.9), ("two classes", 0.0)):
+        print(f"| **{title}** | | | | | |")
+        for name, config in samplers.items():
+            runs = []
+            for seed in range(5):
+                # As its guide sets max_inflight_prompts, and min_groups_for_streaming_train to whole steps.
+                world = World(seed, groups, spread=spread, slots=groups * (bound + 1), together=groups)
+                with contextlib.redirect_stdout(io.StringIO()):
+                    runs.append(simulate(nemo, world, config))
+            sent, trained = (100 * fmean(run.shares()[at] for run in runs) for at in (0, 1))
+            gone = fmean(run.lost for run in runs)
+            ages = fmean(age for run in runs for age in run.ages.elements())
+            oldest, steps = max(max(run.ages) for run in runs), fmean(run.version for run in runs)
+            print(
+                f"| {name} | {sent:.1f} → {trained:.1f} % | {100 * gone:.0f} % | {ages:.1f} | {oldest} | "
+                f"{100 * steps / most:.0f} % |"
+            )
+            if config["name"] == "custom":
+                assert (gone, sent) == (0.0, trained)
+                assert oldest <= bound
+                assert all(run.sizes == {groups} for run in runs)
+                assert all(set(run.trained.values()) == {1} for run in runs)
+    for seed in range(5):  # prompts that fail, and are generated again
+        world = World(seed, groups, slots=24, failing=0.03)
+        with contextlib.redirect_stdout(io.StringIO()):
+            run = simulate(nemo, world, ours | of_version | {"steps_ahead": 2}, hiccups=0.1)
+        assert run.lost == run.evicted == 0
+        assert max(run.ages) <= bound
+        assert run.version > 0.4 * most
+        assert run.shares()[0] == run.shares()[1]
+        assert set(run.trained.values()) == {1}
+        assert run.failed
+        assert not run.failed & set(run.trained)
+    for options, says in (
+        ({"max_staleness_versions": 0}, "in_order"),
+        (of_version | {"steps_ahead": 5}, "got 4 and 5"),
+    ):
+        refused(lambda: simulate(nemo, World(), ours | options), says)  # noqa: B023
+
+
 if __name__ == "__main__":
     with suppress(KeyError):
         os.environ.pop("HEADRACE_RECIPE")

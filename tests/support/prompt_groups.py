@@ -59,6 +59,8 @@ class World:
     """Prompts that are generated at once."""
     failing: float = 0.0
     """Share of the prompts that are given up."""
+    together: int = 1
+    """Groups that `select` must give at least, ``min_groups_for_streaming_train``."""
     seconds: float = 3000.0
 
     def prompt(self, number: int) -> tuple[float, float, bool]:
@@ -120,6 +122,10 @@ class Buffer:
         return len(self.ready_list)
 
 
+async def _nothing(run: Run) -> None:
+    pass
+
+
 @dataclass
 class Run:
     """A run of a world around a sampler, and what became of each prompt."""
@@ -128,8 +134,10 @@ class Run:
     make_sampler: Callable[[Any], Any]
     make_buffer: Callable[[], Any] = Buffer
     make_pump: Callable[[Run], Coroutine[Any, Any, None]] | None = None
+    after_step: Callable[[Run], Coroutine[Any, Any, None]] = _nothing
+    """What the trainer does when the version has advanced."""
     capacity: int | None = None
-    """None: what the sampler requires."""
+    """``max_buffered_rollouts``, if it is more than the sampler requires."""
     version: int = 0
     """Of the trainer, which counts its steps."""
     sent: list[int] = field(default_factory=list)
@@ -140,6 +148,8 @@ class Run:
     evicted: int = 0
     most: int = 0
     """Most groups that were outstanding after a dispatch."""
+    waiting: int = 0
+    """Groups in the buffer at the end."""
     in_step: int = 0
     """Groups that the step which is not over has taken."""
     sizes: set[int] = field(default_factory=set)
@@ -150,7 +160,7 @@ class Run:
         self.sampler = self.make_sampler(self.buffer)
         needed = self.sampler.required_buffer_capacity(self.world.groups)
         self.sampler.set_dispatch_index(self.version)
-        self.permits = asyncio.Semaphore(self.capacity or needed)
+        self.permits = asyncio.Semaphore(max(self.capacity or 0, needed or 0))
 
     def go(self) -> Run:
         in_simulated_time(self._go())
@@ -161,7 +171,7 @@ class Run:
         try:
             await asyncio.wait_for(self._train(), self.world.seconds)
         except asyncio.TimeoutError:
-            pass
+            self.waiting = len(self.buffer)
         finally:
             if pump.done():
                 pump.result()
@@ -192,7 +202,9 @@ class Run:
                 self.evicted += evicted
                 left = self.world.groups - self.in_step
                 meta, number = await self.sampler.select(
-                    current_train_weight=self.version, min_prompt_groups=1, max_prompt_groups=left
+                    current_train_weight=self.version,
+                    min_prompt_groups=min(self.world.together, left),
+                    max_prompt_groups=left,
                 )
                 if meta is None:
                     await asyncio.sleep(1.0)
@@ -204,12 +216,19 @@ class Run:
                 self.ages.update(self.version - tag["weight_version"] for tag in meta.tags)
             await asyncio.sleep(self.world.step)
             self.in_step, self.version = 0, self.version + 1
+            await self.after_step(self)
 
     def _release(self, number: int) -> None:
         for _ in range(number):
             self.permits.release()
 
     # -- what is measured ---------------------------------------------------------------------------
+
+    @property
+    def lost(self) -> float:
+        """The share of the prompts that were neither trained nor failed, and are not outstanding."""
+        gone = set(self.sent) - set(self.trained) - self.failed
+        return (len(gone) - self.waiting) / len(self.sent)
 
     def shares(self, slowest: float = 0.1) -> tuple[float, float]:
         """The share of the slowest prompts in what was dispatched and in what was trained.
