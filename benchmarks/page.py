@@ -13,7 +13,8 @@ HEAD = """# Benchmarks
 
 This page says what headrace costs, and how each number was measured. `make bench` measures everything on your
 machine, in some minutes, and writes this page again. `python benchmarks/pipeline.py` measures one part.
-[Scale](scale.md) has the costs of several processes.
+[Scale](scale.md) has the costs of several processes. [Lost and preferred rollouts](lost-rollouts.md) compares
+which rollouts are trained, in headrace and in other projects.
 """
 COSTS = """## What it costs
 

@@ -1,0 +1,127 @@
+"""What happens, whatever the system: prompts and how long their rollouts take, an engine, and a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import exp, log, sqrt
+from random import Random
+from statistics import NormalDist, fmean
+
+NORMAL = NormalDist()
+SEEN = 128
+LEAST, MEAN, MOST = 515, 14377, 242470
+"""Tokens of the shortest, the mean and the longest of 128 trajectories of one training step."""
+TOKENS_PER_SECOND = 40.5
+"""The longest trajectory of that step, over the 5,985 s for which the trainer waited."""
+BETWEEN = 0.75
+"""Of the variance of a logarithm: the part between prompts. The rest is between rollouts of a prompt."""
+
+
+def lognormal(spread: float, noise: float) -> Callable[[float, Random], float]:
+    """20 ticks in the median, with these deviations of the logarithm between and within prompts."""
+    return lambda z, dice: 20 * exp(spread * z + noise * dice.gauss(0, 1))
+
+
+def two_classes(quick: int, slow: int) -> Callable[[float, Random], float]:
+    """Half of the prompts take the first number of ticks, and half the second."""
+    return lambda z, dice: slow if z >= 0 else quick
+
+
+def published_tokens(z: float, dice: Random) -> float:
+    """Tokens, so that of 128 rollouts the shortest, the mean and the longest are the published ones.
+
+    Lognormal, with one deviation below the median and another above it. Nothing is longer than the longest.
+    """
+    x = sqrt(BETWEEN) * z + sqrt(1 - BETWEEN) * dice.gauss(0, 1)
+    return min(MEDIAN * exp(x * (ABOVE if x > 0 else BELOW)), MOST)
+
+
+def _deviations(median: float) -> tuple[float, float]:
+    """Below and above the median: the expected shortest and longest of 128 are the published ones."""
+    most = NORMAL.inv_cdf((SEEN - 0.375) / (SEEN + 0.25))  # Blom's approximation
+    return log(median / LEAST) / most, log(MOST / median) / most
+
+
+def _fitted_median() -> float:
+    """The median for which the mean is the published one."""
+    low, high = float(LEAST), float(MEAN)
+    at = [NORMAL.inv_cdf((n + 0.5) / 2000) for n in range(2000)]
+    for _ in range(40):
+        middle = (low + high) / 2
+        below, above = _deviations(middle)
+        mean = fmean(min(middle * exp(x * (above if x > 0 else below)), MOST) for x in at)
+        low, high = (low, middle) if mean > MEAN else (middle, high)
+    return low
+
+
+MEDIAN = _fitted_median()
+BELOW, ABOVE = _deviations(MEDIAN)
+
+
+@dataclass(eq=False)
+class Group:
+    """A prompt that was drawn, and what became of it."""
+
+    number: int
+    """Of the prompt."""
+    decile: int
+    """Of the prompt by its latency; 9 is the slowest."""
+    ticks: list[int]
+    """Of each rollout."""
+    fails: list[bool]
+    begun: int = -1
+    """The tick of its dispatch."""
+    drawn: int = -1
+    """The policy version at its dispatch."""
+    born: int = -1
+    """The policy version when its first rollout began."""
+    started: int = 0
+    """Rollouts that the engine has begun."""
+    ended: int = 0
+    """Rollouts that have ended or failed."""
+    spent: int = 0
+    """Ticks of generation, so also tokens."""
+    fate: str = ""
+    """``trained``, or why not; empty while it is outstanding."""
+    age: int = -1
+    """Steps between the policy that generated it and the one that was trained."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Ticks are all of the time there is. A rollout makes a token a tick."""
+
+    latency: Callable[[float, Random], float] = field(default_factory=lambda: lognormal(0.9, 0.3))
+    seed: int = 0
+    slots: int = 64
+    """Rollouts that are generated at once."""
+    size: int = 4
+    """Rollouts of a group."""
+    groups: int = 8
+    """Groups that a step trains."""
+    step: int = 20
+    """Ticks of a step."""
+    ticks: int = 2400
+    failing: float = 0.0
+    """Share of the rollouts that fail."""
+    prompts: int | None = None
+    """None: they do not end."""
+    hangs: int | None = None
+    """A prompt of which the first rollout never ends."""
+
+    def group(self, number: int, attempt: int = 0) -> Group:
+        """A prompt with its latencies, which are the same under every system."""
+        dice = Random(f"{self.seed} {number}")
+        quantile = min(max(dice.random(), 1e-6), 1 - 1e-6)
+        z = NORMAL.inv_cdf(quantile)
+        ticks = [max(1, round(self.latency(z, dice))) for _ in range(self.size)]
+        fails = [dice.random() < self.failing and not attempt for _ in range(self.size)]
+        return Group(number, int(10 * quantile), ticks, fails)
+
+    def most_steps(self) -> float:
+        """What no system exceeds: the trainer is always busy, or no slot is ever free."""
+        some = [self.group(number) for number in range(2000)]
+        useful = fmean(not any(group.fails) for group in some)
+        work = fmean(sum(group.ticks) for group in some) / useful
+        return min(self.ticks / self.step, self.ticks * self.slots / (self.groups * work))

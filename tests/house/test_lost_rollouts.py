@@ -1,0 +1,167 @@
+"""The simulation of lost rollouts: its accounts are complete, and it sees what is dropped."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from statistics import fmean
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULTS = json.loads((ROOT / "benchmarks" / "results" / "lost_rollouts.json").read_text())
+sys.path.append(str(ROOT / "benchmarks"))  # behind the tests
+
+from lost_rollouts.clock import System, simulate  # noqa: E402
+from lost_rollouts.restarts import restart  # noqa: E402
+from lost_rollouts.runs import pooled, work  # noqa: E402
+from lost_rollouts.sources import Blocks, result_of, run_module  # noqa: E402
+from lost_rollouts.stalls import CASES  # noqa: E402
+from lost_rollouts.systems import OURS, OWN_LINES, SYSTEMS, WORLDS  # noqa: E402
+from lost_rollouts.world import LEAST, MEAN, MOST, SEEN, World, published_tokens, two_classes  # noqa: E402
+
+CONSTANT = World(lambda z, dice: 5, size=1, groups=1, slots=1, step=10, ticks=100)
+
+
+def test_the_clock_counts_as_by_hand():
+    """A rollout takes 5 ticks and a step 10, of one group of one rollout. So steps end at 15, 25, … 95."""
+    account = simulate(System(CONSTANT, bound=None))
+    assert [tick for tick, what in account.log if what == "step"] == list(range(15, 100, 10))
+    assert account.tokens() == {
+        "trained": 10 * 5,
+        "open": 10 * 5,
+    }  # the slot is never free; the tenth is trained
+    ages = [group.age for group in account.groups if group.fate == "trained"]
+    # Rollout n begins at tick 5 n, when version (5 n - 5) // 10 is there, and version n trains it.
+    assert ages == [n - max(0, (5 * n - 5) // 10) for n in range(10)]
+
+
+@pytest.mark.parametrize("failing", [0.0, 0.1])
+def test_all_rollouts_and_tokens_are_trained_or_have_a_reason(failing):
+    account = simulate(System(World(slots=16, ticks=300, failing=failing), bound=1))
+    assert set(account.tokens()) == {"trained", "stale", "open"} | ({"failed"} if failing else set())
+    for group in account.groups:
+        assert group.started == group.ended or not group.fate
+        if group.fate == "trained":
+            assert (group.ended, group.spent, group.age <= 1) == (4, sum(group.ticks), True)
+    account.groups[0].spent += 1
+    with pytest.raises(
+        RuntimeError, match=r"rollouts and \d+ tokens were generated, and \d+ and \d+ have a fate"
+    ):
+        account.check()
+
+
+class Forgets(System):
+    """Forgets a group without a word."""
+
+    def whole(self, group):
+        if group.number == 3:
+            del self.held[group.number]
+        else:
+            super().whole(group)
+
+
+class Twice(System):
+    """Trains each group twice."""
+
+    def take(self):
+        self.last, last = super().take() or [], getattr(self, "last", None)
+        return last or self.last
+
+
+def test_a_group_that_is_lost_without_a_reason_or_trained_twice_is_found():
+    with pytest.raises(RuntimeError, match=r"prompts \[3\] left without a reason"):
+        simulate(Forgets(World(ticks=300), bound=None))
+    with pytest.raises(RuntimeError, match="is trained, but is trained"):
+        simulate(Twice(World(ticks=300), bound=None))
+
+
+def test_a_rule_that_drops_the_slow_is_seen_to_drop_them():
+    world = World(two_classes(5, 100), slots=128, ticks=1200)
+    counts = {bound: simulate(System(world, bound)).counts() for bound in (2, None)}
+    sent, trained = (counts[2][name] for name in ("sent_slow", "trained_slow"))
+    assert sent > 10 * trained
+    assert counts[2]["tokens"]["stale"] > counts[2]["tokens"]["trained"]
+    shares = [counts[None][f"{what}_slow"] / counts[None][what] for what in ("sent", "trained")]
+    assert 0.8 < shares[1] / shares[0] < 1.2
+
+
+def test_the_latencies_of_a_prompt_depend_on_its_number_and_the_seed_alone():
+    world = World(failing=0.5)
+    one, other = world.group(7), replace(world, slots=1).group(7)
+    assert (one.ticks, one.fails, one.decile) == (other.ticks, other.fails, other.decile)
+    assert replace(world, seed=1).group(7).ticks != one.ticks
+    deciles = Counter(world.group(number).decile for number in range(2000))
+    assert all(abs(deciles[each] - 200) < 50 for each in range(10))
+
+
+def test_published_lengths_have_the_published_mean_and_ends():
+    """Of many steps of 128 rollouts: the mean, and the medians of their shortest and their longest."""
+    dice = Random(0)
+    steps = [[published_tokens(dice.gauss(0, 1), dice) for _ in range(SEEN)] for _ in range(400)]
+    assert fmean(map(fmean, steps)) == pytest.approx(MEAN, rel=0.03)
+    assert sorted(map(min, steps))[200] == pytest.approx(LEAST, rel=0.1)
+    assert sorted(map(max, steps))[200] == pytest.approx(MOST, rel=0.1)
+
+
+def test_code_of_others_runs_with_stubs_and_does_not_wait():
+    text = (
+        "from far.away import wait\nclass A:\n    async def ask(self):\n        await wait()\nclass B: pass"
+    )
+
+    async def wait():
+        raise Blocks
+
+    names = run_module(text, stubs={"far": {}, "far.away": {"wait": wait}})
+    with pytest.raises(Blocks):
+        result_of(names["A"]().ask())
+    assert "far" not in sys.modules
+    assert "B" not in run_module(text, only="A")  # which imports nothing
+
+
+def test_the_page_has_the_results(tmp_path):
+    words = [
+        sys.executable,
+        ROOT / "benchmarks" / "lost_rollouts",
+        "--render",
+        "--page",
+        tmp_path / "page.md",
+    ]
+    subprocess.run(words, check=True)
+    stored = (ROOT / "docs" / "lost-rollouts.md").read_text()
+    assert (tmp_path / "page.md").read_text() == stored, "python benchmarks/lost_rollouts --render"
+
+
+def test_every_system_was_run_in_every_world():
+    assert RESULTS["worlds"].keys() == WORLDS.keys()
+    assert all([*rows] == [*SYSTEMS] for rows in RESULTS["worlds"].values())
+    assert [*RESULTS["restarts"]] == [name for name, entry in SYSTEMS.items() if entry.restarts]
+    assert [*RESULTS["stalls"]] == [*CASES]
+    assert {entry.project for entry in SYSTEMS.values()} == OWN_LINES.keys()
+
+
+def test_stored_runs_of_wait_lose_and_prefer_nothing():
+    waiting = [name for name in OURS if "`wait`" in name]
+    assert len(waiting) == 3
+    for world, rows in RESULTS["worlds"].items():
+        for name in waiting:
+            row = rows[name]
+            assert (row["sent"], row["sent_slow"]) == (row["trained"], row["trained_slow"]), (world, name)
+            assert "stale" not in row["tokens"]
+            assert max(map(int, row["ages"])) <= row["bound"]
+    assert set(RESULTS["restarts"][waiting[0]].values()) == {0}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
+def test_our_rows_are_found_again():
+    stored = RESULTS["worlds"]["Two classes"]
+    for name in OURS:
+        runs = [work(("worlds", "Two classes", name, seed)) for seed in range(3)]
+        assert pooled(runs) == stored[name], "python benchmarks/lost_rollouts --only headrace"
+    assert restart(OURS[0], 3) == {"skipped": 0, "twice": 0, "stale": 0}
