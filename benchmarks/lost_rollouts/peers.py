@@ -52,8 +52,9 @@ def verl_buffer() -> Any:
 class Verl(System):
     """verl's `ReplayBufferAsync`, with its strategies, over a dict in place of TransferQueue."""
 
-    def __init__(self, world: World, bound: int = 2, strategy: str = "drop", warmup: int = 2):
+    def __init__(self, world: World, bound: int | None = 2, strategy: str = "drop", warmup: int = 2):
         super().__init__(world, bound)
+        threshold = None if bound is None else bound + 1  # it counts the step itself
         self.store: dict[str, dict[str, Any]] = {}
         names = dict(verl_buffer())
         self.owed = warmup * world.groups
@@ -64,7 +65,7 @@ class Verl(System):
             def _wait_for_next_poll(self, *_: Any) -> float:
                 raise Blocks
 
-        options = {"max_off_policy_threshold": bound + 1, "max_off_policy_strategy": strategy}
+        options = {"max_off_policy_threshold": threshold, "max_off_policy_strategy": strategy}
         self.buffer = Buffer("async", None, **options, sampler_kwargs=None, refill_fn=self.refill)
 
     def refill(self, prompts: int) -> None:
