@@ -74,8 +74,9 @@ def closest(word: str, words: Iterable[str], most: int = 2, least: float = 0.5) 
 
     Case, dashes and underscores make no difference: ``Dr-GRPO`` is ``dr_grpo``, and nothing else.
     """
-    known = {_folded(each): each for each in words}
-    folded = _folded(word)
+    known, folded = dict[str, str](), _folded(word)
+    for each in words:
+        known.setdefault(_folded(each), each)
     for same in (SYNONYMS.get(word), known.get(folded)):
         if same in known.values() and same is not None:
             return [same]
