@@ -174,7 +174,7 @@ def lines_of(mutant: Mutant) -> tuple[range, bool]:
             end = body[0].lineno - 1 if body else node.end_lineno or 0
             if mutant.line <= end:
                 lines = range(min(lines.start, node.lineno), max(lines.stop, end + 1))
-            elif isinstance(node, ast.FunctionDef):
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 at_import = False
     return lines, at_import
 
@@ -191,10 +191,10 @@ class Runner:
         self.lines = Counter(test for tests in self.tests.values() for test in tests)
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        """The tests that run its line, the most telling first; also the nearest ones if it runs at import."""
+        """The tests that run its line, the most telling first; also the nearest if it runs at import, or in no test."""
         near, (lines, at_import) = tuple(nearest_tests(mutant.file)), lines_of(mutant)
         found = {test for line in lines for test in self.tests.get((mutant.file, line), ())}
-        if at_import:
+        if at_import or not found:  # coverage does not see other processes, such as actors of Ray
             found |= {test for test in self.lines if test.startswith(near)}
         return sorted(found, key=lambda test: (not test.startswith(near), self.lines[test], test))
 

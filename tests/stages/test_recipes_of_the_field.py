@@ -266,6 +266,7 @@ def test_shaping_counts_tokens_of_all_segments_and_keeps_one_reward(make_batch):
     assert LengthPenalty(coefficient=0.1)(collapsed)[REWARD].tolist() == pytest.approx([0.3, 0.3, 1.9])
     assert OverlongPunishment(max_length=8, cache=2)(collapsed)[REWARD].tolist() == [0.5, 0.5, 2]
     assert RewardScale(scale=2.0, bias=-1.0, high=2.5)(collapsed)[REWARD].tolist() == [1, 1, 2.5]
+    assert RewardScale()(collapsed)[REWARD].tolist() == [1, 1, 2]
 
 
 @pytest.mark.parametrize("ends", [[0, None], [None, 0.5], [-1, 1]])

@@ -270,10 +270,15 @@ def test_token_weights_that_would_be_lost_or_count_twice_are_refused():
     terms = TensorDict({"loss_one": torch.ones(2, 3)})
     with pytest.raises(BatchError, match="not known on which side the loss padded ragged rows"):
         weighted_loss(terms, out)
-    with pytest.raises(BatchError, match="needs per-token terms"):
-        weighted_loss(
-            TensorDict({"loss_one": torch.ones(())}), LossWeight(**INSIDE)(batch_of_rows(rows, False))
-        )
+    dense = LossWeight(**INSIDE)(batch_of_rows(rows, False))
+    for shape in ((), (2,), (3, 3), (2, 4)):
+        with pytest.raises(BatchError, match="needs per-token terms"):
+            weighted_loss(TensorDict({"loss_one": torch.ones(shape)}), dense)
+    for shape in ((), (2,), (3, 3)):  # the weights of rows fit any number of tokens
+        with pytest.raises(BatchError, match="needs per-token terms"):
+            weighted_loss(
+                TensorDict({"loss_one": torch.ones(shape)}), LossWeight()(batch_of_rows(rows, False))
+            )
     for again in (LossWeight(), LossWeight(**INSIDE)):
         with pytest.raises(BatchError, match="already have token weights"):
             again(out)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from batches import batch_of
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 
 from headrace.pipeline import Pipeline, load_pipeline
 from headrace.transforms import (
@@ -99,6 +100,10 @@ def test_each_stage_that_needs_an_id_checks_it():
 def test_a_column_has_one_name_in_all_stages():
     with pytest.raises(ValueError, match="stage 'low' reads the column 'reward' by its default name"):
         Pipeline({"low": Low()}, columns={"reward": "score"})
+    of_others = TensorDictModule(lambda reward: reward, in_keys=[("next", "reward")], out_keys=["copy"])
+    with pytest.raises(ValueError, match="stage 'other' reads the column 'reward' by its default name"):
+        Pipeline({"other": of_others}, columns={"reward": "score"})
+    Pipeline({"other": of_others}, columns={"group": "uid"})
     with pytest.raises(
         ValueError, match=r"'group' has two names: pipeline.columns has 'uid', pipeline.group_key is 'x'"
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import defaultdict
 from functools import cache
@@ -29,6 +30,21 @@ def tasks() -> dict[str, SmallTask]:
 
 def test_every_task_file_is_a_task_of_the_command():
     assert set(tasks()) == {path.stem for path in (ROOT / "conf" / "certify").glob("*.yaml")}
+
+
+def test_a_task_without_options_is_that_of_its_file():
+    """Each default is in one of the files that make the task; a class has its own defaults only."""
+    made, checked = defaultdict(list), 0
+    for task in tasks().values():
+        made[type(task)].append(task)
+    for kind, each in made.items():
+        own = {field.name: field.default for field in dataclasses.fields(kind)}
+        for name in own.keys() & kind.__annotations__.keys():
+            if own[name] not in (None, dataclasses.MISSING):
+                values = [json.loads(json.dumps(getattr(task, name))) for task in each]
+                assert json.loads(json.dumps(own[name])) in values, (kind.__name__, name)
+                checked += 1
+    assert checked > 5
 
 
 @pytest.mark.parametrize("recipe", BY_RECIPE)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import math
+import re
 import runpy
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,15 @@ from headrace.pipeline import (
     xray,
     xray_batch,
 )
-from headrace.pipeline.tools.xray.setting import ROWS_OF_STEP, SUM_OF_STEP, TOKENS_OF_STEP, Setting
+from headrace.pipeline.tools.xray import xray_page
+from headrace.pipeline.tools.xray.page import EDGE, HEIGHT, TOP, WIDTH
+from headrace.pipeline.tools.xray.setting import (
+    ROWS_OF_STEP,
+    SUM_OF_STEP,
+    TOKENS_OF_STEP,
+    MeasuredSetting,
+    Setting,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -67,6 +77,39 @@ def test_the_page_equals_the_stored_numbers():
     make_xray = runpy.run_path(str(ROOT / "tools" / "make_xray.py"))
     page = (ROOT / "docs" / "xray.md").read_text()
     assert page == make_xray["page"](KEPT), "run tools/make_xray.py"
+
+
+@pytest.mark.parametrize("trainer", ["torchrl", "trl"])
+def test_the_settings_that_have_a_curve_are_those_of_the_page(trainer):
+    pytest.importorskip(trainer, reason=f"{trainer} is not installed")
+    module = import_module(f"headrace.pipeline.tools.xray.of_{trainer}")
+    kept = {each["setting"]: bool(each["curve"]) for each in KEPT[trainer]["settings"]}
+    for setting in getattr(module, f"{trainer}_settings")():
+        assert setting.curve == kept[setting.name], setting.name
+
+
+def test_a_curve_goes_from_the_least_to_the_greatest_ratio():
+    """The axis is of the logarithm of the ratio, and has 0 at the bottom."""
+    curve = {0.1: (0.1, 0.0), 1.0: (1.0, 1.0), 10.0: (2.0, 0.0), 100.0: (9.0, 3.0)}
+
+    def step(model, batch, cut):
+        terms = model.get_dist(batch).log_prob(batch["tokens", "full"]) * batch["advantage"].squeeze(-1)
+        (-terms[batch["masks", "all_assistant_mask"]].sum()).backward()
+
+    page = xray_page("a page", [MeasuredSetting("a setting", xray(step, cuts=(1,)), curve=curve)])
+    lines = [
+        [
+            tuple(map(float, point.split(",")))
+            for point in re.search(f'"{name}" points="([^"]*)"', page)[1].split()
+        ]
+        for name in ("up", "down")
+    ]
+    for line, values in zip(lines, zip(*curve.values(), strict=True), strict=True):
+        across, down = zip(*line, strict=True)
+        assert across == pytest.approx(
+            [EDGE + share * (WIDTH - EDGE) for share in (0, 1 / 3, 2 / 3, 1)], abs=0.1
+        )
+        assert down == pytest.approx([HEIGHT * (1 - min(value, TOP) / TOP) for value in values], abs=0.1)
 
 
 def close(bounds: list[float], value: float) -> bool:
