@@ -158,6 +158,17 @@ def test_steps_with_carried_rows_replay(make_batch, tmp_path):
         assert again.texts["prompt"] == reports[step].texts["prompt"]
 
 
+def test_minibatches_with_rows_of_an_earlier_step_are_not_known(tmp_path):
+    """Some of their rows are not read, so weights cannot be checked by them."""
+    columns = {"step": [3] * 3, "row": [0, 1, 2], "group_id": [0] * 3, "rollout_id": [0, 1, 2]}
+    columns |= {"reward": [1.0, 0.0, 0.0], "minibatch": [0, None, 1]}
+    for carried, minibatches in (([0, 0, 0], [0, -1, 1]), ([0, 0, 1], [-1, -1])):
+        rows = pa.table({**columns, "carried_in": carried}).replace_schema_metadata({"headrace.schema": "1"})
+        pq.write_table(rows, tmp_path / "step_00000003.parquet")
+        ((_, batch),) = open_source(tmp_path)
+        assert batch["logged_minibatch"].tolist() == minibatches
+
+
 def test_an_invalid_file_is_skipped_if_allowed(make_batch, tmp_path):
     for step in (0, 1):
         write_dump(reported(make_batch, step=step)[1], tmp_path)

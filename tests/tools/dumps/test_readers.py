@@ -562,6 +562,14 @@ def test_table_a_value_of_the_line_replaces_none_of_a_rollout(tmp_path):
         assert_refused("rollout 1: 'm.score' .* is required, a finite number", path, columns=columns)
 
 
+def test_table_ids_of_rollouts_count_within_groups_of_the_order(tmp_path):
+    rows = [own_row(None, 1.0, k=at % 2) for at in range(4)]
+    columns = {"reward": "metrics.score", "response": "output", "rollout": "k"}
+    batch = read_one(write_lines(tmp_path / "a.jsonl", rows), columns=columns, group_by="order", group_size=2)
+    assert in_order(batch["group_id"]) == [0, 0, 1, 1]
+    assert in_order(batch["rollout_id"]) == [0, 1, 2, 3]
+
+
 def test_table_a_failure_is_more_than_a_truncation(tmp_path):
     columns = {**COLUMNS, "status": "end", "truncated": "cut"}
     found = {

@@ -442,6 +442,18 @@ def test_tokens_that_branches_share_train_once(tmp_path):
     assert found[1] == [[False, "text 1"], [False, "text 4"], [True, "text 5"]]
 
 
+def test_a_chat_template_marks_what_branches_share_in_the_first_of_them(letters, tmp_path):
+    _, folder = chat_folder(letters, tmp_path / "model", TEMPLATE)
+    said = [("user", "?"), ("assistant", "one"), ("assistant", "two"), ("assistant", "three")]
+    fork = [
+        node(parent, role, [], [], sampled=role == "assistant", message={"role": role, "content": text})
+        for parent, (role, text) in zip((None, 0, 1, 1), said, strict=True)
+    ]
+    rows = [episode("g", "a", {"r": {"score": 1.0}}, trace={"nodes": fork})]
+    batch = read_one(write_lines(tmp_path / "traces.jsonl", rows), tokenizer=folder)
+    assert [trained_text(batch, row) for row in range(2)] == ["one;two;", "three;"]
+
+
 def test_a_branch_out_of_the_loss_takes_no_tokens_from_others(tmp_path):
     """Its compaction was given up, so the branch behind it trains the turn that both share."""
     attempt = [{"node": 1, "type": "compaction_attempt"}]
@@ -485,6 +497,23 @@ def test_groups_by_order_are_runs_of_rows(tmp_path):
             open_source(path, **options)
     named = write_lines(tmp_path / "8.jsonl", [verl_row("a_0_0", 1.0)])
     assert_refused("order is for rows without a group; found", named, group_by="order", group_size=1)
+
+
+def test_groups_by_order_have_the_prompts_of_first_segments(tmp_path):
+    """Of an evaluation of prime-rl, whose rollouts fork: the second branch of each has another prompt."""
+    rows = []
+    for name in "abcd":
+        fork = [node(None, "user", [], [], message={"role": "user", "content": "?"})]
+        said = {"role": "user", "content": f"{name} asks"}
+        fork += [node(0, "assistant", [], [], sampled=True), node(0, "user", [], [], message=said)]
+        fork += [node(2, "assistant", [], [], sampled=True)]
+        rows.append({**episode("g", name, {"r": {"score": 1.0}}, trace={"nodes": fork}), "group": None})
+    path = write_lines(tmp_path / "traces.jsonl", rows)
+    batch = read_one(path, group_by="order", group_size=2)
+    assert in_order(batch["group_id"]) == [0] * 4 + [1] * 4
+    assert [text.endswith("asks") for text in batch["prompt_text"]] == [False, True] * 4
+    rows[1]["traces"][0]["nodes"][0]["message"]["content"] = "another"
+    assert_refused("found another prompt", write_lines(path, rows), group_by="order", group_size=2)
 
 
 def test_a_step_that_is_one_huge_group_of_one_text_is_suspicious(tmp_path):

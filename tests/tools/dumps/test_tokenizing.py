@@ -30,6 +30,7 @@ from recipes import CHAINS
 
 from headrace.pipeline import make_report
 from headrace.pipeline.tools.dumps.readers import Sample, SourceError, open_source, to_batch
+from headrace.pipeline.tools.dumps.readers.batch import fits_advantages
 from headrace.pipeline.tools.dumps.readers.tokenizing import Tokenizer, add_tokens
 from headrace.pipeline.tools.report import write_dump
 from headrace.transforms import BatchError, MissingKeyError
@@ -250,6 +251,27 @@ def test_groups_of_one_prompt_are_separated_by_order_or_left_out(tmp_path):
     assert len(batch) == 4
     with pytest.raises(SourceError, match="dispatched with 1 rollouts; found 2"):  # of all groups: no draw
         list(open_source(tmp_path / "kept", group_by="prompt", group_size=1))
+
+
+def test_a_group_whose_advantages_are_those_of_all_its_rollouts_is_left_out(tmp_path):
+    """In training it was one group: its order says nothing. Of the prompt b, the group has its size."""
+    rewards, means = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0], [0.25] * 4 + [0.5] * 2
+    columns = {"step": [4] * 6, "prompt": ["a"] * 4 + ["b"] * 2, "completion": ["x"] * 6, "accuracy": rewards}
+    own = [reward - mean for reward, mean in zip(rewards, means, strict=True)]
+    path = trl_dump(tmp_path / "completions_4.parquet", **columns, advantage=own)
+    source = open_source(path, group_by="prompt", group_size=2)
+    ((_, batch),) = source
+    assert source.draws[4][:3] == (0, 1, 4)
+    assert batch["next", "reward"].flatten().tolist() == [1.0, 0.0]
+
+
+def test_as_many_rewards_as_rollouts_confirm_no_advantages():
+    """Any advantages of the sum 0 are a combination of as many rewards."""
+    rows = [[Sample(0, i, rewards={"a": i, "b": 3.0 * i}, advantage=0.3 - 0.6 * i)] for i in range(2)]
+    assert fits_advantages(rows) is False
+    rows.append([Sample(0, 2, rewards={"a": 2, "b": 6.0}, advantage=-0.9)])
+    rows[0][0].advantage, rows[1][0].advantage = 0.9, 0.0
+    assert fits_advantages(rows) is True
 
 
 def test_every_task_splits_the_draws_of_a_prompt_alike_and_says_so(tmp_path):

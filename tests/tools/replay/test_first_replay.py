@@ -112,6 +112,15 @@ def test_one_message_names_all_missing_options_as_a_command_that_runs(name, tmp_
     assert trained == 4
 
 
+def test_the_size_that_is_proposed_is_that_of_most_groups_of_the_first_step(tmp_path):
+    """Of 2, 3 and 2 rollouts; a later step has groups of 4."""
+    uids = [f"{group}_{at}_0" for group, size in (("a", 2), ("b", 3), ("c", 2)) for at in range(size)]
+    rows = [dumps.verl_row(uid, 1.0, 7) for uid in uids]
+    rows += [dumps.verl_row(f"{group}_{at}_0", 1.0, 8) for group in "abcd" for at in range(4)]
+    path = dumps.write_lines(tmp_path / "7.jsonl", rows)
+    assert open_source(path).lacking() == {"group_size": 2}
+
+
 def test_a_replay_of_which_every_step_failed_leaves_room_for_the_next(tmp_path):
     """In the same folder. Rows that a stage refused are removed; the rows of a run that passed are not."""
     rows = [dumps.slime_sample(0, i, 1.0 - i % 2) for i in range(3)]

@@ -338,11 +338,12 @@ def group_by_order(samples: Sequence[Sample], size: int) -> list[Sample]:
             f"{len(numbers)} rollouts and source.group_size={size}. Were rows left out of the dump?"
         )
     first: dict[int, Sample] = {}
-    grouped = []
+    grouped, seen = [], set[Label]()
     for row in samples:
         number = numbers[row.rollout] // size + 1
         head = first.setdefault(number, row)
-        if row.rollout == head.rollout or row.prompt == head.prompt:
+        if row.rollout in seen or row.prompt == head.prompt:  # the prompt of a later segment has more
+            seen.add(row.rollout)
             grouped.append(replace(row, group=(f"{asked_line(head.prompt or 'rollouts')} #{number}",)))
             continue
         raise SourceError(
