@@ -18,6 +18,8 @@ from composed import composed, configure
 
 from headrace.pipeline import ConfigError, make_report, write_dump
 from headrace.pipeline.tools.audit import AuditFailed, audit, logged
+from headrace.pipeline.tools.audit.audit_checks import AuditFinding, CheckOutcome
+from headrace.pipeline.tools.audit.audit_task import CheckResult
 from headrace.pipeline.tools.dumps.readers import SourceError, open_source
 from headrace.pipeline.tools.replay import replay
 
@@ -430,6 +432,29 @@ def test_an_untrained_incomplete_group_is_no_finding(tmp_path):
     _, checks = audited(path, tmp_path)
     assert found(checks) == {}
     assert checks["incomplete"]["state"] == "passed"
+
+
+def test_an_untrained_oversized_group_is_no_finding(tmp_path):
+    """Five rollouts of a group of four, all of them out of the loss, or none."""
+    five = [*R, 0.75]
+    for removed in (True, False):
+        rows = Rows()
+        rows.add(0, R, grpo(R))
+        out = {f"rollout_{at}": {"remove_sample": removed} for at in range(5)}
+        rows.add(1, five, grpo(five), **out)
+        path = dumps.slime_details(tmp_path / f"dump {removed}", *rows.columns())
+        _, checks = audited(path, tmp_path / f"out {removed}", *AS_SLIME)
+        assert found(checks).get("oversized", []) == ([] if removed else ["1"])
+
+
+def test_a_check_with_a_finding_is_found_whatever_else_it_lacked():
+    finding = AuditFinding(3, "a", ["0"], [0], [1.0], [2.0], "a has 2", None)
+    result = CheckResult("mixed", "groups of several prompts")
+    states = [result.state]
+    result.add(CheckOutcome([], "step 2 has no prompts"))
+    states.append(result.state)
+    result.add(CheckOutcome([finding]))
+    assert [*states, result.state] == ["passed", "not checked", "found"]
 
 
 def test_weights_are_compared_with_the_declared_mean(tmp_path):
