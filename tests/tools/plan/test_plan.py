@@ -252,6 +252,17 @@ def test_each_printed_chance_is_right_in_the_mean_over_runs(name, steps, size, r
             assert np.mean(found) < within * error, (label, each, np.mean(found) / error)
 
 
+def test_a_line_has_no_number_for_which_one_of_its_prompts_has_too_few_rollouts():
+    """Of 8 and 4 rollouts, the halves that are counted have 4 and 2: no group of 4 of the second prompt."""
+    group = np.repeat([0, 1, 2], [8, 4, 8])
+    values = np.repeat([0.0, 0.0, 1.0], [8, 4, 8])[:, None]
+    three, step = np.arange(3), np.zeros(3, int)
+    seen = GroupsSeen(three >= 0, three, step, group, values[:, 0], values, np.array([3]))
+    found = show_group_sizes(seen, [2, 4, 8], 1.0, Console(file=io.StringIO()))
+    sizes = {each["range"]: (each["groups"], [*each["chance_of_equal"]]) for each in found["ranges"]}
+    assert sizes == {"0": (2, ["2"]), "1": (1, ["2", "4"]), "all": (3, ["2", "4", "8"])}
+
+
 # -- the table ---------------------------------------------------------------------------------------
 
 
