@@ -23,6 +23,7 @@ TRAINERS = {  # by package and class: the adapter's variant
     ("swift", "GRPOTrainer"): "RecipeAdvantages",
     ("trl", "GRPOTrainer"): "RecipeAdvantages",
     ("trl", "RLOOTrainer"): "RecipeAdvantagesOfRows",
+    ("trl", "AsyncGRPOTrainer"): "RecipeAdvantagesOfQueue",
     ("trl", "_UnslothGRPOTrainer"): "RecipeAdvantagesOfUnsloth",  # Unsloth's rewritten copy of TRL's
 }
 
@@ -47,11 +48,12 @@ class Follows:
         return {"advantage.scale": {"True": "group", "False": "none"}.get(scale, scale)}
 
 
-def log_run(trainer: Any, run: Run) -> None:
+def log_run(trainer: Any, run: Run, training: bool | None = None) -> None:
     """Keep what the recipe made of a batch, and log its metrics among the trainer's own."""
     run.step = trainer.state.global_step
     trainer.last_run = run
-    logged = trainer._metrics["train" if trainer.model.training else "eval"]
+    training = trainer.model.training if training is None else training
+    logged = trainer._metrics["train" if training else "eval"]
     for name, value in run.metrics.items():
         logged[f"headrace/{name}"].append(value)
 
@@ -73,7 +75,8 @@ def attach(
     own, under ``headrace/``. Several reward functions are as many columns of rewards.
 
     Args:
-        trainer: a ``GRPOTrainer``, also as Unsloth patches it, or TRL's ``RLOOTrainer``, before ``train()``.
+        trainer: a ``GRPOTrainer``, also as Unsloth patches it, or TRL's ``RLOOTrainer`` or
+            ``AsyncGRPOTrainer``, before ``train()``.
         recipe: its name, or a pipeline; by default the one that computes what the trainer computes: for
             RLOOTrainer with the leave-one-out baseline, for others by its `scale_rewards`. Options that you
             set change no other.
@@ -96,29 +99,27 @@ def attach(
         >>> try:
         ...     attach(object(), "grpo")
         ... except TypeError as error:
-        ...     print(str(error).partition(". ")[0])
-        attach takes a GRPOTrainer of trl, unsloth or swift, or trl's RLOOTrainer; got a builtins.object
+        ...     print(str(error).partition("; ")[0])
+        attach takes a GRPOTrainer of trl, unsloth or swift, or trl's RLOOTrainer or AsyncGRPOTrainer
     """
     it: Any = trainer
-    found = [
-        key
-        for base in type(trainer).__mro__
-        # Unsloth writes its classes to a module of its own, which is in no package.
-        for package in ("trl" if base.__name__.startswith("_Unsloth") else base.__module__.partition(".")[0],)
-        if (key := (package, base.__name__)) in TRAINERS
-    ]
-    if not found or not hasattr(trainer, "reward_weights"):
+    found = [key for base in type(trainer).__mro__ if (key := (package_of(base), base.__name__)) in TRAINERS]
+    kind = found[0][1] if found else ""
+    asynchronous = kind == "AsyncGRPOTrainer"  # it adds rewards up in another process, without weights
+    if not (asynchronous or (kind and hasattr(trainer, "reward_weights"))):
         raise TypeError(
-            "attach takes a GRPOTrainer of trl, unsloth or swift, or trl's RLOOTrainer; got a "
-            f"{type(trainer).__module__}.{type(trainer).__qualname__}. Others take an import path in their "
+            "attach takes a GRPOTrainer of trl, unsloth or swift, or trl's RLOOTrainer or AsyncGRPOTrainer; "
+            f"got a {type(trainer).__module__}.{type(trainer).__qualname__}. Others take an import path in their "
             "configuration: docs/coming-from/README.md"
         )
     if isinstance(getattr(trainer, "pipeline", None), Pipeline):
         raise ValueError("this trainer has a recipe already: set trainer.pipeline to change it")
-    package, kind = found[0]
-    variant = getattr(import_module(f"headrace.adapters.{package}"), TRAINERS[found[0]])
+    package = found[0][0]
+    module = "trl_async" if asynchronous else package
+    variant = getattr(import_module(f"headrace.adapters.{module}"), TRAINERS[found[0]])
     variant.check(trainer)
-    rewards = len(it.reward_weights)
+    weights = [] if asynchronous else it.reward_weights.tolist()
+    rewards = len(weights)
     if not isinstance(recipe, Pipeline):
         keywords = {word: value for word, value in options.items() if word in KEYWORDS and value is not ...}
         settings = settings_of(overrides, keywords, options.get("stages") or {})
@@ -131,18 +132,21 @@ def attach(
             of_trainer["collapse.columns"] = str(rewards)
         overrides = (*(f"pipeline.stages.{key}={value}" for key, value in of_trainer.items()), *overrides)
     pipeline = pipeline_of(recipe or DEFAULT, *overrides, **options)
-    if (it.reward_weights != 1).any():
-        weights = f"[{','.join(f'{float(each):g}' for each in it.reward_weights)}]"
+    if any(weight != 1 for weight in weights):
+        listed = f"[{','.join(f'{weight:g}' for weight in weights)}]"
         raise ValueError(
             "the recipe weighs rewards: remove reward_weights from the trainer, and give attach "
-            f"'pipeline.stages.collapse.columns={rewards}', 'pipeline.stages.collapse.weights={weights}'"
+            f"'pipeline.stages.collapse.columns={rewards}', 'pipeline.stages.collapse.weights={listed}'"
         )
-    if package == "trl":
+    if over_generation != 1 and (package != "trl" or asynchronous):
+        raise ValueError(
+            "over_generation is an option for TRL's GRPOTrainer and RLOOTrainer; the others sample new "
+            "prompts for groups that a filter drops: AsyncGRPOTrainer always, ms-swift by dynamic_sample=true"
+        )
+    if package == "trl" and not asynchronous:
         check_over_generation(trainer, pipeline, over_generation)
         it.over_generation = over_generation
-    elif over_generation != 1:
-        raise ValueError(f"over_generation is an option for trl; a trainer of {package} has its own")
-    if over_generation == 1:
+    if over_generation == 1 and not asynchronous:
         warn_of_fewer_rows(kind, package, pipeline)
     it.__class__ = type(type(trainer).__name__, (variant, type(trainer)), {})
     it.pipeline = pipeline
@@ -170,6 +174,11 @@ def warn_of_fewer_rows(kind: str, package: str, pipeline: Pipeline) -> None:
             kind,
             INSTEAD[package],
         )
+
+
+def package_of(kind: type) -> str:
+    """The package of a class. Unsloth writes its own to a module that is in none."""
+    return "trl" if kind.__name__.startswith("_Unsloth") else kind.__module__.partition(".")[0]
 
 
 def refuse_separate_rewards(trainer: Any) -> None:

@@ -64,6 +64,7 @@ def peer(name: str) -> str:
     return f"-W ignore tests/support/peer_checks.py {name}"
 
 
+OF_TRL = ("coming_from_trl", "over_generation", "trl_async")
 BESIDE = {
     "oldest": Beside("no TorchRL, oldest versions", "tensordict==0.10.0 numpy==1.26.* pyarrow<22", (QUICK,)),
     "newest": Beside("no TorchRL, newest tensordict", "tensordict==0.15.3", (QUICK,)),
@@ -82,7 +83,7 @@ BESIDE = {
     "trl": Beside(
         "TRL 1.16.0",
         "trl==1.16.0",
-        ("-m pytest -q tests/adapters/test_coming_from_trl.py tests/adapters/test_over_generation.py",),
+        (f"-m pytest -q {' '.join(f'tests/adapters/test_{name}.py' for name in OF_TRL)}",),
     ),
     "unsloth": Beside("Unsloth 2026.10.9", "unsloth==2026.10.9 trl==1.15.0", (peer("unsloth"),)),
     "swift": Beside("ms-swift 4.6.0", "ms-swift==4.6.0 trl==0.29.1 msgspec", (peer("swift"),)),

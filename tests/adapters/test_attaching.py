@@ -102,5 +102,5 @@ def test_unsloths_patched_trainer_is_known_by_name_and_its_others_are_refused():
     assert isinstance(trainer, RecipeAdvantagesOfUnsloth)
     assert type(trainer).__name__ == "UnslothGRPOTrainer"
     for name in ("UnslothRLOOTrainer", "UnslothSFTTrainer"):
-        with pytest.raises(TypeError, match=f"of trl, unsloth or swift, .* got a {name}\\.{name}"):
+        with pytest.raises(TypeError, match=f"of trl, unsloth or swift, .*; got a {name}\\.{name}"):
             attach(of_unsloth(name), "grpo")

@@ -124,7 +124,7 @@ def test_a_recipe_that_drops_rows_says_that_no_new_prompts_are_sampled(caplog):
 
 
 def test_over_generation_is_an_option_for_trl():
-    with pytest.raises(ValueError, match="over_generation is an option for trl"):
+    with pytest.raises(ValueError, match="an option for TRL's GRPOTrainer"):
         attach(stand_in(swift=True), "dapo", over_generation=2)
 
 

@@ -30,11 +30,11 @@ PLAIN: dict[str, Any] = {
 }
 
 
-def digits() -> Any:
+def digits(kind: Any = PreTrainedTokenizerFast) -> Any:
     """A tokenizer: 0 is padding, 1 the end, 2 to 11 the digits."""
     tokens: Any = Tokenizer(models.WordLevel({token: i for i, token in enumerate("_$0123456789")}))
     tokens.pre_tokenizer, tokens.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="_", eos_token="$", padding_side="left")
+    return kind(tokenizer_object=tokens, pad_token="_", eos_token="$", padding_side="left")
 
 
 def small_model() -> Any:
