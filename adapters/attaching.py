@@ -103,14 +103,15 @@ def attach(
         attach takes a GRPOTrainer of trl, unsloth or swift, or trl's RLOOTrainer or AsyncGRPOTrainer
     """
     it: Any = trainer
-    found = [key for base in type(trainer).__mro__ if (key := (package_of(base), base.__name__)) in TRAINERS]
+    bases = [(package_of(base), base.__name__) for base in type(trainer).__mro__]
+    found = [key for key in bases if key in TRAINERS]
     kind = found[0][1] if found else ""
     asynchronous = kind == "AsyncGRPOTrainer"  # it adds rewards up in another process, without weights
     if not (asynchronous or (kind and hasattr(trainer, "reward_weights"))):
         raise TypeError(
             "attach takes a GRPOTrainer of trl, unsloth or swift, or trl's RLOOTrainer or AsyncGRPOTrainer; "
-            f"got a {type(trainer).__module__}.{type(trainer).__qualname__}. Others take an import path in their "
-            "configuration: docs/coming-from/README.md"
+            f"got a {type(trainer).__module__}.{type(trainer).__qualname__}. Others take an import path in "
+            "their configuration: docs/coming-from/README.md"
         )
     if isinstance(getattr(trainer, "pipeline", None), Pipeline):
         raise ValueError("this trainer has a recipe already: set trainer.pipeline to change it")

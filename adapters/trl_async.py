@@ -228,7 +228,7 @@ class WholeGroups:
         self._allow()
 
     def _version(self) -> int:
-        """The policy version with which the next rows are trained: the data loader reads ahead of the step."""
+        """The policy version with which the next rows are trained: the data loader reads ahead of steps."""
         args, version = self.trainer.args, int(self.trainer.model_version)
         if self._first is None:
             self._first = version
