@@ -136,7 +136,10 @@ class System:
 
 @dataclass
 class Account:
-    """What became of everything that was dispatched."""
+    """What became of everything that was dispatched.
+
+    The clock counts `busy` and `started` by itself, and `check` compares them with the groups.
+    """
 
     world: World
     bound: int | None
@@ -225,7 +228,7 @@ def simulate(
     queue: deque[tuple[Group, int]] = deque()  # dispatched, without a slot
     running: dict[
         tuple[int, int], tuple[Group, int]
-    ] = {}  # (id of a group, rollout): group, tick of its start
+    ] = {}  # by id of the group and rollout; tick of its start
     groups: dict[int, Group] = {}  # by id
     open_groups: dict[int, Group] = {}
     log: list[tuple[int, str]] = []

@@ -42,7 +42,9 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 @cache
-def verl_buffer() -> Any:
+def verl_buffer() -> dict[str, Any]:
+    """Its module."""
+    logging.getLogger("peer").disabled = True
     skips = SimpleNamespace(annotate_tq=lambda **_: lambda function: function)
     stubs = {"transfer_queue": {"KVBatchMeta": SimpleNamespace}, "omegaconf": {"DictConfig": dict}}
     stubs |= {"verl": {}, "verl.utils": {}, "verl.utils.skip": {"SkipManager": skips}}
@@ -64,6 +66,10 @@ class Verl(System):
         class Buffer(names["ReplayBufferAsync"]):  # type: ignore[misc]
             def _wait_for_next_poll(self, *_: Any) -> float:
                 raise Blocks
+
+            def _sampleable_terminal_keys(self, *places: Any) -> list[str]:
+                """In the order of their prompts: the order of a set of texts differs between processes."""
+                return sorted(super()._sampleable_terminal_keys(*places), key=int)
 
         options = {"max_off_policy_threshold": threshold, "max_off_policy_strategy": strategy}
         self.buffer = Buffer("async", None, **options, sampler_kwargs=None, refill_fn=self.refill)

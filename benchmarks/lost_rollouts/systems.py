@@ -79,7 +79,7 @@ OWN_LINES = {
     "verl": (
         "",
         "`ReplayBufferAsync` (`trainer/ppo/v1/replay_buffer.py`)",
-        "a dict for TransferQueue; what `trainer_base.py` submits, also after a restart",
+        "a dict for TransferQueue; what `trainer_base.py` submits; equally old groups in order",
     ),
     "TRL": (
         "",
