@@ -9,7 +9,7 @@ from typing import Any
 from lost_rollouts import peers
 from lost_rollouts.restarts import KILLS
 from lost_rollouts.stalls import CASES, HANGS
-from lost_rollouts.systems import OWN_LINES, RESTARTS
+from lost_rollouts.systems import OURS, OWN_LINES, RESTARTS
 from lost_rollouts.world import BETWEEN, LEAST, MEAN, MEDIAN, MOST, TOKENS_PER_SECOND
 
 TEMPLATE = Path(__file__).with_name("page.md")
@@ -73,6 +73,9 @@ def _found(results: Mapping[str, Any]) -> dict[str, str]:
     told = next(row["after"] for name, row in results["stalls"].items() if name.startswith("headrace"))
     return {
         "dropped": f"{min(shares):.0f} to {max(shares):.0f}",
+        "tight": f"{_speed(worlds['Lognormal'][OURS[0]]):.2f}",
+        "loose": f"{_speed(worlds['Lognormal'][OURS[2]]):.2f}",
+        "quick": f"{min(map(_speed, dropping)):.2f} to {max(map(_speed, dropping)):.2f}",
         "wasted": f"{min(wasted):.0f} to {max(wasted):.0f}",
         "exceeds": f"{max(_over(row) or 0.0 for row in verl):.1f} %",
         "oldest": str(max(ages)),
@@ -97,10 +100,14 @@ def _numbers(row: Row) -> str:
     ]
     cells = [
         f"{sent:.1f} → {trained:.1f}",
-        f"{row['steps'] / row['most_steps']:.2f}",
+        f"{_speed(row):.2f}",
         f"{mean:.1f}, {max(ages)}",
     ]
     return " | ".join([*cells, "–" if over is None else f"{over:.1f}" if over else "0", *shares])
+
+
+def _speed(row: Row) -> float:
+    return row["steps"] / row["most_steps"]
 
 
 def _shares(row: Row) -> tuple[float, float]:

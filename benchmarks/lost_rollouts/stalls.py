@@ -101,7 +101,7 @@ CASES = {
         partial(peers.Nemo, sampler="ReadyFirstSampler", bound=4), watchdog, "the same"
     ),
     "AReaL, `max_head_offpolicyness=4`": Case(
-        partial(peers.AReaL, ahead=4), silent, "an error after 7 days without a batch"
+        partial(peers.AReaL, ahead=4), silent, "`prepare_batch` waits without a limit"
     ),
     "miles, `max_weight_staleness=4`": Case(
         partial(peers.Miles, bound=4),
