@@ -72,7 +72,7 @@ BESIDE = {
     "verl": Beside(
         "verl 0.9.1",
         VERL,
-        (peer("verl"), "-m pytest -q -p no:asyncio tests/adapters/test_coming_from.py"),
+        (peer("verl"), peer("verl_sampler"), "-m pytest -q -p no:asyncio tests/adapters/test_coming_from.py"),
         own_tests="verl==0.9.1",
     ),
     "agentlightning": Beside(

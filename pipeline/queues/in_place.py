@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
+from math import ceil
 from typing import Any, Literal
 
 import torch
@@ -264,7 +265,7 @@ class GroupReplayBuffer:
         trainer_mode: of verl's trainer.
         trainer_config: configuration of verl's trainer. `num_warmup_batches` and `parameter_sync_step` are
             read.
-        max_off_policy_threshold: steps that a rollout may span, its own included, ≥ 1.
+        max_off_policy_threshold: steps that a rollout may span, its own included, ≥ 1; None: any.
         max_off_policy_strategy: ``drop`` groups that span more steps, or ``wait`` for groups that would.
         sampler_kwargs: options of :class:`GroupAssembler` (``on_failure``, ``min_rollouts``, …);
             `group_size`; and `recipe`, arguments of :func:`load_pipeline`. The stages of the recipe before
@@ -283,7 +284,7 @@ class GroupReplayBuffer:
         self,
         trainer_mode: str,
         trainer_config: Any,
-        max_off_policy_threshold: int,
+        max_off_policy_threshold: int | None,
         max_off_policy_strategy: Literal["drop", "wait"],
         sampler_kwargs: Mapping[str, Any],
         refill_fn: Any = None,
@@ -294,20 +295,19 @@ class GroupReplayBuffer:
         self.refill_fn, self.poll_interval = refill_fn, above_zero("poll_interval", poll_interval)
         options = dict(sampler_kwargs)
         self.group_size, recipe = options.pop("group_size", None), options.pop("recipe", None)
-        self.options = {
-            "segment_key": "segment",
-            "max_staleness": self.max_off_policy_threshold - 1,
-            "on_stale": max_off_policy_strategy,
-            **options,
-        }
-        self.waits = self.options["on_stale"] == "wait"
+        self.options = {"segment_key": "segment", **options}
+        if max_off_policy_threshold is not None:
+            bound = {"max_staleness": max_off_policy_threshold - 1, "on_stale": max_off_policy_strategy}
+            self.options = bound | self.options
+        self.waits = self.options.get("on_stale") == "wait"
+        self.ahead = ceil(trainer_config.get("num_warmup_batches", 0))
+        """Batches that verl dispatches ahead. It may be set to a part of one."""
         self.pipeline = None if recipe is None else load_pipeline(*recipe).halves()[0]
         self.partitions: dict[str, tuple[QueuedGroups, GroupAssembler]] = {}
         self._check_wait()
         self._of_train(1)  # raises errors of options here, not in the first step
 
     def _check_wait(self) -> None:
-        warmup, bound = self.trainer_config.get("num_warmup_batches", 0), self.options["max_staleness"]
         if not self.waits:
             return
         if self.group_size is None or self.refill_fn is None:
@@ -316,16 +316,16 @@ class GroupReplayBuffer:
                 "groups are counted before their rollouts finish, and a refill_fn, which replaces groups "
                 "that fail; set them, or max_off_policy_strategy=drop"
             )
-        if bound is not None and warmup > bound:
+        bound = self.options.get("max_staleness")
+        if bound is not None and self.ahead > bound:
             raise ValueError(
                 "max_off_policy_strategy=wait needs num_warmup_batches < max_off_policy_threshold, or groups "
-                f"are too old before they can be trained; got {warmup} batches, and groups may be {bound} "
+                f"are too old before they are trained; got {self.ahead} batches, and groups may be {bound} "
                 "steps old. Set trainer.v1.sampler.max_off_policy_threshold to more"
             )
 
     def _of_train(self, groups: int) -> GroupAssembler:
-        ahead = self.trainer_config.get("num_warmup_batches", 0)
-        options: dict[str, Any] = {"groups": groups, "steps_ahead": ahead} if self.waits else {}
+        options: dict[str, Any] = {"groups": groups, "steps_ahead": self.ahead} if self.waits else {}
         return GroupAssembler(**{**options, **self.options})
 
     def _partition(self, name: str, batch_size: int) -> tuple[QueuedGroups, GroupAssembler]:

@@ -156,7 +156,8 @@ def select(buffer: Buffer, version: int, bound: int = 2, groups: int = 2) -> lis
 def test_a_step_takes_the_groups_that_were_dispatched_first():
     buffer = filled((0, False), (0, True), (1, True), (1, True))
     assert select(buffer, version=1) == [1, 2]
-    assert buffer.start_weight_list == [0, 1]
+    assert (buffer.start_weight_list, buffer.cleared) == ([0, 1], 0)  # the trainer reads the rows later
+    assert select(filled((1, True), (0, True), (1, True)), version=1) == [1, 0]
 
 
 def test_a_step_is_whole_or_waits():
@@ -199,6 +200,23 @@ def test_dispatch_runs_ahead_by_whole_steps(ahead):
         task.cancel()
 
     in_simulated_time(go())
+
+
+def test_a_prompt_counts_from_its_admission_until_its_step_is_over():
+    buffer = Buffer()
+    sampler = DeadlineSampler(buffer, max_staleness_versions=2)
+    sampler.required_buffer_capacity(2)
+    counts = []
+    asyncio.run(sampler.admit(trainer_version_fn=lambda: 0))
+    for number in range(3):  # the third is tried again: its first slot is gone
+        counts.append(sampler.outstanding(0))
+        asyncio.run(buffer.commit(buffer.reserve(weight_version=0), {"prompt": number}))
+        if number == 1:
+            asyncio.run(buffer.remove([1], remove_in_dp=False))
+    assert counts == [2, 2, 1]
+    asked = {"current_train_weight": 0, "min_prompt_groups": 1, "max_prompt_groups": 2}
+    assert asyncio.run(sampler.select(**asked))[1] == 2
+    assert (sampler.outstanding(0), sampler.outstanding(1)) == (2, 0)
 
 
 def test_a_run_goes_on_at_a_later_step():

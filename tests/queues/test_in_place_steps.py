@@ -2,122 +2,19 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
-from dataclasses import dataclass, field
-from itertools import count
-from math import exp
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from tensordict import TensorDict
+from verl_loop import Queue, Trainer
 
 from headrace.pipeline import GroupReplayBuffer, QueuedGroups, assembled
 from headrace.pipeline.queues import in_place
 from headrace.transforms import GroupAssembler
 
 SEEDS, PARTS = 60, 4
-
-
-class Queue:
-    """TransferQueue's functions on a dict: the same keys, tags and fields, in this process."""
-
-    KVBatchMeta = SimpleNamespace
-
-    def __init__(self) -> None:
-        self.tags: dict[str, dict[str, Any]] = {}
-        self.rewards: dict[str, float] = {}
-
-    def kv_list(self, partition: str) -> dict[str, dict[str, Any]]:
-        return {partition: {key: dict(tag) for key, tag in self.tags.items()}}
-
-    def kv_clear(self, keys: list[str], partition: str) -> None:
-        for key in keys:
-            self.tags.pop(key, None)
-
-    def kv_batch_get(self, keys: list[str], partition: str, select_fields: list[str]) -> TensorDict:
-        scores = torch.tensor([[0.0, self.rewards[key]] for key in keys])
-        return TensorDict({"rm_scores": scores}, batch_size=[len(keys)])
-
-
-@dataclass
-class Trainer:
-    """The loop of PPOTrainer (1dda039b): warm-up batches, then a batch is dispatched before each step."""
-
-    seed: int
-    groups: int
-    parts: int = 1
-    warmup: int = 1
-    bound: int = 2
-    size: int = 2
-    steps: int = 30
-    ticks: int = 20
-    failing: float = 0.0
-    equal: float = 0.0
-    queue: Queue = field(default_factory=Queue)
-
-    def __post_init__(self) -> None:
-        self.step, self.now, self.numbers = 1, 0, count()
-        self.events: list[tuple[int, int]] = []
-        self.born: dict[int, int] = {}
-        self.ages: dict[int, list[int]] = {}
-        options = {"group_size": self.size} | ({"recipe": ["pipeline=grpo"]} if self.equal else {})
-        self.buffer = GroupReplayBuffer(
-            trainer_mode="separate_async",
-            trainer_config={"num_warmup_batches": self.warmup, "parameter_sync_step": self.parts},
-            max_off_policy_threshold=self.bound + 1,
-            max_off_policy_strategy="wait",
-            sampler_kwargs=options,
-            refill_fn=self.submit,
-        )
-
-    def submit(self, prompts: int) -> None:
-        for number in [next(self.numbers) for _ in range(prompts)]:
-            self.born[number] = self.step
-            self.queue.tags[f"p{number}"] = self.prompt(number, "running")
-            heapq.heappush(self.events, (self.now + self.latency(number), number))
-
-    def latency(self, number: int) -> int:
-        return max(1, round(20 * exp(1.5 * Random(f"{self.seed} {number}").gauss(0, 1))))
-
-    def prompt(self, number: int, status: str) -> dict[str, Any]:
-        return {"is_prompt": True, "status": status, "global_steps": self.born[number]}
-
-    def sleep(self, _: float) -> None:
-        """Until the next rollouts finish; a loop that waits for nothing has stopped."""
-        assert self.events, "the step waits, and nothing is generated"
-        self.run_until(self.events[0][0])
-
-    def run_until(self, tick: int) -> None:
-        self.now = tick
-        while self.events and self.events[0][0] <= tick:
-            _, number = heapq.heappop(self.events)
-            dice = Random(f"{self.seed} {number} end")
-            failed, equal = dice.random() < self.failing, dice.random() < self.equal
-            for session in range(self.size - failed):
-                self.queue.tags[f"p{number}_{session}_0"] = {"global_steps": self.born[number]}
-                self.queue.rewards[f"p{number}_{session}_0"] = 0.0 if equal else float(session)
-            self.queue.tags[f"p{number}"] = self.prompt(number, "failure" if failed else "finished")
-
-    def go(self) -> Trainer:
-        for _ in range(self.warmup):
-            self.submit(self.groups)
-        for step in range(1, self.steps + 1):
-            self.step = step
-            self.submit(self.groups)
-            for _ in range(self.parts):
-                meta, _ = self.buffer.sample(self.step, "train", self.groups // self.parts)
-                taken = dict.fromkeys(int(key[1:].split("_")[0]) for key in meta.keys)
-                assert len(taken) == self.groups // self.parts
-                assert len(meta.keys) == len(taken) * self.size
-                for number in taken:
-                    self.ages.setdefault(number, []).append(self.step - self.born[number])
-                self.queue.kv_clear(meta.keys, "train")
-            self.run_until(self.now + self.ticks)
-        return self
 
 
 def random_trainer(seed: int) -> Trainer:
@@ -128,7 +25,7 @@ def random_trainer(seed: int) -> Trainer:
         groups=parts * dice.randint(1, 3),
         parts=parts,
         bound=bound,
-        warmup=dice.randint(0, bound),
+        warmup=max(0, dice.randint(0, bound) - dice.choice([0, 0, 0.5])),
         ticks=dice.choice([1, 20, 60]),
         failing=dice.choice([0.0, 0.2]),
         equal=dice.choice([0.0, 0.0, 0.3]),
@@ -159,7 +56,7 @@ def test_every_group_is_trained_once_or_failed_and_none_is_too_old(here, part):
         assert max(age for ages in trainer.ages.values() for age in ages) <= trainer.bound, seed
         assert not assembler.counts["stale"], seed
         outstanding = {number for number in trainer.born if f"p{number}" in trainer.queue.tags}
-        assert len(outstanding) == trainer.warmup * trainer.groups, seed
+        assert len(outstanding) == int(trainer.warmup * trainer.groups), seed
         if not (trainer.failing or trainer.equal):
             assert trainer.ages.keys() | outstanding == set(trainer.born), seed
 
@@ -173,6 +70,15 @@ def test_slow_groups_are_trained_as_often_as_others(here):
     assert trainer.latency(slow[0]) > 2 * trainer.ticks
     assert set(slow) <= trainer.ages.keys()
     assert {trainer.ages[number][0] for number in slow} > {1}
+
+
+def test_without_a_threshold_every_group_is_trained_whatever_its_age(here):
+    """As verl has it: `max_off_policy_threshold` null."""
+    trainer = here(Trainer(0, groups=4, warmup=2, bound=None, steps=30))
+    assert max(age for ages in trainer.ages.values() for age in ages) > 2
+    assert trainer.ages.keys() | {
+        number for number in trainer.born if f"p{number}" in trainer.queue.tags
+    } == {*trainer.born}
 
 
 def test_a_prompt_that_others_delete_is_a_failed_group(here):

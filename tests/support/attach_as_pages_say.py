@@ -333,7 +333,8 @@ def nemo_rl(blocks: list[str]) -> None:
     assert options.pop("name") == "custom"
     module, _, name = options.pop("target").partition(":")
     kind = getattr(importlib.import_module(module), name)
-    run = Run(World(groups=32, seconds=60), lambda buffer: kind(buffer, **options))
+    world = World(groups=32, slots=config["max_inflight_prompts"], seconds=60)
+    run = Run(world, lambda buffer: kind(buffer, **options))
     assert run.sampler.required_buffer_capacity(32) == config["max_buffered_rollouts"]
     assert config["max_inflight_prompts"] == config["max_buffered_rollouts"]
     assert run.go().most == 3 * 32

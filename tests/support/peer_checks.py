@@ -151,6 +151,47 @@ def verl() -> None:
         refused(lambda: ours(rows=lost), "has 3 of 4")  # noqa: B023
 
 
+def verl_sampler() -> None:
+    """ReplayBufferAsync of 0.9.1 and ours, in the loop of its trainer. Prints a table."""
+    from statistics import fmean
+
+    from verl.trainer.ppo.v1 import replay_buffer
+    from verl_loop import Trainer
+
+    from headrace.pipeline.queues import in_place
+
+    def own(**options: object) -> replay_buffer.ReplayBufferAsync:
+        buffer = replay_buffer.ReplayBufferAsync(**options)
+        buffer._wait_for_next_poll = lambda *_: trainer.sleep(0.0) or 0.0
+        return buffer
+
+    steps, groups, bound = 150, 8, 4
+    kinds = {
+        "verl, `drop`": {"strategy": "drop", "kind": own},
+        "verl, `wait`": {"strategy": "wait", "kind": own},
+        "headrace, `wait`": {"strategy": "wait"},
+    }
+    print("| sampler | slow prompts, dispatched → trained | lost | mean age | oldest | steps |")
+    for name, options in kinds.items():
+        runs = []
+        for seed in range(5):
+            trainer = Trainer(seed, groups, warmup=2, bound=bound, steps=steps, spread=0.9, **options)
+            replay_buffer.tq = trainer.queue
+            in_place.tq, in_place.time = (lambda: trainer.queue), SimpleNamespace(sleep=trainer.sleep)  # noqa: B023
+            runs.append(trainer.go())
+            assert all(len(ages) == 1 for ages in trainer.ages.values())
+        sent, trained, lost = (100 * fmean(run.shares()[at] for run in runs) for at in range(3))
+        ages = [age for run in runs for ages in run.ages.values() for age in ages]
+        speed = fmean(100 * steps * run.ticks / run.now for run in runs)
+        print(
+            f"| {name} | {sent:.1f} → {trained:.1f} % | {lost:.0f} % | {fmean(ages):.1f} | {max(ages)} | "
+            f"{speed:.0f} % |"
+        )
+        if name.startswith("headrace"):
+            assert (sent, lost) == (trained, 0.0)
+            assert max(ages) <= bound
+
+
 def agentlightning() -> None:
     """One row of each rollout goes to verl's estimator, and its advantage to the others."""
     import numpy as np

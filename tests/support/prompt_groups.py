@@ -92,6 +92,8 @@ class Buffer:
         self.ready_list: list[bool] = []
         self._group_ids: list[int] = []
         self._fresh = count()
+        self.cleared = 0
+        """Groups whose rows were deleted."""
 
     def reserve(self, *, weight_version: int, target_step: int | None = None) -> int:
         self.meta_list.append(None)
@@ -109,6 +111,7 @@ class Buffer:
         return await self.remove([self._group_ids.index(group_id)], remove_in_dp=False)
 
     async def remove(self, idxs: list[int], remove_in_dp: bool) -> int:
+        self.cleared += len(idxs) * remove_in_dp
         for at in sorted(idxs, reverse=True):
             for column in (self.meta_list, self.start_weight_list, self.target_step_list):
                 del column[at]
