@@ -162,6 +162,10 @@ def test_a_step_takes_the_groups_that_were_dispatched_first():
 
 def test_a_step_is_whole_or_waits():
     assert select(filled((0, True), (0, False)), version=0) is None
+    sampler = DeadlineSampler(filled(*[(0, True)] * 3), max_staleness_versions=2)
+    sampler.required_buffer_capacity(2)
+    asked = {"current_train_weight": 0, "min_prompt_groups": 1, "max_prompt_groups": 2}
+    assert [asyncio.run(sampler.select(**asked))[1] for _ in range(2)] == [2, 0]
 
 
 def test_a_step_waits_for_groups_that_would_be_too_old():
@@ -232,6 +236,11 @@ def test_a_run_goes_on_at_a_later_step():
     assert isinstance(sampler.steps, Steps)
     assert sampler.outstanding(7) == 2
     assert sampler.outstanding(8) == 0
+
+
+def test_dispatch_is_two_steps_ahead_if_not_said_otherwise():
+    found = [DeadlineSampler(Buffer(), max_staleness_versions=bound).ahead for bound in (1, 2, 8)]
+    assert found == [1, 2, 2]
 
 
 def test_nothing_is_evicted_or_aborted():

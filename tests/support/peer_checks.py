@@ -494,6 +494,9 @@ def nemo_rl() -> None:
                 assert oldest <= bound
                 assert all(run.sizes == {groups} for run in runs)
                 assert all(set(run.trained.values()) == {1} for run in runs)
+    few = World(0, groups, slots=16, together=groups)  # weight_fifo stops, as the page says
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert simulate(nemo, few, samplers["`weight_fifo`"]).version == 4
     for seed in range(5):  # prompts that fail, and are generated again
         world = World(seed, groups, slots=24, failing=0.03)
         with contextlib.redirect_stdout(io.StringIO()):
