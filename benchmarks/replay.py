@@ -62,7 +62,7 @@ def replay(source: Path, output: Path, results: multiprocessing.SimpleQueue) -> 
     import torch
     from hydra import compose, initialize_config_module
 
-    from headrace.pipeline.tools.replay import replay
+    from headrace.pipeline.tools.replay import replay_dump
 
     torch.set_num_threads(1)
     words = ("task=replay", f"source.path={source}", "pipeline.stages.split.remainder=uneven")
@@ -71,7 +71,7 @@ def replay(source: Path, output: Path, results: multiprocessing.SimpleQueue) -> 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     with Path("/dev/null").open("w") as quiet:
-        trained = replay(config, output, Console(file=quiet))
+        trained = float(replay_dump(config, output, Console(file=quiet)))
     seconds = time.perf_counter() - start
     results.put((seconds, before / 1024, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, trained))
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .collect.rollout_stream import RolloutStream
     from .collect.stamping import StampIds, stamp_ids
     from .collect.torchrl_configs import register_configs
+    from .composing.compose import recipes
     from .load import ConfigError, build_pipeline, load_pipeline
     from .pipeline import Pipeline
     from .queues.in_place import GroupReplayBuffer, QueuedGroups
@@ -31,12 +32,15 @@ if TYPE_CHECKING:
     from .run import Run
     from .stage import StageError
     from .tools.decide.decision import Decider, Decision, RowAdvantages, advantages_of, decide
+    from .tools.dumps.readers.open import open_dump
+    from .tools.dumps.task_result import TaskResult
     from .tools.report.dump import write_dump
     from .tools.report.folder import ReportFolder
     from .tools.report.html import write_page
     from .tools.report.loggers import log_report
     from .tools.report.page_contents import page_data
     from .tools.report.step import StepReport, make_report
+    from .tools.tasks import audit, compare, plan, replay
     from .tools.xray.causal_lm import table_as_causal_lm
     from .tools.xray.measure import XRay, xray
     from .tools.xray.of_trl import trl_step
@@ -75,13 +79,16 @@ __all__ = [
     "StampIds",
     "StepQueue",
     "StepReport",
+    "TaskResult",
     "TokenGRPOLoss",
     "TokenTable",
     "XRay",
     "advantages_of",
     "assembled",
+    "audit",
     "buffer_account",
     "build_pipeline",
+    "compare",
     "decide",
     "drained",
     "group_sampler",
@@ -93,10 +100,14 @@ __all__ = [
     "log_report",
     "make_report",
     "on_every_rank",
+    "open_dump",
     "optimise",
     "paced",
     "page_data",
+    "plan",
+    "recipes",
     "register_configs",
+    "replay",
     "stamp_ids",
     "table_as_causal_lm",
     "token_weights",

@@ -37,6 +37,7 @@ __all__ = [
     "ConfigError",
     "PipelineOptions",
     "build_pipeline",
+    "configured",
     "load_pipeline",
     "objects_in",
     "settings_of",
@@ -158,6 +159,17 @@ def load_pipeline(
         >>> load_pipeline("pipeline=grpo", "pipeline.stages.advantage.scale=none").stages["advantage"].scale
         'none'
     """
+    return build_pipeline(configured("load", recipe, overrides, options).pipeline)
+
+
+def configured(
+    config_name: str, recipe: str, overrides: Sequence[str], options: PipelineOptions
+) -> DictConfig:
+    """Compose ``conf/<config_name>.yaml`` with the recipe, overrides and keywords of :func:`load_pipeline`.
+
+    Raises:
+        ConfigError: as :func:`load_pipeline`.
+    """
     words: dict[str, Any] = {word: value for word, value in options.items() if value is not ...}
     rows, stages = words.pop("rows", None), words.pop("stages", None)
     if words.get("columns", ...) is None:  # no recipe has a node for None
@@ -165,7 +177,8 @@ def load_pipeline(
     typed = _overrides(recipe, overrides, rows)
     given = {word: words.pop(word) for word in KEYWORDS if word in words}
     settings = settings_of(typed, given, stages or {})
-    composed = compose_config("load", *typed).pipeline
+    config = compose_config(config_name, *typed)
+    composed = config.pipeline
     for word, value in words.items():
         role = word.removesuffix("_key")
         own = [name for name, node in composed.stages.items() if node is not None and word in node]
@@ -185,7 +198,7 @@ def load_pipeline(
         }
         _refuse_null_stages(composed, removed)
     log.debug("composed of %s and %s", typed, settings)
-    return build_pipeline(composed)
+    return config
 
 
 def _refuse_null_stages(pipeline: DictConfig, removed: Collection[str]) -> None:

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from headrace.faces import FOLDER, exported
 
 from .wording import suggest
 
 PACKAGES = ("adapters", "conf", "pipeline", "transforms")
+# What `dir(headrace)` shows, by task. The other names are listed in their packages.
+BY_TASK = {
+    "from a recipe to minibatches": ("recipes", "load_pipeline", "Pipeline", "Run"),
+    "the same on plain columns": ("decide", "Decider", "Decision", "advantages_of"),
+    "ids and whole groups": ("StampIds", "stamp_ids", "RepeatSampler", "GroupAssembler", "assembled"),
+    "groups from workers": ("informative", "paced", "RolloutStream"),
+    "optimiser steps": ("optimise", "weighted_loss", "TokenGRPOLoss", "PipelineHook", "Checkpoint"),
+    "what happened to the rows": ("make_report", "ReportFolder", "log_report", "write_page"),
+    "finished runs": ("write_dump", "open_dump", "replay", "compare", "audit", "plan", "xray"),
+    "parts of your own": ("BatchTransform", "RewardShaping", "Criterion", "TokenTerm", "Rows"),
+    "errors": ("ConfigError", "BatchError", "MissingKeyError", "IncompleteGroupsError", "StageError"),
+}
 # Where names are that somebody may look for in `headrace`.
 INNER = (
     "adapters",
@@ -23,10 +38,16 @@ OF_OTHERS = {
     "torchrl.data": ("ReplayBuffer",),
     "torchrl.objectives.llm": ("CISPOLoss", "DAPO", "GRPOLoss", "MCAdvantage"),
 }
+COMMANDS = {"doctor": "doctor", "stages": "stages", "train": "task=train", "view": "view"}
 
 
 HOMES = {name: package for package in ("pipeline", "transforms") for name in exported(f"headrace.{package}")}
-SHOWN = sorted(["__version__", *HOMES, *PACKAGES])
+SHOWN = sorted(["__version__", *(name for names in BY_TASK.values() for name in names), *PACKAGES])
+
+
+def spelt(name: str) -> str:
+    """A name without case and underscores."""
+    return name.replace("_", "").lower()
 
 
 def hint(name: str) -> str:
@@ -39,6 +60,32 @@ def hint(name: str) -> str:
     for module, names in OF_OTHERS.items():
         if name in names:
             return f": it is {module}.{name}"
-    if (FOLDER / "conf" / "pipeline" / f"{name}.yaml").exists():
-        return f": it is a recipe, headrace.load_pipeline({name!r})"
-    return suggest(name, SHOWN) or "; dir(headrace) lists the public names"
+    conf, own = FOLDER / "conf", spelt(name)
+    for path in sorted(conf.glob("pipeline/*.yaml")):
+        if spelt(path.stem) == own:
+            return f": it is a recipe, headrace.load_pipeline({path.stem!r})"
+    for line in (FOLDER / "pipeline" / "guesses.txt").read_text(encoding="utf-8").splitlines():
+        guesses, _, answer = line.partition(": ")
+        if own in guesses.split():
+            return f": use {answer}"
+    if name in COMMANDS:
+        return f": it is a command, `headrace {COMMANDS[name]}`"
+    if name in trainers():
+        return f": it is headrace.adapters.{name}"
+    if (alike := next((home for home in HOMES if spelt(home) == own), None)) is not None:
+        return f" (did you mean {alike!r}?)"
+    for folder in ("stage", "criterion", "term"):
+        if target := target_of(conf / folder / f"{name}.yaml"):
+            return f": it is the node of headrace.{target}"
+    return suggest(name, HOMES) or "; dir(headrace) lists the names to begin with"
+
+
+def trainers() -> list[str]:
+    """The modules of `headrace.adapters`."""
+    return [path.stem for path in FOLDER.glob("adapters/*.py")]
+
+
+def target_of(path: Path) -> str:
+    """The name of the class of a node; empty if there is no such file."""
+    found = re.search(r"^_target_: [\w.]+\.(\w+)$", path.read_text(), re.MULTILINE) if path.exists() else None
+    return found[1] if found else ""

@@ -51,6 +51,7 @@ ALIASES = {
     "output": "hydra.run.dir",
     "output_dir": "hydra.run.dir",
     "out": "hydra.run.dir",
+    "loss_unit": "pipeline.stages.weight.unit",
 }
 
 
@@ -323,7 +324,12 @@ def known_stages() -> list[str]:
 
 
 def recipes() -> list[str]:
-    """The names of the recipes that come with headrace."""
+    """The names of the recipes that come with headrace.
+
+    Example:
+        >>> recipes()[:2]
+        ['a_star_po', 'as/areal']
+    """
     folder = Path(str(files("headrace.conf"))) / "pipeline"
     return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
 

@@ -3,20 +3,23 @@
 :mod:`headrace.transforms` has what happens to a batch, :mod:`headrace.pipeline` how it is chained, run and
 shown, :mod:`headrace.conf` the recipes, and :mod:`headrace.adapters` how other trainers get one. The public
 names of the first two are here as well, each imported when it is first used: ``import headrace`` needs no
-torch, which takes seconds. Those to begin with:
+torch, which takes seconds. ``dir(headrace)`` shows those that you need, by task:
 
-============================== =================================================================
-from a recipe to minibatches   load_pipeline, Pipeline, Run
-the same on plain columns      decide, Decider, Decision
-ids and whole groups           StampIds, RepeatSampler, GroupAssembler, assembled
-optimiser steps                optimise, weighted_loss, TokenGRPOLoss
-what happened to the rows      make_report, ReportFolder, log_report
-parts of your own              BatchTransform, Criterion, TokenTerm, Rows
-errors                         ConfigError, BatchError, MissingKeyError, IncompleteGroupsError
-============================== =================================================================
+============================ =========================================================================
+from a recipe to minibatches recipes, load_pipeline, Pipeline, Run
+the same on plain columns    decide, Decider, Decision, advantages_of
+ids and whole groups         StampIds, stamp_ids, RepeatSampler, GroupAssembler, assembled
+groups from workers          informative, paced, RolloutStream
+optimiser steps              optimise, weighted_loss, TokenGRPOLoss, PipelineHook, Checkpoint
+what happened to the rows    make_report, ReportFolder, log_report, write_page
+finished runs                write_dump, open_dump, replay, compare, audit, plan, xray
+parts of your own            BatchTransform, RewardShaping, Criterion, TokenTerm, Rows
+errors                       ConfigError, BatchError, MissingKeyError, IncompleteGroupsError, StageError
+============================ =========================================================================
 
-Each stage of a recipe is a class, and beside it is a function of tensors, such as ``GroupRelativeAdvantage``
-and ``group_relative_advantage``.
+The others are those of ``dir(headrace.transforms)`` and ``dir(headrace.pipeline)``. Each stage of a recipe
+is a class, and beside it is a function of tensors, such as ``GroupRelativeAdvantage`` and
+``group_relative_advantage``.
 
 Example:
     >>> import headrace
@@ -32,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from .pipeline.public_names import HOMES, PACKAGES, SHOWN, hint
 
-# A library prints nothing by itself: who wants to see it configures `logging`.
+# A library prints nothing by itself: to see its messages, configure `logging`.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 if TYPE_CHECKING:  # type checkers follow the two packages by their `__all__`, and refuse any other name

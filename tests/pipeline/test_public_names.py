@@ -16,24 +16,40 @@ from public import public
 import headrace
 import headrace.pipeline
 import headrace.transforms
-from headrace.pipeline.public_names import INNER, OF_OTHERS
+from headrace.faces import FOLDER, exported
+from headrace.pipeline.public_names import BY_TASK, INNER, OF_OTHERS, PACKAGES, hint
 
+ROOT = Path(__file__).parents[2]
 PUBLIC = {*headrace.pipeline.__all__, *headrace.transforms.__all__}
 
 
-def test_headrace_exports_the_public_names_of_both_packages():
+def test_headrace_has_the_public_names_of_both_packages():
     assert not set(headrace.pipeline.__all__) & set(headrace.transforms.__all__)
     assert set(headrace.__all__) == PUBLIC | {"__version__"}
-    assert PUBLIC | {"conf", "pipeline", "transforms"} <= set(dir(headrace))
     for package in (headrace.pipeline, headrace.transforms):
+        assert set(dir(package)) == set(package.__all__)
         assert all(getattr(headrace, name) is thing for name, thing in public(package))
 
 
-def test_help_begins_with_public_names_by_what_they_are_for():
-    rows = re.findall(r"^\w[\w ]+  +(\w+(?:, \w+)*)$", headrace.__doc__, re.MULTILINE)
-    named = [name for row in rows for name in row.split(", ")]
-    assert len(rows) == 7
-    assert {"load_pipeline", "decide", "ConfigError"} < {*named} < PUBLIC
+def test_dir_shows_about_forty_names_by_task_and_so_does_the_help():
+    names = [name for task in BY_TASK.values() for name in task]
+    assert len(names) == len(set(names)) <= 45
+    assert set(names) < PUBLIC
+    assert set(dir(headrace)) == {*names, *PACKAGES, "__version__"}
+    rows = re.findall(r"^(\w[\w ]+?)  *((?:\w+, )+\w+)$", headrace.__doc__, re.MULTILINE)
+    assert [(task, tuple(shown.split(", "))) for task, shown in rows] == list(BY_TASK.items())
+    page = (ROOT / "docs" / "python.md").read_text()
+    rows = re.findall(r"^\| (\w[\w ]+) \| (`.*`) \|$", page, re.MULTILINE)
+    assert [(task, tuple(re.findall(r"`(\w+)`", shown))) for task, shown in rows] == list(BY_TASK.items())
+
+
+def test_no_function_has_the_name_of_a_folder_beside_it():
+    """Otherwise `package.name` is the function or the folder, depending on what was imported last."""
+    folders = {path.parent for path in FOLDER.glob("**/__init__.py")}
+    for folder in folders:
+        package = ".".join(["headrace", *folder.relative_to(FOLDER).parts])
+        names = PUBLIC if folder == FOLDER else set(exported(package))
+        assert not names & {each.name for each in folder.iterdir() if each in folders}, package
 
 
 def test_type_checkers_see_all_names_of_both_packages():
@@ -53,7 +69,7 @@ def run(*lines: str) -> None:
 
 def test_importing_listing_and_misspelling_do_not_import_torch():
     run(
-        "assert 'load_pipeline' in dir(headrace) and 'whiten' in dir(headrace)",
+        "assert 'load_pipeline' in dir(headrace) and 'whiten' in dir(headrace.transforms)",
         "assert not hasattr(headrace, 'open_source') and not hasattr(headrace, 'load_pipelines')",
         "headrace.pipeline",
         "assert 'torch' not in sys.modules",
@@ -75,7 +91,7 @@ def test_importing_a_stage_does_not_import_hydra():
         ("grpo", ": it is a recipe, headrace.load_pipeline('grpo')"),
         ("load_pipelines", " (did you mean 'load_pipeline' or 'build_pipeline'?)"),
         ("CompletnessGate", " (did you mean 'CompletenessGate' or 'IncompleteGroups'?)"),
-        ("qqq", "; dir(headrace) lists the public names"),
+        ("qqq", "; dir(headrace) lists the names to begin with"),
         ("__path_hooks__", ""),
     ],
 )
@@ -84,6 +100,142 @@ def test_an_unknown_name_is_refused_with_its_module_or_nearest_name(name, hint):
         with pytest.raises(AttributeError) as refused:
             getattr(module, name)
         assert str(refused.value) == f"module {module.__name__!r} has no attribute {name!r}{hint}"
+
+
+# What three people guess after reading the README, and a word of the answer; "": headrace has the name.
+GUESSES = {
+    "an engineer who trains": {
+        "GRPO": "load_pipeline('grpo')",
+        "RLOO": "load_pipeline('rloo')",
+        "DrGRPO": "load_pipeline('dr_grpo')",
+        "Recipe": "load_pipeline",
+        "load_recipe": "load_pipeline",
+        "recipes": "",
+        "list_recipes": "headrace.recipes",
+        "RLOOAdvantage": "baseline='leave_one_out'",
+        "GRPOAdvantage": "GroupRelativeAdvantage",
+        "compute_advantages": "headrace.decide",
+        "normalize": "GroupRelativeAdvantage",
+        "DynamicSampling": "headrace.informative",
+        "OverlongPenalty": "OverlongPunishment",
+        "TruncatedImportanceSampling": "RolloutCorrection",
+        "importance_sampling": "RolloutCorrection",
+        "KLPenalty": "kl_in_advantage",
+        "optimize": "headrace.optimise",
+        "train_step": "headrace.optimise",
+        "train": "headrace task=train",
+        "loss": "headrace.weighted_loss",
+        "GRPOLoss": "torchrl.objectives.llm.GRPOLoss",
+        "GSPO": "a loss",
+        "loss_unit": "pipeline.stages.weight.unit",
+        "group_size": "pipeline.stages.gate.group_size",
+        "minibatches": "run.minibatches()",
+        "collate": "run.minibatches()",
+        "collate_fn": "run.minibatches()",
+        "DataLoader": "run.minibatches()",
+        "pack": "",
+        "Collector": "torchrl.collectors.Collector",
+        "LLMCollector": "torchrl.collectors.llm.LLMCollector",
+        "ReplayBuffer": "torchrl.data.ReplayBuffer",
+        "TensorDict": "tensordict.TensorDict",
+        "Trainer": "PipelineHook",
+        "GRPOTrainer": "PipelineHook",
+    },
+    "an engineer of the cluster": {
+        "log": "log_report",
+        "Logger": "log_report",
+        "tensorboard": "log_report",
+        "wandb": "log_report",
+        "metrics": "run.metrics",
+        "Report": "make_report",
+        "report": "make_report",
+        "ledger": "run.ledger",
+        "Ledger": "run.ledger",
+        "page": "write_page",
+        "dashboard": "write_page",
+        "view": "headrace view",
+        "doctor": "headrace doctor",
+        "stages": "headrace stages",
+        "read_dump": "headrace.open_dump",
+        "load_dump": "headrace.open_dump",
+        "open_source": "open_source",
+        "save_dump": "headrace.write_dump",
+        "open_dump": "",
+        "replay": "",
+        "audit": "",
+        "compare": "",
+        "plan": "",
+        "xray": "",
+        "certify": "headrace.pipeline.tools.certify",
+        "resume": "headrace.Checkpoint",
+        "save_checkpoint": "headrace.Checkpoint",
+        "trl": "headrace.adapters.trl",
+        "verl": "headrace.adapters.verl",
+        "attach": "headrace.adapters.attach",
+        "ids": "headrace.StampIds",
+        "GroupBuffer": "headrace.GroupAssembler",
+        "Groups": "headrace.GroupAssembler",
+        "Config": "load_pipeline",
+    },
+    "a contributor": {
+        "Stage": "headrace.BatchTransform",
+        "Transform": "headrace.BatchTransform",
+        "register_stage": "after=",
+        "register": "after=",
+        "add_stage": "after=",
+        "RewardShaping": "",
+        "shape_reward": "headrace.RewardShaping",
+        "Reward": "headrace.RewardShaping",
+        "Criterion": "",
+        "Filter": "headrace.SampleFilter",
+        "filter_groups": "headrace.SampleFilter",
+        "Gate": "headrace.CompletenessGate",
+        "Collapse": "headrace.FanOutCollapse",
+        "Split": "headrace.ShuffleSplit",
+        "Weight": "headrace.LossWeight",
+        "Baseline": "headrace.GroupRelativeAdvantage",
+        "whitening": "headrace.BatchWhitening",
+        "overlong": "headrace.OverlongPunishment",
+        "not_truncated": "NotTruncated",
+        "loss_weights": "headrace.LossWeight",
+        "Batch": "docs/batch.md",
+        "Rollout": "docs/batch.md",
+        "BatchErorr": "BatchError",
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "word"), [pair for who in GUESSES.values() for pair in who.items()])
+def test_a_guess_is_found_or_answered_with_the_right_home(name, word):
+    if not word:
+        assert name in PUBLIC
+        assert getattr(headrace, name) is not None
+        return
+    assert name not in PUBLIC
+    with pytest.raises(AttributeError, match=re.escape(word)):
+        getattr(headrace, name)
+
+
+def test_each_answer_to_a_guess_names_what_there_is():
+    lines = (FOLDER / "pipeline" / "guesses.txt").read_text().splitlines()[1:]
+    pairs = [line.partition(": ")[::2] for line in lines]
+    guesses = [guess for some, _ in pairs for guess in some.split()]
+    assert sorted({each for each in guesses if guesses.count(each) > 1}) == []
+    assert not [each for each in guesses if each in PUBLIC]
+    for _, answer in pairs:
+        for name in re.findall(r"headrace\.([\w.]+)", answer):
+            thing = headrace
+            for part in name.split("."):
+                thing = getattr(thing, part)
+        assert set(re.findall(r"recipe '(\w+)'", answer)) <= set(headrace.recipes())
+        assert all((ROOT / page).exists() for page in re.findall(r"docs/\w+\.md", answer))
+
+
+def test_each_guess_of_the_file_is_answered_by_its_line():
+    """No earlier rule, such as the name of a recipe, takes its place."""
+    for line in (FOLDER / "pipeline" / "guesses.txt").read_text().splitlines()[1:]:
+        guesses, _, answer = line.partition(": ")
+        assert {guess for guess in guesses.split() if answer not in hint(guess)} == set(), line
 
 
 @pytest.mark.parametrize(

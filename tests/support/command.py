@@ -105,7 +105,7 @@ def run_here(program: Callable[[], object], folder: Path, *words: str) -> subpro
 def told(task: Callable, config: Any, folder: Path, *more: Any) -> tuple[float, str]:
     """The number of a task, and what it prints."""
     console = Console(width=200, record=True, file=io.StringIO())
-    return task(config, folder, *more, console), console.export_text()
+    return float(task(config, folder, *more, console)), console.export_text()
 
 
 def refused(folder: Path, *words: str) -> str:

@@ -270,7 +270,7 @@ def no_lengths(reader: str, stage: str = "") -> MissingKeyError:
     return MissingKeyError(
         f"{reader} needs the tokens of each response, or their number, and this dump has neither. Set "
         "source.tokenizer=PATH, a tokenizer.json or a folder of transformers (in Python "
-        f"open_source(..., tokenizer=PATH)){leave_out}"
+        f"open_dump(..., tokenizer=PATH)){leave_out}"
     )
 
 

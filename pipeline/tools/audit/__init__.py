@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from headrace.faces import lazy
 
 if TYPE_CHECKING:
-    from .audit_task import AuditFailed, audit
+    from .audit_task import AuditFailed, audit_dump
     from .logged import LoggedAdvantages
 
-__all__ = ["AuditFailed", "LoggedAdvantages", "audit"]
+__all__ = ["AuditFailed", "LoggedAdvantages", "audit_dump"]
 
 __getattr__, __dir__ = lazy(__name__, __all__)

@@ -14,7 +14,7 @@ from rich.text import Text
 from tensordict import TensorDictBase
 
 from headrace.pipeline.load import ConfigError, build_pipeline
-from headrace.pipeline.tools.dumps import DumpSteps, open_configured, print_files, write_files
+from headrace.pipeline.tools.dumps import DumpSteps, TaskResult, open_configured, print_files, write_files
 from headrace.pipeline.tools.report import FittedColumn, FittedTable, as_html, json_text, plain_page
 from headrace.pipeline.wording import printable, suggest
 
@@ -79,9 +79,9 @@ class CheckResult:
         return found | {"not_checked": self.lacking, "hint": self.hint, "findings": findings}
 
 
-def audit(
+def audit_dump(
     config: DictConfig, output: Path, overrides: Sequence[str] = (), console: Console | None = None
-) -> float:
+) -> TaskResult:
     """Check every step of a dump against the recipe that trained it; print and write the findings.
 
     Args:
@@ -91,7 +91,7 @@ def audit(
         console: where to print; None: standard output.
 
     Returns:
-        The number of findings.
+        The number of findings, and what ``audit.json`` has.
 
     Raises:
         ConfigError: ``source.path`` is missing, or a stage, option or check is unknown.
@@ -167,7 +167,7 @@ def audit(
             why += f", and these checks were not made: {', '.join(lacking)}" * bool(lacking)
             raise AuditFailed(why)
     read.end()
-    return found
+    return TaskResult(float(found), report)
 
 
 def checks_demanded(strict: Any) -> list[str]:

@@ -9,15 +9,17 @@ from typing import Any
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
 
 from headrace.installed import MissingPackageError
 from headrace.pipeline.composing.compose import ConfigError, leaves
 from headrace.pipeline.composing.nodes import YAML, as_typed, misfit
-from headrace.pipeline.tools.audit import audit
+from headrace.pipeline.tools.audit import audit_dump
 from headrace.pipeline.tools.certify import certify
-from headrace.pipeline.tools.dumps.readers import SourceError, open_source
+from headrace.pipeline.tools.dumps import TaskResult
+from headrace.pipeline.tools.dumps.readers import SourceError, open_dump
 from headrace.pipeline.tools.plan import tabulate_group_sizes
-from headrace.pipeline.tools.replay import compare, replay
+from headrace.pipeline.tools.replay import compare_recipes, replay_dump
 from headrace.pipeline.tools.report import ReportFolder
 from headrace.pipeline.tools.xray import measure_trainer
 from headrace.pipeline.train import Packed
@@ -35,25 +37,35 @@ REFUSALS = (
     OSError,
     MissingPackageError,
 )
-TASKS = {"train": train, "replay": replay, "plan": tabulate_group_sizes}
-OF_RECIPES = {"compare": compare, "audit": audit, "certify": certify, "xray": measure_trainer}
+OF_DUMPS = {"replay": replay_dump, "plan": tabulate_group_sizes}
+OF_RECIPES: dict[str, Callable[..., float | TaskResult]] = {
+    "compare": compare_recipes,
+    "audit": audit_dump,
+    "certify": certify,
+    "xray": measure_trainer,
+}
 
 
-def perform(config: DictConfig, output: Path, overrides: Sequence[str]) -> float:
-    """Run the task of a configuration, and return its number.
+def perform(
+    config: DictConfig, output: Path, overrides: Sequence[str], console: Console | None = None
+) -> float | TaskResult:
+    """Run the task of a configuration, and return its number, or all numbers.
 
     Args:
         config: composed from ``conf/config.yaml``.
         output: folder for its files.
         overrides: the overrides of the command line.
+        console: where to print; None: standard output.
 
     Raises:
         ConfigError: a setting has a wrong type.
     """
     check_types(config)
     if config.task in OF_RECIPES:
-        return OF_RECIPES[config.task](config, output, list(overrides))
-    return TASKS[config.task](config, output)
+        return OF_RECIPES[config.task](config, output, list(overrides), console)
+    if config.task == "train":
+        return train(config, output)
+    return OF_DUMPS[config.task](config, output, console)
 
 
 TYPES: dict[str, Any] = {
@@ -81,7 +93,7 @@ TYPES: dict[str, Any] = {
     "xray.source": str | None,
     "xray.curve": bool,
     **{f"report.{name}": annotations_of(ReportFolder)[name] for name in ("steps", "dump", "every")},
-    **{f"source.{name}": kind for name, kind in annotations_of(open_source).items() if name != "return"},
+    **{f"source.{name}": kind for name, kind in annotations_of(open_dump).items() if name != "return"},
     "source.path": str | None,  # the tasks check that it is set
     "source.regrade": str | None,  # the name of a callable; or a node
 }

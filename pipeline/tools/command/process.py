@@ -60,7 +60,7 @@ def run_task(config: DictConfig) -> float:
     began, failure, number = time.time(), "", float("nan")
     try:
         refuse_parts_of_no_stage(config, overrides)
-        number = perform(config, output, overrides)
+        number = float(perform(config, output, overrides))
     except TrainingInterrupted:
         sys.exit(130)
     except (AuditFailed, StepsFailed) as err:  # what they found is printed by now

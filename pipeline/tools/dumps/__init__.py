@@ -20,10 +20,12 @@ if TYPE_CHECKING:
         sizes_of_groups,
         write_files,
     )
+    from .task_result import TaskResult
 
 __all__ = [
     "DumpSteps",
     "StepsFailed",
+    "TaskResult",
     "import_callable",
     "missing_path",
     "open_configured",

@@ -21,7 +21,7 @@ from headrace.pipeline.load import ConfigError
 from headrace.pipeline.wording import printable
 from headrace.transforms.carry import write_whole
 
-from .readers import Source, SourceError, open_source
+from .readers import Source, SourceError, open_dump
 
 STARTS = ("pipeline.", "hydra.searchpath=")
 OF_STAGE = re.compile(r"(?P<plus>\+*)~?(?:[\w/]+@)?pipeline\.stages\.(?P<stage>\w+)(?P<whole>=|$)?")
@@ -51,7 +51,7 @@ def open_configured(config: DictConfig) -> Source:
                     f"pipeline.stages.{name}.reward must be shared, got sum, which would count it once a row"
                 )
     try:
-        source = open_source(**{str(name): value for name, value in options.items()})
+        source = open_dump(**{str(name): value for name, value in options.items()})
     except SourceError:
         raise
     except (TypeError, ValueError) as err:

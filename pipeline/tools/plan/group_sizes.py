@@ -18,6 +18,7 @@ from tensordict import TensorDictBase
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.tools.dumps import (
     DumpSteps,
+    TaskResult,
     open_configured,
     print_files,
     sizes_of_groups,
@@ -103,7 +104,7 @@ def groups_seen(report: StepReport) -> GroupsSeen:
     )
 
 
-def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | None = None) -> float:
+def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | None = None) -> TaskResult:
     """Print the share of uninformative groups by group size, from the rewards of a dump under a recipe.
 
     It runs the recipe as ``task=replay`` does, and compares rewards after its shaping and weights, also those
@@ -115,7 +116,8 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
         console: where to print; None: standard output.
 
     Returns:
-        The share of uninformative groups in the dump, as ``frac_reward_zero_std`` of a replay.
+        The share of uninformative groups in the dump, as ``frac_reward_zero_std`` of a replay, and
+        what ``plan.json`` has.
 
     Raises:
         ConfigError: ``source.path`` is missing, a group size is not an integer ≥ 1, or no group has two
@@ -150,12 +152,12 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
     if words := said_of_trees(numbers):
         console.print(words, highlight=False)
     failed = [each._asdict() for each in read.failed]
-    written = json_text(found | {"tokens": numbers, "failed_steps": failed}, indent=1)
-    write_files(config, output, {"plan.json": written})
+    found |= {"tokens": numbers, "failed_steps": failed}
+    write_files(config, output, {"plan.json": json_text(found, indent=1)})
     read.show()
     print_files(console, output)
     read.end()
-    return float(found["uninformative"])
+    return TaskResult(found["uninformative"], found)
 
 
 def show_group_sizes(

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from headrace.faces import lazy
 
 if TYPE_CHECKING:
-    from .compare_task import compare
-    from .replay_task import replay
+    from .compare_task import compare_recipes
+    from .replay_task import replay_dump
 
-__all__ = ["compare", "replay"]
+__all__ = ["compare_recipes", "replay_dump"]
 
 __getattr__, __dir__ = lazy(__name__, __all__)

@@ -17,6 +17,7 @@ from tensordict import TensorDictBase
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.tools.dumps import (
     DumpSteps,
+    TaskResult,
     open_configured,
     overrides_by_recipe,
     print_files,
@@ -54,9 +55,9 @@ NO_SHARES = (
 )
 
 
-def compare(
+def compare_recipes(
     config: DictConfig, output: Path, overrides: Sequence[str] = (), console: Console | None = None
-) -> float:
+) -> TaskResult:
     """Run every step of a dump through two recipes; print and write the differences.
 
     Args:
@@ -66,7 +67,7 @@ def compare(
         console: where to print; None: standard output.
 
     Returns:
-        The correlation of the advantages.
+        The correlation of the advantages, and what ``compare.json`` has.
 
     Raises:
         ConfigError: ``pipelines`` are not two recipes, ``source.path`` is missing, or one of the recipes does
@@ -131,7 +132,7 @@ def compare(
         console.print(Text(sentence))
     print_files(console, output)
     steps.end()
-    return comparison.numbers["correlation"]
+    return TaskResult(comparison.numbers["correlation"], result)
 
 
 def show_comparison(comparison: Comparison, console: Console) -> None:

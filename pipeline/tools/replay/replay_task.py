@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.tools.audit import LoggedAdvantages
-from headrace.pipeline.tools.dumps import DumpSteps, open_configured, print_files, write_files
+from headrace.pipeline.tools.dumps import DumpSteps, TaskResult, open_configured, print_files, write_files
 from headrace.pipeline.tools.report import (
     LENGTH,
     ReportFolder,
@@ -28,7 +28,7 @@ from headrace.pipeline.tools.report import (
 from .missing_groups import GroupHoles
 
 
-def replay(config: DictConfig, output: Path, console: Console | None = None) -> float:
+def replay_dump(config: DictConfig, output: Path, console: Console | None = None) -> TaskResult:
     """Run every step of a dump through the pipeline; print and write the reports.
 
     Args:
@@ -37,7 +37,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
         console: where to print; None: standard output.
 
     Returns:
-        The number of rows that are trained.
+        The number of rows that are trained; the numbers of each ``steps``, ``verdict`` and ``notices``.
 
     Raises:
         ConfigError: no path, or an unknown stage or option.
@@ -91,7 +91,9 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
     stored = [f"all rows of all steps: {shlex.join(['headrace', 'view', str(output)])}"]
     print_files(console, output, *(stored if (output / "rollouts").is_dir() else []))
     steps.end()
-    return sum(numbers["rows/trained"] for numbers in history)
+    found = {"steps": history, "verdict": folder.verdict if history else "", "notices": folder.notices}
+    found["failed_steps"] = [each._asdict() for each in steps.failed]
+    return TaskResult(sum(numbers["rows/trained"] for numbers in history), found)
 
 
 def said_of_dump(folder: ReportFolder) -> list[str]:

@@ -110,7 +110,7 @@ def write_dump(
     format: Literal["parquet", "jsonl"] = "parquet",
     config: str | None = None,
 ) -> Path:
-    """Write the file of a step to a folder, whole or not at all. ``open_source`` reads it back.
+    """Write the file of a step to a folder, whole or not at all. ``open_dump`` reads it back.
 
     Args:
         report: of the step, whose number names the file; a file of that step is replaced.

@@ -17,11 +17,11 @@ from command import headrace_here, told
 from composed import composed, configure
 
 from headrace.pipeline import ConfigError, make_report, write_dump
-from headrace.pipeline.tools.audit import AuditFailed, audit, logged
+from headrace.pipeline.tools.audit import AuditFailed, audit_dump, logged
 from headrace.pipeline.tools.audit.audit_checks import AuditFinding, CheckOutcome
 from headrace.pipeline.tools.audit.audit_task import CheckResult
 from headrace.pipeline.tools.dumps.readers import SourceError, open_source
-from headrace.pipeline.tools.replay import replay
+from headrace.pipeline.tools.replay import replay_dump
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ def audited(path, folder, *words):
     """What an audit prints, and its checks as JSON, by name."""
     named = [word for word in words if word.startswith("pipeline=")]
     config = configure("config", "task=audit", f"source.path={path}", *words)
-    number, text = told(audit, config, folder, named)
+    number, text = told(audit_dump, config, folder, named)
     report = json.loads((folder / "audit.json").read_text())
     checks = {check["check"]: check for check in report["checks"]}
     assert number == report["findings"] == sum(len(check["findings"]) for check in checks.values())
@@ -509,7 +509,7 @@ def test_a_strict_command_exits_with_1_on_findings(tmp_path):
     with pytest.raises(AuditFailed, match=r"the audit has 1 finding$"):
         audited(tmp_path / "bad", tmp_path, *AS_TRL, "audit.strict=true")
     with pytest.raises(ConfigError, match="a dump to read is required"):
-        audit(configure("config", "task=audit"), out)
+        audit_dump(configure("config", "task=audit"), out)
 
 
 # -- what slime trained --------------------------------------------------------------------------------
@@ -601,7 +601,9 @@ def test_a_problem_that_was_drawn_twice_with_exact_advantages_has_no_finding(wri
     assert checks["advantages"]["state"] == checks["oversized"]["state"] == "passed"
     assert "1 of these groups was split into the draws, and the logged advantages are those" in text
     trained, text = told(
-        replay, configure("config", f"source.path={path}", "task=replay", *words, ORDERED[0]), tmp_path / "r"
+        replay_dump,
+        configure("config", f"source.path={path}", "task=replay", *words, ORDERED[0]),
+        tmp_path / "r",
     )
     assert trained == 16
     assert "16 rows have one, 100% agree with yours" in " ".join(text.split())

@@ -13,7 +13,7 @@ from dumps import trl_dump
 from headrace.pipeline.tools.audit import logged
 from headrace.pipeline.tools.audit.logged import LoggedRows
 from headrace.pipeline.tools.dumps.readers import open_source
-from headrace.pipeline.tools.replay import replay
+from headrace.pipeline.tools.replay import replay_dump
 from headrace.pipeline.tools.report.numbers import logged_numbers
 
 pytestmark = pytest.mark.slow
@@ -144,7 +144,7 @@ def test_numbers_by_hand():
 
 def replayed(path, folder, *words):
     shared = (f"source.path={path}", "report.html=false", "pipeline.stages.gate.group_size=4")
-    _, text = told(replay, configure("config", "task=replay", *shared, *words), folder / "out")
+    _, text = told(replay_dump, configure("config", "task=replay", *shared, *words), folder / "out")
     return " ".join(text.split())
 
 

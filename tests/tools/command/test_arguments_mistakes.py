@@ -81,6 +81,7 @@ MISTAKES = {
     "+pipeline.stages.advantge.scale=none": "must be a node with a _target_, or null (did you mean 'advan",
     "+pipeline.stages.filter.criterion.reward_kye=1": "no option 'reward_kye' (did",
     "pipeline.order=[gate]": "order must name each stage once",
+    "loss_unit=token": "did you mean pipeline.stages.weight.unit=token",
     "pipeline.stages.gate._target_=headrace.transforms.Gate": "'headrace.transforms.Gate' cannot be",
     "~pipeline.stages.weight": "Set aggregation='token_mean' on GRPOLoss",
     "+stage@pipeline.stages.signs=signs": "it lacks 'signs'. Place it, as in pipeline.after.signs=advantage",

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from headrace.pipeline import make_report, page_data
 from headrace.pipeline.tools.dumps.readers import open_source
-from headrace.pipeline.tools.replay import replay
+from headrace.pipeline.tools.replay import replay_dump
 from headrace.pipeline.tools.report import Comparison, show_report
 from headrace.pipeline.tools.report.loggers import group_rows, rollout_rows
 from headrace.transforms import BatchError
@@ -85,7 +85,7 @@ def test_a_replay_of_a_replay_keeps_the_ids(write, format, tmp_path):
     for name in ("one", "two"):
         words = (*WORDS, f"source.path={path}", f"report.dump={format}", "pipeline.stages.gate.group_size=2")
         config = configure("config", "task=replay", *words)
-        told(replay, config, tmp_path / name)
+        told(replay_dump, config, tmp_path / name)
         path = tmp_path / name / "rollouts"
     trained = reported(path)[0].ledger.rows("trained")
     assert [row["group"] for row in trained] == groups

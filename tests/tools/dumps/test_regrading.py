@@ -22,7 +22,7 @@ from dumps import (
 
 from headrace.pipeline import ConfigError
 from headrace.pipeline.tools.dumps.readers import Sample, SourceError, open_source, regrade, to_batch
-from headrace.pipeline.tools.replay import replay
+from headrace.pipeline.tools.replay import replay_dump
 from headrace.transforms import Status
 
 pytestmark = pytest.mark.slow
@@ -183,7 +183,7 @@ def test_the_ground_truth_of_a_dump_is_read(write, truth, tmp_path):
 
 def replayed(path, folder, *words):
     shared = (f"source.path={path}", "report.html=false", "pipeline.stages.gate.group_size=4")
-    return told(replay, configure("config", "task=replay", *shared, *words), folder / "replay")
+    return told(replay_dump, configure("config", "task=replay", *shared, *words), folder / "replay")
 
 
 CHANGED = (

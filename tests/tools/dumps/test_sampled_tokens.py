@@ -27,7 +27,7 @@ from dumps import (
 
 from headrace.pipeline import make_report
 from headrace.pipeline.tools.dumps.readers import open_source, regrade
-from headrace.pipeline.tools.replay import replay
+from headrace.pipeline.tools.replay import replay_dump
 from headrace.pipeline.tools.report import gradient_share, write_dump
 
 pytestmark = pytest.mark.slow
@@ -541,7 +541,7 @@ def test_the_terminal_and_the_page_say_where_groups_and_tokens_come_from(letters
         f"source.tokenizer={letters}",
     )
     config = configure("config", "task=replay", *words)
-    numbers, text = told(replay, config, tmp_path / "out")
+    numbers, text = told(replay_dump, config, tmp_path / "out")
     assert numbers == 8
     page = html.unescape((tmp_path / "out" / "report.html").read_text())
     for said in (" ".join(text.split()), page):

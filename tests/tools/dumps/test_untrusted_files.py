@@ -43,7 +43,7 @@ from rich.console import Console
 from headrace.pipeline import ConfigError, Pipeline, make_report, write_dump
 from headrace.pipeline.tools.dumps.readers import Sample, SourceError, open_source, to_batch
 from headrace.pipeline.tools.plan import tabulate_group_sizes
-from headrace.pipeline.tools.replay import compare, replay
+from headrace.pipeline.tools.replay import compare_recipes, replay_dump
 from headrace.transforms import BatchError
 
 pytestmark = pytest.mark.slow
@@ -376,7 +376,7 @@ def test_values_of_a_pickle_are_escaped_in_errors(tmp_path):
     assert not obeyed(message)
 
 
-TASKS = {"replay": replay, "compare": compare, "plan": tabulate_group_sizes}
+TASKS = {"replay": replay_dump, "compare": compare_recipes, "plan": tabulate_group_sizes}
 
 
 def files_of_all_formats(folder, dump, step):

@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from headrace.pipeline import ConfigError
 from headrace.pipeline.tools.dumps.readers import SourceError, open_source
-from headrace.pipeline.tools.replay import replay
+from headrace.pipeline.tools.replay import replay_dump
 from headrace.pipeline.tools.view.stored_run import StoredRun
 from headrace.transforms import BatchError
 
@@ -104,11 +104,13 @@ def test_one_message_names_all_missing_options_as_a_command_that_runs(name, tmp_
     write, options = FOLDERS[name]
     write(tmp_path / "a dump")
     with pytest.raises(ConfigError, match=f"a dump of {name.split()[0]}: ") as raised:
-        replay(configure("config", "task=replay", f"source.path={tmp_path / 'a dump'}"), tmp_path / "out")
+        replay_dump(
+            configure("config", "task=replay", f"source.path={tmp_path / 'a dump'}"), tmp_path / "out"
+        )
     assert not (tmp_path / "out" / "rollouts").exists()  # the next command can write there
     first, *words = shlex.split(str(raised.value).splitlines()[-1])
     assert (first, words[2:]) == ("headrace", options)
-    trained, _ = told(replay, configure("config", *words), tmp_path / "out")
+    trained, _ = told(replay_dump, configure("config", *words), tmp_path / "out")
     assert trained == 4
 
 
@@ -143,10 +145,10 @@ def test_a_replay_of_which_every_step_failed_leaves_room_for_the_next(tmp_path):
 def test_the_folder_of_a_run_is_replayed_whatever_else_is_in_it(tmp_path):
     slime(tmp_path / "dump")
     words = ("task=replay", "source.group_size=2")
-    told(replay, configure("config", *words, f"source.path={tmp_path / 'dump'}"), tmp_path / "run")
+    told(replay_dump, configure("config", *words, f"source.path={tmp_path / 'dump'}"), tmp_path / "run")
     dumps.write_lines(tmp_path / "run" / "7.jsonl", [dumps.verl_row("a_0_0", 1.0)])
     trained, _ = told(
-        replay, configure("config", "task=replay", f"source.path={tmp_path / 'run'}"), tmp_path / "again"
+        replay_dump, configure("config", "task=replay", f"source.path={tmp_path / 'run'}"), tmp_path / "again"
     )
     assert trained == 4
 
@@ -172,7 +174,7 @@ def test_of_an_unknown_format_the_error_ends_with_the_options_of_a_file_of_your_
     dumps.write_lines(tmp_path / "mine" / "a.jsonl", rows)
     words = ["task=replay", f"source.path={tmp_path / 'mine'}"]
     with pytest.raises(SourceError) as raised:
-        replay(configure("config", *words), tmp_path / "out")
+        replay_dump(configure("config", *words), tmp_path / "out")
     line = str(raised.value).splitlines()[-1]
     for placeholder, name in (
         ("ID", "problem"),

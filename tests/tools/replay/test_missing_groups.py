@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline, make_report
 from headrace.pipeline.tools.dumps.readers import Sample, to_batch
-from headrace.pipeline.tools.replay import replay
+from headrace.pipeline.tools.replay import replay_dump
 from headrace.pipeline.tools.replay.missing_groups import GroupHoles
 
 PROMPTS, STEP = 200, 40
@@ -175,7 +175,7 @@ def test_a_replay_shows_it_in_the_terminal_and_on_the_page(tmp_path):
         "pipeline.stages.gate.group_size=2",
         "report.dump=null",
     )
-    _, text = told(replay, config, tmp_path / "out")
+    _, text = told(replay_dump, config, tmp_path / "out")
     page = data_of(tmp_path / "out" / "report.html")
     flat = " ".join(text.split())
     assert "groups are not in this dump" in flat

@@ -19,7 +19,7 @@ from pages import data_of
 from rich.console import Console
 
 from headrace.pipeline import ConfigError, Pipeline, make_report, write_dump
-from headrace.pipeline.tools.replay import compare, replay
+from headrace.pipeline.tools.replay import compare_recipes, replay_dump
 from headrace.pipeline.tools.replay.compare_task import show_comparison
 from headrace.pipeline.tools.report import Comparison
 from headrace.transforms import GroupRelativeAdvantage, LossWeight, MissingKeyError
@@ -46,13 +46,13 @@ def configured(task, dump, *words):
 
 def test_a_replay_prints_and_writes_its_report(dump, tmp_path):
     out = tmp_path / "out"
-    trained, text = told(replay, configured("replay", dump, *COUNTED, "pipeline=dapo"), out)
+    trained, text = told(replay_dump, configured("replay", dump, *COUNTED, "pipeline=dapo"), out)
     assert trained == 3 * 3
     assert "gate: incomplete" in text
     assert "−6" in text
     assert sorted(path.name for path in out.iterdir()) == ["config.yaml", "report.html", "rollouts"]
     again, _ = told(
-        replay, configured("replay", out / "rollouts", *COUNTED, "pipeline=dapo"), tmp_path / "two"
+        replay_dump, configured("replay", out / "rollouts", *COUNTED, "pipeline=dapo"), tmp_path / "two"
     )
     assert again == trained
 
@@ -66,14 +66,14 @@ def test_a_comparison_shows_the_users_turn_of_a_prompt(tmp_path):
     config = configured(
         "compare", path, "source.format=slime", "pipelines=[grpo,dr_grpo]", "report.html=false"
     )
-    _, text = told(compare, config, tmp_path / "out", ("pipeline.stages.gate.group_size=2",))
+    _, text = told(compare_recipes, config, tmp_path / "out", ("pipeline.stages.gate.group_size=2",))
     assert "2+2?" in text
     assert "im_start" not in text
 
 
 def test_two_recipes_are_compared_on_the_same_rollouts(dump, tmp_path):
     config = configured("compare", dump, "pipelines=[grpo,dr_grpo]")
-    correlation, text = told(compare, config, tmp_path / "out", COUNTED)
+    correlation, text = told(compare_recipes, config, tmp_path / "out", COUNTED)
     assert 0 < correlation <= 1
     assert "the same direction" in text  # one group alone trains
     assert "groups whose" not in text
@@ -87,7 +87,7 @@ def test_two_recipes_are_compared_on_the_same_rollouts(dump, tmp_path):
     assert '"verdict":""' in page  # that of one recipe is no answer
     assert f"the page: {(tmp_path / 'out' / 'report.html').as_uri()}" in " ".join(text.split())
     with pytest.raises(ConfigError, match=r"must name two recipes.*got \['grpo'\]"):
-        told(compare, configured("compare", dump, "pipelines=[grpo]"), tmp_path / "out", COUNTED)
+        told(compare_recipes, configured("compare", dump, "pipelines=[grpo]"), tmp_path / "out", COUNTED)
 
 
 @pytest.mark.parametrize("unit", [1.0, 1e-6, 1e6])
@@ -112,7 +112,7 @@ def test_groups_whose_share_moves_most_by_hand(make_batch, tmp_path):
     batch["masks", "all_assistant_mask"][:] = True
     write_dump(make_report(Pipeline({}).run(batch)), tmp_path / "dump")
     config = configured("compare", tmp_path / "dump", "pipelines=[grpo,dr_grpo]")
-    _, text = told(compare, config, tmp_path / "out", ("pipeline.stages.gate.group_size=2",))
+    _, text = told(compare_recipes, config, tmp_path / "out", ("pipeline.stages.gate.group_size=2",))
     found = json.loads((tmp_path / "out" / "compare.json").read_text())
     movers = sorted(found["movers"], key=lambda each: each["group"])
     assert [(each["group"], each["step"]) for each in movers] == [(5, 0), (9, 0)]
@@ -236,7 +236,7 @@ def test_a_missing_column_is_the_error_also_after_a_malformed_step(tmp_path):
     folder = dump_of_lines(tmp_path / "dump", ["no number", 1.0], [0.0, 1.0], [0.0, 1.0])
     words = ["pipeline=high_entropy", "pipeline.stages.gate.group_size=2"]
     with pytest.raises(MissingKeyError, match=r"step 1: stage 'forks'.*needs the tokens"):
-        told(replay, configured("replay", folder, *words), tmp_path / "out")
+        told(replay_dump, configured("replay", folder, *words), tmp_path / "out")
 
 
 def test_a_step_whose_rows_differ_between_two_recipes_is_left_out(tmp_path):
@@ -248,7 +248,12 @@ def test_a_step_whose_rows_differ_between_two_recipes_is_left_out(tmp_path):
     mine.write_text(f"defaults: [grpo]\nstages: {{split: {split}}}\n")
     words = ["pipeline.stages.gate.group_size=2", f"hydra.searchpath=[file://{tmp_path}/mine]"]
     with pytest.raises(RuntimeError, match="2 of 3 steps failed"):
-        told(compare, configured("compare", folder, "pipelines=[carries,grpo]"), tmp_path / "out", words)
+        told(
+            compare_recipes,
+            configured("compare", folder, "pipelines=[carries,grpo]"),
+            tmp_path / "out",
+            words,
+        )
     found = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert found["numbers"]["rows"] == 6
     assert [each["step"] for each in found["failed_steps"]] == [1, 2]

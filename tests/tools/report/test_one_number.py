@@ -22,7 +22,7 @@ from rich.console import Console
 
 from headrace.pipeline import Pipeline, load_pipeline, make_report, write_dump
 from headrace.pipeline.tools.dumps.readers import open_source
-from headrace.pipeline.tools.replay import compare, replay
+from headrace.pipeline.tools.replay import compare_recipes, replay_dump
 from headrace.pipeline.tools.report import advise, percent, verdict
 from headrace.transforms import LossWeight
 
@@ -53,7 +53,7 @@ def replayed(dump, tmp_path_factory):
     """The page's data, and the terminal's text."""
     out, console = tmp_path_factory.mktemp("out"), Console(width=600, record=True, file=io.StringIO())
     words = ("pipeline=dr_grpo", f"pipeline.stages.gate.group_size={SIZE}", "report.steps=50")
-    replay(configure("config", "task=replay", f"source.path={dump}", *words), out, console)
+    replay_dump(configure("config", "task=replay", f"source.path={dump}", *words), out, console)
     return data_of(out / "report.html"), console.export_text()
 
 
@@ -148,7 +148,7 @@ def test_a_comparison_has_the_mean_over_the_steps_of_its_page(make_batch, tmp_pa
     gate = ("pipeline.stages.gate.group_size=3", "pipeline.stages.gate.on_incomplete=drop")
     words = ("pipelines=[grpo,dr_grpo]", "report.steps=50", *gate)
     config = configure("config", "task=compare", f"source.path={tmp_path / 'dump'}", *words)
-    compare(config, tmp_path, list(words[2:]), console)
+    compare_recipes(config, tmp_path, list(words[2:]), console)
     found = json.loads((tmp_path / "compare.json").read_text())
     numbers = found["numbers"]
     data = data_of(tmp_path / "report.html")

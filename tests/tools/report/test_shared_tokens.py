@@ -15,7 +15,7 @@ from tries import Trie, dense, ragged
 
 from headrace.pipeline import Pipeline, make_report
 from headrace.pipeline.tools.plan import tabulate_group_sizes
-from headrace.pipeline.tools.replay import replay
+from headrace.pipeline.tools.replay import replay_dump
 from headrace.pipeline.tools.report import count_shared_tokens, page_data, said_of_trees
 from headrace.transforms import FanOutCollapse, GroupRelativeAdvantage, RewardWithin, SampleFilter
 
@@ -102,7 +102,7 @@ def test_replay_and_plan_of_a_dump_with_tokens_have_the_numbers(tmp_path):
     ]
     path = write_lines(tmp_path / "run_rollouts_000000.jsonl", rows)
     words = ["pipeline.stages.gate.group_size=4", "pipeline.stages.split.shuffle=false"]
-    for task, function in (("replay", replay), ("plan", tabulate_group_sizes)):
+    for task, function in (("replay", replay_dump), ("plan", tabulate_group_sizes)):
         config = configure("config", f"task={task}", *words, f"source.path={path}")
         said = "tokens of prompts and responses: 56 row by row; 32 as trees of groups, 1.8 times fewer"
         assert said in told(function, config, tmp_path / task)[1], task

@@ -9,7 +9,7 @@ from headrace.faces import lazy
 if TYPE_CHECKING:
     from .batch import Draws, Sample, to_batch
     from .file_kinds import Format, Reading
-    from .open import READERS, Source, open_source
+    from .open import READERS, Source, open_dump, open_source
     from .record import SourceError
     from .regrading import Regraded, regrade
 
@@ -22,6 +22,7 @@ __all__ = [
     "Sample",
     "Source",
     "SourceError",
+    "open_dump",
     "open_source",
     "regrade",
     "to_batch",

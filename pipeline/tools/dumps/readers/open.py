@@ -41,7 +41,7 @@ READERS: dict[str, Format] = {
 
 
 @takes_options
-def open_source(
+def open_dump(
     path: str | Path,
     format: str = "auto",
     *,
@@ -86,7 +86,7 @@ def open_source(
         ...         for i, (o, s) in enumerate([("2", 1.0), ("3", 0.0)])]
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = Path(folder, "7.jsonl").write_text("\\n".join(map(json.dumps, rows)))
-        ...     [(step, batch["next", "reward"].flatten().tolist()) for step, batch in open_source(folder)]
+        ...     [(step, batch["next", "reward"].flatten().tolist()) for step, batch in open_dump(folder)]
         [(7, [1.0, 0.0])]
     """
     if format != "auto" and format not in READERS:
@@ -142,8 +142,11 @@ def open_source(
     return Source(name, files, options, regrade)
 
 
+open_source = open_dump  # its earlier name
+
+
 class Source:
-    """A dump that :func:`open_source` opened. Each ``iter()`` is a new pass over all files.
+    """A dump that :func:`open_dump` opened. Each ``iter()`` is a new pass over all files.
 
     Attributes:
         format: name of the format.

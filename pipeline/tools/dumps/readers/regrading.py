@@ -55,7 +55,7 @@ class Regraded(NamedTuple):
 
 
 def regrade(batch: TensorDictBase, grade: Grade) -> tuple[TensorDictBase, Regraded]:
-    """Grade each rollout of a batch from :func:`open_source` once, by its texts.
+    """Grade each rollout of a batch from :func:`open_dump` once, by its texts.
 
     The response of a rollout with several rows is the responses of its rows, in order, joined by line breaks.
     Its prompt is that of its first row. Each of its rows gets the new reward. Rollouts that failed or were

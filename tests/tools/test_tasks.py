@@ -1,0 +1,107 @@
+"""A task in Python has the numbers of the command, prints nothing, and leaves no files behind."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from command import told
+from composed import configure
+from tensordict import TensorDict
+
+import headrace
+from headrace.pipeline import ConfigError, TaskResult, load_pipeline, make_report, write_dump
+from headrace.pipeline.tools.audit import audit_dump
+from headrace.pipeline.tools.dumps.readers import SourceError
+from headrace.pipeline.tools.plan import tabulate_group_sizes
+from headrace.pipeline.tools.replay import compare_recipes, replay_dump
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory):
+    """Two steps of four groups of four rollouts."""
+    folder = tmp_path_factory.mktemp("dump")
+    for step in range(2):
+        columns = {
+            "group_id": torch.arange(16) // 4,
+            "rollout_id": torch.arange(16),
+            "expected_rollouts": torch.full((16,), 4),
+            ("next", "reward"): torch.arange(16.0) % (3 + step),
+            ("masks", "all_assistant_mask"): torch.ones(16, 4, dtype=torch.bool),
+        }
+        batch = TensorDict(columns, batch_size=[16])
+        run = load_pipeline("grpo").run(batch)
+        write_dump(make_report(run, step=step, batch=batch), folder)
+    return folder
+
+
+def config_of(task, dump, *words):
+    return configure("config", f"task={task}", f"source.path={dump}", *words)
+
+
+def test_numbers_are_those_of_the_command(dump, tmp_path, capsys):
+    trained, _ = told(replay_dump, config_of("replay", dump, "pipeline=rloo"), tmp_path / "replay")
+    assert headrace.replay(dump, "rloo").number == trained == 32
+
+    told(audit_dump, config_of("audit", dump, "pipeline=as/trl"), tmp_path / "audit", ["pipeline=as/trl"])
+    found = headrace.audit(dump, "as/trl")
+    assert found.numbers == json.loads((tmp_path / "audit" / "audit.json").read_text())
+    assert found["pipeline"] == "as/trl"
+
+    told(tabulate_group_sizes, config_of("plan", dump, "plan.group_sizes=[2,4]"), tmp_path / "plan")
+    found = headrace.plan(str(dump), group_sizes=[2, 4])
+    assert found.numbers == json.loads((tmp_path / "plan" / "plan.json").read_text())
+    assert found.number == found["uninformative"]
+
+    words = ["pipeline.stages.overlong.max_length=4", "pipeline.stages.overlong.cache=2"]
+    both = config_of("compare", dump, "pipelines=[dapo,grpo]")
+    told(compare_recipes, both, tmp_path / "compare", words)
+    found = headrace.compare(dump, "dapo", "grpo", *words)
+    assert found.numbers == json.loads((tmp_path / "compare" / "compare.json").read_text())
+    assert float(found) == found["numbers"]["correlation"]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_replay_has_the_numbers_of_each_step_and_the_options_of_load_pipeline(dump):
+    options = {"max_length": 4, "cache": 2}
+    found = headrace.replay(dump, "grpo", stages={"overlong": options}, before={"overlong": "advantage"})
+    plain = headrace.replay(dump)
+    assert [step["rows/in"] for step in found["steps"]] == [16, 16]
+    changed = [step["overlong/mean"] for step in found["steps"]]
+    assert changed == [-1.0, -1.0]  # all rows have 4 tokens, and the punishment grows from 2 to 4
+    assert "overlong/mean" not in plain["steps"][0]
+    assert plain["failed_steps"] == []
+
+
+def test_files_are_kept_only_in_a_folder_that_is_named(dump, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert headrace.replay(dump).folder is None
+    assert not list(tmp_path.iterdir())
+    found = headrace.replay(dump, output=tmp_path / "out")
+    assert isinstance(found, TaskResult)
+    assert found.folder == tmp_path / "out"
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda dump: headrace.replay(dump, source={"pth": 1}), ConfigError, r"'pth' \(did you mean 'path'"),
+        (lambda dump: headrace.replay(dump, source={"skip_bad": 3}), ConfigError, "source.skip_bad must be"),
+        (
+            lambda dump: headrace.replay(dump, scales=3),
+            ConfigError,
+            r"no keyword 'scales' \(did you mean 'sc",
+        ),
+        (lambda dump: headrace.audit(dump, "grp"), ConfigError, "unknown recipe 'grp'"),
+        (lambda dump: headrace.plan(dump, group_sizes=[0]), ConfigError, "plan.group_sizes must be"),
+        (lambda dump: headrace.compare(dump, "grpo", "grpo"), ConfigError, "must name two recipes"),
+        (lambda dump: headrace.replay(dump / "no"), SourceError, "there is no such file or folder"),
+    ],
+)
+def test_what_cannot_be_is_refused_as_by_the_command(dump, call, error, message):
+    with pytest.raises(error, match=message):
+        call(dump)
