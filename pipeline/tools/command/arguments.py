@@ -140,7 +140,7 @@ def hydra_arguments(arguments: Sequence[str]) -> list[str]:
     ready = [each for argument in values for each in for_hydra(argument)]
     if any(each.startswith("pipelines=") for each in values):  # of which each may have other stages
         ready = [each for one in ready for each in _of_any_recipe(one)]
-    return [*flags, *ready]
+    return [*flags, *(_of_swept_recipes(ready) if read.multirun else ready)]
 
 
 def _of_any_recipe(override: str) -> list[str]:
@@ -156,6 +156,30 @@ def _of_any_recipe(override: str) -> list[str]:
         key, _, value = override[1:].partition("=")
         return [f"++{key}={value or 0}", override]  # Hydra deletes no null
     return [re.sub(f"^{OF_ANY_RECIPE}", r"++\g<0>", override)]
+
+
+def _of_swept_recipes(overrides: list[str]) -> list[str]:
+    """Return the overrides of a sweep, with a ++ before options of the pipeline if recipes are swept.
+
+    Hydra composes them also with the default recipe, which may lack the stages of the sweep.
+
+    Raises:
+        ConfigError: a recipe of the sweep does not have an option.
+
+    Example:
+        >>> _of_swept_recipes(["pipeline=tis,mis", "pipeline.stages.correction.level=token"])
+        ['pipeline=tis,mis', '++pipeline.stages.correction.level=token']
+    """
+    several = [each for each in overrides if _has_several_values(each)]
+    swept = next((each for each in several if each.startswith("pipeline=")), None)
+    fixed = [each for each in overrides if each not in several]
+    own = [each for each in fixed if "pipeline." in each.partition("=")[0]]
+    if swept is None or not own:
+        return overrides
+    shared = [each for each in fixed if re.match(r"\w+=|hydra\.searchpath=", each)]  # files that are chosen
+    for recipe in swept.partition("=")[2].split(",") if re.fullmatch(r"pipeline=[\w/,]+", swept) else ():
+        compose_config("config", *shared, f"pipeline={recipe}", *own)
+    return [f"++{each}" if each in own and each.startswith("pipeline.") else each for each in overrides]
 
 
 def _has_several_values(argument: str) -> bool:

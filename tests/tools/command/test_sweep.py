@@ -8,9 +8,11 @@ import json
 import pytest
 from batches import batch_of
 from command import QUICK, headrace_here
+from omegaconf import OmegaConf
 from rich.console import Console
 
-from headrace.pipeline import Pipeline, make_report, write_dump
+from headrace.pipeline import ConfigError, Pipeline, make_report, write_dump
+from headrace.pipeline.tools.command.arguments import hydra_arguments
 from headrace.pipeline.tools.command.sweep import FILE, record_job, show_sweep
 
 pytestmark = pytest.mark.slow
@@ -99,3 +101,71 @@ def test_its_table_breaks_no_word_in_a_narrow_terminal(tmp_path):
     shown = set(console.export_text().split())
     assert {"job", "pipeline", "minibatches", "reward", "trained", "steps", "seconds"} <= shown
     assert {"reinforce_pp_baseline", "0.125", "0.875", "1234.5", "38%", "1000"} <= shown
+
+
+@pytest.mark.torchrl
+def test_options_of_a_sweep_are_those_of_its_recipes(tmp_path):
+    """Both recipes have the stage, and grpo, from which Hydra begins, does not. Each job gets the values."""
+    words = [
+        *QUICK,
+        "train.steps=1",
+        "hydra.sweep.dir=sweep",
+        "report.dump=null",
+        "report.html=false",
+        "pipeline.stages.relative_length.coefficient=0.25",
+        "pipeline.stages.advantage.clip=[-5,5]",
+        "pipeline.stages.signs={negative: 0.5}",
+        "pipeline.after.signs=advantage",
+        "~pipeline.stages.filter",
+    ]
+    done = headrace_here(tmp_path, "-m", "pipeline=length_bonus,gr3", *words)
+    head, lines, _ = table(done)
+    assert head == ["job", "pipeline", "reward", "trained", "steps", "seconds"]
+    assert [line[1] for line in lines] == ["length_bonus", "gr3"]
+    for job, line in enumerate(lines):
+        assert "failed" not in line
+        stages = OmegaConf.load(tmp_path / "sweep" / str(job) / "config.yaml").pipeline.stages
+        assert (stages.relative_length.coefficient, stages.advantage.clip) == (0.25, [-5, 5])
+        assert (stages.signs.negative, stages["filter"]) == (0.5, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "pipeline=tis,grpo pipeline.stages.correction.level=token",
+            "pipeline=grpo has no stage 'correction'",
+        ),
+        (
+            "pipeline=tis,mis pipeline.stages.correction.levle=token",
+            r"\(did you mean .*correction.level=token\?",
+        ),
+        ("pipeline=tis,mi pipeline.stages.correction.level=token", "unknown recipe 'mi'"),
+        ("pipeline=tis,mis pipeline.stages.overlong.cache=4", "pipeline=tis has no stage 'overlong'"),
+    ],
+)
+def test_an_option_that_a_recipe_of_the_sweep_lacks_is_refused_in_its_name(words, message):
+    with pytest.raises(ConfigError, match=message):
+        hydra_arguments(["-m", *words.split()])
+
+
+@pytest.mark.parametrize(
+    ("words", "ready"),
+    [
+        ("pipeline=tis,mis seed=1", ["seed=1"]),
+        (
+            "pipeline=tis seed=1,2 pipeline.stages.correction.level=token",
+            ["pipeline.stages.correction.level=token"],
+        ),
+        (
+            "pipeline=tis,mis pipeline.stages.correction.level=token,sequence",
+            ["pipeline.stages.correction.level=token,sequence"],
+        ),
+        (
+            "pipeline=tis,mis pipeline.stages.correction.level=token",
+            ["++pipeline.stages.correction.level=token"],
+        ),
+    ],
+)
+def test_only_fixed_options_of_swept_recipes_are_composed_with_a_plus(words, ready):
+    assert hydra_arguments(["-m", *words.split()])[-1:] == ready
