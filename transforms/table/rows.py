@@ -91,6 +91,7 @@ from .tensordicts import (
     ATTENTION,
     PROMPT,
     RESPONSE,
+    column_of,
     device_of,
     flat_rows,
     number_column,
@@ -101,6 +102,7 @@ from .tensordicts import (
 
 _NAMES = {"group": "group_id", "rollout": "rollout_id"}  # names of the id columns in messages
 DESCRIBED = 100  # most rows that an error describes
+OF_TOKENS_IS = "a token column is rows.token_column(KEY), and the batch with its tokens is rows.tokens()"
 
 
 class Rows:
@@ -183,7 +185,7 @@ class Rows:
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):  # a property, which says itself what it lacks
                 return object.__getattribute__(self, name)
-            raise AttributeError(f"there is no rows.{name}; a column is rows[{name!r}]")
+            raise AttributeError(f"there is no rows.{name}; a column is rows[{name!r}]; {OF_TOKENS_IS}")
 
     def number(self, role: Any) -> Tensor:
         """(M,): a column of one number per row.
@@ -584,6 +586,23 @@ class Rows:
         self.table.compact()
         return shallow_copy(self.table.batch)
 
+    def token_column(self, role: Any) -> Tensor:
+        """(B, T): a token column of this rank's rows, by its role or its key, on their device.
+
+        What is computed from it, (B,), becomes one number per row by :meth:`from_batch`.
+
+        Raises:
+            MissingKeyError: the column is missing.
+            BatchError: its rows are ragged, or it is no column.
+        """
+        column = column_of(self.tokens(), self.key(role))
+        if column is None:
+            raise self.missing(role)
+        if not isinstance(column, Tensor) or column.is_nested:
+            found = "ragged rows" if isinstance(column, list | Tensor) else type(column).__name__
+            raise BatchError(f"{{reader}} needs dense rows in {{column}}; found {found}", **self.facts(role))
+        return column
+
     def to_batch(self, values: Tensor) -> Tensor:
         """Map (M, ...) values of this view to (B, ...) for the rows of :meth:`tokens`, on their device."""
         return self.of_this_rank(values).to(device_of(self.table.batch))
@@ -644,6 +663,8 @@ class Rows:
         """Make the error for a missing column: it lists the columns of the batch and the option to set."""
         if (key := self.key(role)) in WRITERS:
             return not_written(self.reader, key, WRITERS[key])
+        if role in ("batch", "tensordict", "td"):
+            return MissingKeyError(f"{self.reader} finds no column {role!r}: {OF_TOKENS_IS}")
         facts = self.facts(role, option)
         if self.table.masking.no_lengths and (facts["option"] or f"{role}_key") in OF_LENGTHS:
             return no_lengths(self.reader, self.stage)

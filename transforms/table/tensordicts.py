@@ -475,6 +475,10 @@ def number_column(
     value = column_of(batch, key)
     if value is None or raw:
         return value
+    if isinstance(value, TensorDict):
+        inner = next(iter(value.keys(include_nested=True, leaves_only=True)), "NAME")
+        first = tuple(part for each in (key, inner) for part in (each if isinstance(each, tuple) else [each]))
+        raise BatchError(f"{key!r} is a group of columns: name one of them, such as {first!r}")
     if most is not None and (
         isinstance(value, list) or (isinstance(value, Tensor) and value.numel() > most * len(batch))
     ):

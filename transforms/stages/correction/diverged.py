@@ -157,7 +157,6 @@ class Diverged(
 
     reason = "diverged"
     within_groups = True
-    reads_tokens = True
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ costs one more device read. Optional attributes:
 - `reason`: the name under which the ledger counts the rows that leave;
 - `unit`: what stays or leaves together;
 - `in_keys`: the columns that it reads. A pipeline uses them to refuse a wrong order of stages;
+- `token_keys`: the token columns that it reads, by ``rows.token_column``;
 - `before_baseline`: a pipeline refuses the filter after the advantage.
 """
 
@@ -55,7 +56,7 @@ class Criterion(TakesColumns):
     in_keys: tuple[NestedKey, ...] = ()
     before_baseline: bool = False  # it must run before the stages that compute a baseline
     within_groups: bool = False  # its result for a row depends only on the rows of the same group
-    reads_tokens: bool = False  # it reads token columns, not only the table
+    token_keys: tuple[NestedKey, ...] = ()  # columns that it reads with rows.token_column
 
     def decide(self, rows: Rows) -> Tensor:
         """(M,) bool, True where the row stays. A subclass may implement ``__call__(batch)`` instead."""
@@ -96,7 +97,7 @@ class _FunctionCriterion(Criterion):
         self.function = function
         named = getattr(function, "func", function)  # the function inside a functools.partial
         self.reason = str(getattr(named, "reason", "") or getattr(named, "__name__", type(named).__name__))
-        for name in ("unit", "in_keys", "before_baseline", "within_groups", "reads_tokens"):
+        for name in ("unit", "in_keys", "before_baseline", "within_groups", "token_keys"):
             setattr(self, name, getattr(function, name, getattr(Criterion, name)))
 
     def decide(self, rows: Rows) -> Tensor:
@@ -185,7 +186,6 @@ class Finite(Criterion):
     """
 
     within_groups = True
-    reads_tokens = True
     reason = "non_finite"
 
     def __init__(self, *, key: NestedKey = ("next", "reward")):

@@ -77,7 +77,7 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         self._criteria = [as_criterion(each) for each in (criterion, also) if each is not None]
         self._units = [unit or cast(Unit, each.unit) for each in self._criteria]
         reads = [key for own in self._units for key in unit_keys(own, self.rollout_key, self.group_key)]
-        reads += [key for each in self._criteria for key in each.in_keys]
+        reads += [key for each in self._criteria for key in (*each.in_keys, *each.token_keys)]
         writes = {"mask": [IN_LOSS, LENGTH], "exclude": [IN_LOSS, LENGTH, COUNTED], "drop": []}
         super().__init__(list(dict.fromkeys(reads)), writes[action])
         self.criterion, self.also, self.unit = criterion, also, unit
@@ -117,7 +117,8 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
                 found = f"{keep.dtype} {tuple(keep.shape)}" if is_tensor else type(keep).__name__
                 raise BatchError(
                     f"a criterion must return one bool per row, ({len(rows)},), True where the row stays; "
-                    f"{{criterion}} returned {found}",
+                    f"{{criterion}} returned {found}. Of numbers that were computed from tokens, "
+                    "rows.from_batch(numbers) makes one per row",
                     criterion=repr(criterion),
                 )
             keep = keep.flatten()

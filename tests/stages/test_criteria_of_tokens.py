@@ -1,0 +1,124 @@
+"""A criterion that reads tokens: one number per row from (B, T) columns; errors say how to read them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from any_rank import TOGETHER, results_of
+from batches import batch_of
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
+from tensordict.nn import TensorDictModule
+
+from headrace.pipeline import Pipeline
+from headrace.transforms import BatchError, Criterion, MissingKeyError, SampleFilter
+
+ENTROPY, MASK = ("entropy", "full"), ("masks", "all_assistant_mask")
+
+
+class Sure(Criterion, columns=("loss_mask",)):
+    """Rows whose mean entropy in the loss is at most `most`."""
+
+    token_keys = (ENTROPY,)
+
+    def __init__(self, *, most: float, **names):
+        self.name_columns(names)
+        self.most, self.in_keys = most, (self.loss_mask_key,)
+
+    def decide(self, rows):
+        entropy, mask = rows.token_column(ENTROPY), rows.token_column("loss_mask")
+        return rows.from_batch((entropy * mask).sum(-1) / mask.sum(-1)) <= self.most
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.lists(st.floats(0, 1), min_size=1, max_size=4)), min_size=1))
+def test_a_criterion_of_tokens_keeps_the_rows_of_a_loop(drawn):
+    """Also behind a filter that has dropped some rows, whose tokens must not be taken for those of others."""
+    rewards, entropies = [reward for reward, _ in drawn], [values for _, values in drawn]
+    batch = batch_of(rewards, [0] * len(drawn))
+    batch["next", "reward"] = torch.tensor(rewards, dtype=torch.float64)
+    batch[ENTROPY] = torch.tensor([[*values, *[9.0] * (4 - len(values))] for values in entropies])
+    batch[MASK] = torch.arange(4) < torch.tensor([[len(values)] for values in entropies])
+    expected = []
+    for row, (reward, _) in enumerate(drawn):
+        inside = [float(batch[ENTROPY][row, t]) for t in range(4) if batch[MASK][row, t]]
+        if reward >= 0.5 and torch.tensor(inside).sum() / len(inside) <= 0.5:
+            expected.append(row)
+    best = SampleFilter(criterion=lambda batch: batch["next", "reward"].flatten() >= 0.5, action="drop")
+    sure = SampleFilter(criterion=Sure(most=0.5), action="drop")
+    assert Pipeline({"best": best, "sure": sure})(batch)["rollout_id"].tolist() == expected
+
+
+def kept_on(rank: int, world: int) -> torch.Tensor:
+    """The rows that one of the ranks keeps, which has one row and the other two."""
+    batch = batch_of([0.0, 1.0, 2.0], [0, 0, 0])
+    batch[ENTROPY] = torch.tensor([[0.0], [1.0], [0.0]]).expand(3, 4).contiguous()
+    own = batch[rank:][: rank + 1]
+    stages = {"sure": SampleFilter(criterion=Sure(most=0.5), action="drop")}
+    return Pipeline(stages, **TOGETHER)(own)["rollout_id"]
+
+
+@pytest.mark.slow
+def test_each_rank_keeps_its_own_rows_by_their_tokens(tmp_path):
+    assert [kept.tolist() for kept in results_of(kept_on, 2, tmp_path)] == [[0], [2]]
+
+
+def test_its_token_columns_are_in_the_order_check():
+    assert SampleFilter(criterion=Sure(most=1.0)).in_keys == [MASK, ENTROPY]
+    later = TensorDictModule(lambda entropy: entropy, in_keys=[("logits", "full")], out_keys=[ENTROPY])
+    with pytest.raises(ValueError, match=r"'sure' reads \('entropy', 'full'\), which 'later' writes later"):
+        Pipeline({"sure": SampleFilter(criterion=Sure(most=1.0)), "later": later})
+
+
+def test_a_renamed_mask_is_read_by_its_role():
+    batch = batch_of([0.0, 1.0], [0, 0])
+    batch[ENTROPY] = torch.tensor([[0.0, 1, 1, 1], [1.0, 1, 1, 1]])
+    batch["mine"] = torch.tensor([[True, False, False, False]] * 2)
+    keep = Sure(most=0.5, loss_mask_key="mine")
+    assert SampleFilter(criterion=keep, action="drop")(batch)["rollout_id"].tolist() == [0]
+
+
+HOW = r"token column is rows.token_column\(KEY\), and the batch with its tokens is rows.tokens\(\)"
+
+
+@pytest.mark.parametrize(
+    ("decide", "error", "message"),
+    [
+        (lambda rows: rows["batch"], MissingKeyError, rf"finds no column 'batch': a {HOW}"),
+        (lambda rows: rows.batch, AttributeError, rf"no rows.batch; a column is rows\['batch'\]; a {HOW}"),
+        (
+            lambda rows: rows["entropy"],
+            BatchError,
+            r"'entropy' is a group of columns: .* \('entropy', 'full'\)",
+        ),
+        (
+            lambda rows: rows.token_column("entropi"),
+            MissingKeyError,
+            "needs the key 'entropi'; the batch has",
+        ),
+        (
+            lambda rows: rows.token_column("entropy"),
+            BatchError,
+            "needs dense rows in 'entropy'; found Tensor",
+        ),
+        (
+            lambda rows: rows.token_column(ENTROPY) > 0,
+            BatchError,
+            r"returned .*from_batch\(numbers\) makes one",
+        ),
+    ],
+)
+def test_errors_say_how_to_read_tokens(decide, error, message):
+    class Mine(Criterion):
+        def decide(self, rows):
+            return decide(rows)
+
+    batch = batch_of([0.0, 1.0], [0, 0])
+    with pytest.raises(error, match=message):
+        SampleFilter(criterion=Mine())(batch)
+
+
+def test_ragged_rows_are_refused():
+    rows = [TensorDict({ENTROPY: torch.zeros(n), MASK: torch.ones(n, dtype=torch.bool)}) for n in (2, 3)]
+    with pytest.raises(BatchError, match=r"needs dense rows in \('entropy', 'full'\); found ragged rows"):
+        SampleFilter(criterion=Sure(most=1.0))(lazy_stack(rows))
