@@ -264,7 +264,7 @@ def test_an_order_with_masks_before_dense_rows_is_refused():
     narrower.in_keys = [*narrower.in_keys, LOSS_MASK]  # one that goes on with the mask is in order
     Pipeline({"filter": SampleFilter(criterion=NotTruncated()), "narrower": narrower})
     with pytest.raises(ValueError, match="Put 'dense' before 'filter'"):
-        load_pipeline("+stage@pipeline.stages.dense=dense", "pipeline.stages.dense.pad_id=0")
+        load_pipeline("grpo", stages={"dense": {"pad_id": 0}}, after={"dense": "filter"})
 
 
 def test_ragged_rows_of_two_dtypes_are_refused():

@@ -201,9 +201,8 @@ def test_rows_that_cannot_be_scored_are_refused_with_their_ids():
 
 def test_an_order_with_a_misplaced_score_is_refused():
     with pytest.raises(ValueError, match="Put 'score' before 'split'"):
-        load_pipeline("+stage@pipeline.stages.score=score")
-    order = "pipeline.order=[gate,collapse,filter,advantage,score,split,weight]"
-    pipeline = load_pipeline("+stage@pipeline.stages.score=score", order)
+        load_pipeline("+stage@pipeline.stages.score=score", "pipeline.after.score=split")
+    pipeline = load_pipeline("+stage@pipeline.stages.score=score", "pipeline.after.score=advantage")
     pipeline.stages["score"].actor = Bigram()
     assert "5. score: ScoreRows(actor=Bigram)" in repr(pipeline)
 

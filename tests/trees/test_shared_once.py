@@ -13,7 +13,7 @@ from gradients import distance
 from tensordict import TensorDict, lazy_stack
 from tries import ATTENTION, FULL, LOG_PROBS, LOSS, dense, ragged
 
-from headrace.pipeline import Pipeline, make_report
+from headrace.pipeline import Pipeline, load_pipeline, make_report
 from headrace.pipeline.tools.report import count_trained_again
 from headrace.transforms import (
     BatchError,
@@ -266,9 +266,8 @@ def test_a_report_counts_tokens_that_train_again_and_names_the_stage():
     assert report.numbers["tokens/trained_again"] == 4
     (found,) = [each for each in report.advisories if each.name == "tokens-trained-again"]
     assert found.text == "4 tokens per step train again in another row of their rollout."
-    remedy = "+stage@pipeline.stages.once=once"
-    order = "pipeline.order=[gate,collapse,filter,advantage,once,split,weight]"
-    report = make_report(composed("pipeline=grpo", *words, remedy, order).run(batch))
+    remedy = ("pipeline.stages.once=once", "pipeline.after.once=advantage")
+    report = make_report(load_pipeline("pipeline=grpo", *words, *remedy).run(batch))
     assert report.numbers["tokens/trained_again"] == 0
     assert not [each for each in report.advisories if each.name == "tokens-trained-again"]
     assert report.numbers["once/shared_tokens"] == 4
