@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .failed_steps import FAILED, FailedStep, read_failed
     from .folder import ReportFolder, said_of_failed
     from .groups import compared_values, differs, has_reward
+    from .history import read_recipe
     from .html import as_html, plain_page, policy, render_page, write_page
     from .loggers import log_report
     from .notebook import show_pipeline
@@ -71,6 +72,7 @@ __all__ = [
     "prompt_label",
     "quarter_means",
     "read_failed",
+    "read_recipe",
     "render_page",
     "report_columns",
     "report_table",

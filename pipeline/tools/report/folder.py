@@ -34,6 +34,7 @@ from .tables import FittedTable
 from .valid_json import json_text
 
 Item = TypeVar("Item")
+UNNAMED = "a run"
 MOST_FAILED = 20  # failed steps that are named, each with its reason
 POINTS = 500  # most steps of the curves, so that a page of a long run is as quick to write and to read
 STEP_FILE = re.compile(r"step_\d+\.(parquet|jsonl)")
@@ -74,6 +75,7 @@ class ReportFolder:
         failed: the failed steps, from :meth:`fail`.
         unsaid: names of numbers that the dump of a replay cannot have. You may set it.
         missing: the groups that the dump of a replay lacks, for the last step. You may set it.
+        recipe: name of the recipe, for ``headrace view``. Empty: it shows the title.
         setup: of the run: the page shows the overrides that were typed, and no remedy with an option that the
             run does not have. None: the run is one in Python.
 
@@ -99,7 +101,7 @@ class ReportFolder:
         self,
         folder: str | Path,
         *,
-        title: str = "a run",
+        title: str = UNNAMED,
         steps: int = 20,
         dump: Literal["parquet", "jsonl"] | None = "parquet",
         existing: Literal["raise", "resume"] = "raise",
@@ -120,6 +122,7 @@ class ReportFolder:
         self.failed: list[FailedStep] = []
         self.unsaid: list[str] = []
         self.setup: Setup | None = None
+        self.recipe = ""
         self.missing: FittedTable | None = None
         self.existing = existing
         self._began, self._due, self._closed = now(), 0.0, False
@@ -165,7 +168,7 @@ class ReportFolder:
         if composed is not None:
             typed = [each for each in composed.overrides.hydra if each.startswith("hydra.searchpath=")]
             typed = [*composed.overrides.task, *typed]
-        made.setup = Setup(config, typed)
+        made.setup, made.recipe = Setup(config, typed), recipe or ""
         return made
 
     def __enter__(self) -> ReportFolder:
@@ -263,7 +266,8 @@ class ReportFolder:
         self._begun = True
         if self._has_history:
             path, resumes = self.folder / "rollouts" / HISTORY, self.existing == "resume"
-            found = begin_history(path, step, self._began, resumes=resumes)
+            named = self.recipe or ("" if self.title == UNNAMED else self.title)
+            found = begin_history(path, step, self._began, resumes=resumes, recipe=named)
             self._starts, self._began = found.starts, found.starts[0][1]
             for earlier in found.steps:
                 self._note(*earlier)

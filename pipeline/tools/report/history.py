@@ -1,13 +1,14 @@
 """The numbers of all steps of a run in a file, so that its page is of the whole run after a restart.
 
-Each line is a JSON object: a start of the run, with the first step after it and the time, or a step and its
-numbers.
+Each line is a JSON object: a start of the run, with the first step after it, the time and the name of the
+recipe, or a step and its numbers.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import stat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from .over_steps import Numbers
 from .valid_json import json_text
 
 HISTORY = "history.ndjson"
+MOST_LETTERS = 10_000  # of the first line
 
 
 class RunHistory(NamedTuple):
@@ -28,7 +30,7 @@ class RunHistory(NamedTuple):
     """The numbers of each step, as they were recorded."""
 
 
-def begin_history(path: Path, step: int, now: str, *, resumes: bool) -> RunHistory:
+def begin_history(path: Path, step: int, now: str, *, resumes: bool, recipe: str = "") -> RunHistory:
     """Begin a file, or go on with one: what it has of `step` and later is replaced.
 
     Args:
@@ -36,6 +38,7 @@ def begin_history(path: Path, step: int, now: str, *, resumes: bool) -> RunHisto
         step: the first of this process.
         now: the time.
         resumes: go on, if there is a file.
+        recipe: its name, or the title of the run.
 
     Returns:
         What came before, with this start.
@@ -46,7 +49,7 @@ def begin_history(path: Path, step: int, now: str, *, resumes: bool) -> RunHisto
     found = read_history(path) if resumes and path.exists() else RunHistory([], [])
     starts = [each for each in found.starts if each[0] < step] + [(step, now)]
     kept = RunHistory(starts, [each for each in found.steps if each[0] < step])
-    lines = [json_text({"step": first, "began": at}) for first, at in kept.starts]
+    lines = [json_text({"step": first, "began": at, "recipe": recipe}) for first, at in kept.starts]
     lines += [_line(*each) for each in kept.steps]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, lambda file: file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8"))
@@ -61,6 +64,25 @@ def add_step(path: Path, step: int, numbers: Numbers) -> None:
 
 def _line(step: int, numbers: Numbers) -> str:
     return json_text({"step": step, "numbers": numbers})
+
+
+def read_recipe(folder: Path) -> str:
+    """The name of a run's recipe, from its folder of rows; empty if it is not known.
+
+    Example:
+        >>> read_recipe(Path("no such folder"))
+        ''
+    """
+    try:
+        if not stat.S_ISREG((folder / HISTORY).lstat().st_mode):
+            return ""
+        with (folder / HISTORY).open(encoding="utf-8") as file:
+            match json.loads(file.readline(MOST_LETTERS)):
+                case {"recipe": str(recipe)}:
+                    return recipe
+    except (OSError, ValueError, RecursionError):  # a file may hold anything
+        pass
+    return ""
 
 
 def read_history(path: Path) -> RunHistory:

@@ -37,7 +37,7 @@ OURS = (
     "view_rows.js",
     "view_steps.js",
 )
-OF_THE_PAGE = ("page.css", "dom.js", "numbers.js")
+OF_THE_PAGE = ("page.css", "dom.js", "numbers.js", "colour.js")
 FILES = {name: HERE / name for name in OURS} | {name: SHARED / name for name in OF_THE_PAGE}
 HOSTS = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?")  # of a port that ssh forwards, too
 HEADERS = {
@@ -249,6 +249,7 @@ def answer_runs(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
         found.append(
             {
                 "name": printable(run.name),
+                "recipe": run.recipe,
                 "folder": printable(str(run.folder)),
                 "problems": run.problems(),
                 "failed": run.failed(),
@@ -371,7 +372,12 @@ def answer_prompt(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     steps = [
         [[step, seen.groups, seen.rollouts, seen.reward] for step, seen in found.items()] for found in of_runs
     ]
-    return {"text": text, "runs": steps}
+    dots = [run.rollouts_of(key, same) for run in runs]
+    return {
+        "text": text,
+        "runs": steps,
+        "dots": [[[step, *pair] for step in of for pair in of[step]] for of in dots],
+    }
 
 
 def same_of(runs: Sequence[StoredRun]) -> str:

@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from headrace.pipeline.composing.compose import ConfigError
-from headrace.pipeline.tools.report import FAILED, FailedStep, prompt_label, read_failed
+from headrace.pipeline.tools.report import FAILED, FailedStep, prompt_label, read_failed, read_recipe
 from headrace.pipeline.wording import printable
 
 FILE = re.compile(r"step_(\d{1,18})\.parquet")
@@ -34,10 +34,13 @@ END = 80  # characters of the end of a longer text
 EXCERPT = 600  # characters of a text in a list of rows; the whole text is read when it is asked for
 MAX_STEP_ROWS = 2**22  # as for dumps that are read back
 MAX_STEP_BYTES = 2**33  # of a step, uncompressed, as its file claims
+LABEL = 80  # characters of the name of a recipe
+MOST_DOTS = 200  # rollouts of a prompt in one step that are drawn
 EXACT = 2**53  # beyond it JavaScript rounds integers
 SAME = ("prompt", "prompt_id", "group_label", "group_id")  # columns by which prompts are known again
 LABELS = {"group_id": "group_label", "rollout_id": "rollout_label"}
-REWARDS = ("rollout_reward", "reward")  # what a row is sorted by: the reward of its rollout, else its own
+REWARDS = ("rollout_reward", "reward")  # the reward of a row's rollout, else its own
+TEACHES = "teaches"  # the order of rows in which the groups that teach come first
 
 
 REPLAYED = (
@@ -115,6 +118,7 @@ class StoredRun:
                 f"folder: headrace view {inner.resolve()}"
             )
         self.name = self.folder.parent.name if self.folder.name == "rollouts" else self.folder.name
+        self.recipe = printable(read_recipe(self.rows_folder))[:LABEL]
         self.labels: dict[str, str] = {}  # of prompts, by their keys
         self._steps: dict[int, StoredStep] = {}
         self._problems: list[str] = []
@@ -210,8 +214,10 @@ class StoredRun:
 
         Args:
             number: of the step.
-            sort: a column of numbers; empty: the reward of the rollout. Rows without a number come last.
-            descending: whether the greatest number comes first.
+            sort: a column of numbers; ``reward``: the reward of the rollout. Rows without a number come
+                last. Empty or ``teaches``: the groups that teach first, those with the widest spread of
+                rewards in the loss; the rows of a group together, by reward.
+            descending: whether the greatest number, of a group the highest reward, comes first.
             reason: rows with this reason only; ``left``: those that are not trained.
             group: rows with this group id, or group label, only; where none has it, those that begin with it.
             text: rows only in which a text has this in it, in whatever case.
@@ -229,20 +235,25 @@ class StoredRun:
             UnreadableRows: no such step or column, or a file that cannot be read.
         """
         stored = self.step(number)
-        sort = sort or next((name for name in REWARDS if name in stored.kinds), "row")
+        reward = next((name for name in REWARDS if name in stored.kinds), "row")
+        teaches = sort in ("", TEACHES) and {"group_id", "reason"} <= set(stored.kinds)
+        sort = reward if sort in ("", TEACHES, "reward") else sort
         if stored.kinds.get(sort) not in ("number", "integer"):
             raise UnreadableRows(f"rows are sorted by a column of numbers; step {number} has no {sort!r}")
         with opened(stored.path) as file:
             order = self._matching(file, stored, reason, group, text, prompt, same)
             ranks, unknown = ranked(file.read([sort])[sort])
             ranks = -ranks if descending else ranks
-            order = order[np.lexsort((ranks[order], unknown[order]))]
+            keys = [ranks, unknown]
+            if teaches:
+                keys += by_teaching(file.read(["group_id", "reason", reward]), reward)
+            order = order[np.lexsort([key[order] for key in keys])]
             chosen = order[offset : offset + count]
             names = list(stored.kinds)
             rows = cells_at(file, stored, names, chosen)
-            keys = [key_of(value) for [value] in values_at(file, [same], chosen)] if same in names else []
+            prompts = [key_of(value) for [value] in values_at(file, [same], chosen)] if same in names else []
         columns = [[printable(name), stored.kinds[name]] for name in names]
-        return {"columns": columns, "rows": rows, "keys": keys, "found": len(order), "of": stored.rows}
+        return {"columns": columns, "rows": rows, "keys": prompts, "found": len(order), "of": stored.rows}
 
     def text(self, number: int, place: int, column: str) -> str:
         """A text of one row, whole.
@@ -334,6 +345,34 @@ class StoredRun:
                 code = next(at for at, value in enumerate(values) if key_of(value) == key)
                 return printable(str(values[code]), keep="\n\t")
         return None
+
+    def rollouts_of(self, key: str, same: str) -> dict[int, list[list[float | None]]]:
+        """The reward and the advantage of each rollout of a prompt, by step; of at most 200 in a step.
+
+        Args:
+            key: of the prompt (:func:`key_of`).
+            same: the column of which it is a key.
+
+        Raises:
+            UnreadableRows: a file that cannot be read.
+        """
+        found = {}
+        for number in self.prompts(same).get(key, ()):
+            stored = self._steps[number]
+            codes, values = coded(stored, same)
+            code = next(at for at, value in enumerate(values) if key_of(value) == key)
+            reward = next((name for name in REWARDS if name in stored.kinds), None)
+            names = [name for name in ("rollout_id", reward, "advantage") if name in stored.kinds]
+            with opened(stored.path) as file:
+                table = file.read(names)
+            of = {name: table[name].to_numpy(zero_copy_only=False) for name in names}
+            places = np.flatnonzero(codes == code)
+            ids = of["rollout_id"][places] if "rollout_id" in of else places
+            first = places[np.unique(ids, return_index=True)[1]][:MOST_DOTS]
+            absent = np.full(len(codes), np.nan)
+            pairs = zip(of.get(reward, absent)[first], of.get("advantage", absent)[first], strict=True)
+            found[number] = [[cell_of(float(value), "number") for value in pair] for pair in pairs]
+        return found
 
     def _read_prompts(self, stored: StoredStep, same: str) -> dict[str, PromptInStep]:
         numbers = [name for name in ("group_id", "rollout_id", *REWARDS) if name in stored.kinds]
@@ -515,6 +554,29 @@ def ranked(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
     values = pc.fill_null(column, 0) if whole else column.cast(pa.float64())
     known = np.where(unknown, 0, values.to_numpy(zero_copy_only=False))
     return np.unique(known, return_inverse=True)[1], unknown
+
+
+def by_teaching(table: pa.Table, reward: str) -> list[np.ndarray]:
+    """Two keys by which :func:`numpy.lexsort` puts the rows of groups that teach first; the last counts most.
+
+    Args:
+        table: (N,) `group_id`, `reason` and the reward.
+        reward: name of its column.
+
+    Example:
+        >>> rows = {"group_id": [7, 7, 8, 8], "reason": ["trained"] * 4, "reward": [1.0, 1.0, 0.0, 1.0]}
+        >>> order = np.lexsort(by_teaching(pa.table(rows), "reward"))
+        >>> order.tolist()
+        [2, 3, 0, 1]
+    """
+    group = np.unique(table["group_id"].to_numpy(zero_copy_only=False), return_inverse=True)[1]
+    values = table[reward].cast(pa.float64()).to_numpy(zero_copy_only=False)
+    counts = as_mask(pc.equal(table["reason"], "trained")) & np.isfinite(values)
+    low, high = np.full(group.max(initial=-1) + 1, np.inf), np.full(group.max(initial=-1) + 1, -np.inf)
+    np.minimum.at(low, group[counts], values[counts])
+    np.maximum.at(high, group[counts], values[counts])
+    spread = np.where(high >= low, high - low, -1.0)[group]  # −1: no row of the group is in the loss
+    return [group, -spread]
 
 
 def coded(stored: StoredStep, name: str) -> tuple[np.ndarray, list[Any]]:

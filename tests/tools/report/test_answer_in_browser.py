@@ -172,14 +172,14 @@ def test_lengths_are_of_all_rollouts_if_some_are_drawn(look):
 
 
 def test_the_first_open_group_is_in_the_loss(look):
-    """Group 1 has the widest spread but is not in the loss."""
+    """Group 1 has the widest spread, but is not in the loss: it comes last."""
     left = pages.rollouts_of(1, [0.0, 1.0], reason="gate/incomplete")
     kept = pages.rollouts_of(2, [0.4, 0.6])
     pages.advantages(kept)
     rows = left + kept
     made = pages.step_of(rows, size=2, actions={"gate/incomplete": "dropped"})
     page = look(pages.run_of(made))
-    assert page.values("details.group", "data-group") == ["1", "2"]
+    assert page.values("details.group", "data-group") == ["2", "1"]
     assert page.values("details.group[open]", "data-group") == ["2"]
     assert page.count("#strip [data-legend=size]") == 0
     assert page.seen("#compare") == ""  # each rollout is one row, so nothing could differ

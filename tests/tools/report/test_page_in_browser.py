@@ -68,12 +68,45 @@ def test_groups_are_sorted_in_the_strip_and_in_the_tree(look):
     for order, groups in (
         ("id", "12458"),
         ("mean", "85214"),  # 0.125, 0.25, 1/3, 0.5, 0.75
-        ("std", "12485"),  # 0.5, 0.471, 0.433, 0.217, 0
+        ("std", "14825"),  # 0.5, 0.433, 0.217; no rollout of 2, 0.471, is in the loss, and 5 has 0
         ("lag", "25814"),  # 2, 2, 2, 1, 1
     ):
         page.choose("sort", order)
         assert page.values("#strip .line", "data-group") == [*groups]
         assert page.values("#tree details.group", "data-group") == [*groups]
+
+
+LONG = "What is the sum of all numbers from one to ninety-nine, without the odd ones?"
+
+
+@pytest.mark.parametrize(
+    ("group", "label", "strip", "tree"),
+    [
+        (7, None, "group 7", "group 7"),
+        (7, "2 + 2?", "2 + 2? · group 7", "2 + 2? | group 7 · 4 of 4"),
+        ("2 + 2?", "2 + 2?", "2 + 2?", "2 + 2? | 4 of 4"),  # the id is the prompt
+        ("2 + 2? #495213163c6d03ba", "2 + 2?", "2 + 2?", "2 + 2? | 4 of 4"),  # and which draw of it
+        ("2 + 2?", None, "2 + 2?", "2 + 2? | 4 of 4"),
+        ("math/7", "2 + 2?", "2 + 2? · group math/7", "2 + 2? | group math/7 · 4 of 4"),
+        (7, LONG, "What is the sum of al… · group 7", f"{LONG} | group 7 · 4 of 4"),
+    ],
+)
+def test_a_group_is_called_by_its_prompt_and_its_id_each_once(look, group, label, strip, tree):
+    rows = pages.rollouts_of(0, [0, 0, 1, 1])
+    for row in rows:
+        row["group"] = group
+    page = look(pages.run_of(pages.step_of(rows, labels=lambda _: label)))
+    assert page.texts("#strip text.name")[0] == strip
+    name, facts = page.texts("#tree details.group > summary span")
+    assert f"{name} | {facts}".startswith(tree)
+    assert page.count("#tree p.prompt") == 0  # all of it is in the line above
+
+
+def test_without_ranks_and_micro_batches_there_is_no_panel_about_them(look):
+    rows = pages.rollouts_of(0, [0, 0, 1, 1])
+    for ranks, micro, shown in ((1, 1, False), (2, 1, True), (1, 2, True)):
+        pages.split(rows, minibatches=2, ranks=ranks, micro=micro)
+        assert bool(look(pages.run_of(pages.step_of(rows))).seen("#tape")) == shown
 
 
 def test_text_ids_are_distinct_and_in_order(look):
@@ -250,7 +283,7 @@ def test_a_malicious_run_is_shown_as_text_and_runs_nothing(look):
     assert not page.all("img")
     assert page.count("script") == 2
     assert page.texts("h1") == [pages.HOSTILE]
-    assert page.texts("p.prompt") == [pages.HOSTILE]
+    assert page.texts("summary .prompt") == [pages.HOSTILE.replace("\u2028", " ")]
     assert f"no: gate/{pages.HOSTILE}" in page.texts("#tree td")
     assert pages.HOSTILE.replace("_", " ") in page.texts("#funnel .why")
     assert pages.HOSTILE in page.texts("#curves .name")

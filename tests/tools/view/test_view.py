@@ -23,6 +23,7 @@ from stored_runs import LARGE, report_of_step, served, started, step_batch, writ
 from headrace.pipeline import Pipeline, ReportFolder, make_report, page_data, write_dump
 from headrace.pipeline.tools.dumps import refused_report
 from headrace.pipeline.tools.dumps.readers import open_source
+from headrace.pipeline.tools.report.history import HISTORY
 from headrace.pipeline.tools.view import stored_run
 from headrace.transforms import BatchError
 
@@ -80,7 +81,7 @@ def test_every_row_of_every_step_is_shown_with_every_column_of_its_file(client, 
 
 
 def test_the_lowest_reward_comes_first_and_rows_without_one_last(client, run, tmp_path):
-    rewards = [row["rollout_reward"] for row in shown(client.ask("rows", run=0, step=1))]
+    rewards = [row["rollout_reward"] for row in shown(client.ask("rows", run=0, step=1, sort="reward"))]
     assert rewards == sorted(row["rollout_reward"] for row in table_of(run, 1))
     highest = shown(client.ask("rows", run=0, step=1, order="descending", sort="advantage"))
     assert [row["row"] for row in highest] == [
@@ -93,9 +94,59 @@ def test_the_lowest_reward_comes_first_and_rows_without_one_last(client, run, tm
     pq.write_table(table, tmp_path / "rollouts" / "step_00000001.parquet", row_group_size=2)
     with served(tmp_path) as alone:
         for order, first in (("ascending", 3), ("descending", 2)):
-            rows = shown(alone.ask("rows", run=0, step=1, order=order))
+            rows = shown(alone.ask("rows", run=0, step=1, order=order, sort="reward"))
             assert [row["row"] for row in rows][::8] == [first, 1]
             assert [row["rollout_reward"] for row in rows[-2:]] == [None, None]
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending"])
+def test_the_groups_that_teach_come_first_the_widest_spread_of_rewards_before_all(client, run, order):
+    """By a loop: of the rows in the loss of each group, the largest reward less the smallest."""
+    for step in range(4):
+        rows, spread = table_of(run, step), {}
+        for row in rows:
+            own = [
+                each["rollout_reward"]
+                for each in rows
+                if each["group_id"] == row["group_id"] and each["reason"] == "trained"
+            ]
+            spread[row["group_id"]] = max(own) - min(own) if own else -1.0
+        sign = -1 if order == "descending" else 1
+        wanted = sorted(
+            rows,
+            key=lambda row: (
+                -spread[row["group_id"]],
+                row["group_id"],
+                sign * row["rollout_reward"],
+                row["row"],
+            ),
+        )
+        found = shown(client.ask("rows", run=0, step=step, order=order))
+        assert [row["row"] for row in found] == [row["row"] for row in wanted]
+
+
+def test_a_run_is_called_by_its_recipe_if_it_has_one(tmp_path, run, make_batch):
+    named = tmp_path / "named"
+    with ReportFolder(named, title="dr_grpo") as folder:
+        folder.add(report_of_step(0))
+    with served(run, named) as client:
+        assert [each["recipe"] for each in client.ask("runs")["runs"]] == ["", "dr_grpo"]
+    for damage in ("", "[", "{}", '{"recipe": 3}', "[" * 100_000):
+        (named / "rollouts" / HISTORY).write_text(damage + "\n")
+        with served(named) as client:
+            assert client.ask("runs")["runs"][0]["recipe"] == ""
+
+
+def test_one_prompt_has_the_reward_and_the_advantage_of_each_rollout(client, run):
+    """By a loop over the rows of all steps; a rollout counts with its first row."""
+    for line in client.ask("prompts")["prompts"]:
+        answer = client.ask("prompt", key=line["key"])
+        wanted = []
+        for step in range(4):
+            of = [row for row in table_of(run, step) if row["prompt"] == answer["text"]]
+            firsts = {row["rollout_id"]: row for row in reversed(of)}
+            wanted += [[step, firsts[id]["rollout_reward"], firsts[id]["advantage"]] for id in sorted(firsts)]
+        assert answer["dots"][0] == wanted
 
 
 def test_rows_are_found_by_reason_group_and_text_as_by_a_loop(client, run):

@@ -234,13 +234,18 @@ def test_a_row_opens_its_prompt_in_all_steps_of_both_runs(open_view):
     assert page.seen("#prompt .text") == "What is 1 + 1?"
     means = page.texts("details.one-step[data-step='3'] summary span")
     assert means[1:] == [
-        "first: mean reward 0.5333, 3 rollouts in 1 group",
+        "first: mean reward 0.5333, advantages −0.2333 to 0.4667, 3 rollouts in 1 group",
         f"{means[2].split(':')[0]}: not drawn",
     ]
     page.open("details.one-step[data-step='2']")
     until(lambda: page.count("details.one-step[open] tr.line"), 6)
     assert page.count("#prompt svg.rewards polyline") == 2
-    assert page.count("#prompt svg.rewards circle") == 4 + 3  # a dot at each step
+    assert page.texts("#prompt svg.rewards text.title") == ["step", "reward"]
+    assert page.count("#prompt svg.rewards circle.dot") == 3 * (
+        4 + 3
+    )  # of each rollout, in the steps of both
+    fills = {dot.value_of_css_property("fill") for dot in page.all("#prompt svg.rewards circle.dot")}
+    assert len(fills) > 2  # coloured by their advantages
 
 
 def test_prompts_are_listed_lowest_reward_first_and_searched(open_view):

@@ -53,13 +53,19 @@ function excerptText(excerpt) {
   return [excerpt.start, excerpt.missing ? gap : null, excerpt.end];
 }
 
+// The prompt below a heading that has all of it is left out.
+const isInHeading = ({ asked, label }) => !asked || (!asked.missing && asked.start.replace(/\s+/g, " ").trim() === label);
+
 function drawPrompt(group) {
+  const inHeading = isInHeading(group);
+  if (!group.prompt && inHeading) return [];
   const asked = group.asked ? excerptText(group.asked) : [group.label];
-  const line = h("p", { class: "prompt" }, asked);
+  const line = h("p", { class: "prompt", hidden: inHeading }, asked);
   if (!group.prompt) return foldable(line);
   const button = moreButton("show the whole prompt", () => {
     const full = button.getAttribute("aria-expanded") !== "true";
     line.replaceChildren(...(full ? excerptText(group.prompt) : asked).filter(Boolean));
+    line.hidden = !full && inHeading;
     button.setAttribute("aria-expanded", String(full));
     button.textContent = full ? "show the last turn alone" : "show the whole prompt";
   });

@@ -1,5 +1,5 @@
 // Groups of rollouts of rows, made once per step. Ids are labels: compared, never counted with.
-import { common, count, extent, isNumber, number } from "./numbers.js";
+import { common, count, extent, isNumber, number, shortId } from "./numbers.js";
 import { matches } from "./search.js";
 
 const models = new WeakMap();
@@ -37,7 +37,7 @@ function placeRow(groups, row) {
 function withSummary(rollout) {
   rollout.trained = rollout.rows.some((row) => !row.reason);
   const rewards = new Set(rollout.rows.map((row) => row.reward).filter(isNumber));
-  // Who left before the rows had one reward together has none: that of a draft is not the rollout's.
+  // A rollout that left before its rows had one common reward has none: that of a draft is not the rollout's.
   rollout.reward = rewards.size > 1 && !rollout.trained ? null : common(rollout.rows.map((row) => row.reward));
   rollout.advantage = common(rollout.rows.map((row) => row.advantage));
   rollout.compared = extent(rollout.rows.map((row) => row.compared))?.[1] ?? null; // excluded rows have 0
@@ -54,12 +54,27 @@ export function compareIds(a, b) {
   return x < y ? -1 : x > y ? 1 : 0;
 }
 
+// Whether a group moves the policy: its rewards differ, and a rollout of it is in the loss.
+const teaches = (group) => !group.zero_variance && group.members.some((rollout) => rollout.trained);
+
 const orders = {
   id: () => 0,
   mean: (a, b) => (a.reward_mean ?? Infinity) - (b.reward_mean ?? Infinity),
-  std: (a, b) => (b.reward_std ?? -1) - (a.reward_std ?? -1) || orders.mean(a, b),
+  std: (a, b) => teaches(b) - teaches(a) || (b.reward_std ?? -1) - (a.reward_std ?? -1) || orders.mean(a, b),
   lag: (a, b) => (b.staleness ?? -1) - (a.staleness ?? -1),
 };
+
+const plainWords = (text) => String(text).replace(/\s+/g, " ").trim();
+
+// What a group is called: its prompt, where it has one, and its id. An id that is the prompt again is left out.
+export function calledBy({ id, label }) {
+  const [prompt, name] = [label ? plainWords(label) : "", plainWords(id)];
+  const start = prompt.replace(/…$/, "");
+  const same = start && (name.startsWith(start) || prompt.startsWith(name) || name.includes(prompt));
+  if (same && !/^\d+$/.test(name)) return { prompt, group: "" };
+  // A sentence needs no word before it.
+  return { prompt, group: prompt ? `group ${shortId(name)}` : /\s/.test(name) ? name : `group ${name}` };
+}
 
 // Groups that match, in the order chosen, each with the rollouts that the filter lets through.
 export function chosen(model, { sort, filter, search = "" }) {

@@ -2,19 +2,19 @@
 import { h, message, s } from "./dom.js";
 import { drawDot, radius, stack } from "./dots.js";
 import { legend, swatch } from "./legend.js";
-import { chosen, ofExpected, whyNone } from "./model.js";
+import { calledBy, chosen, ofExpected, whyNone } from "./model.js";
 import { beginning, extent, isNumber, number, plural, scale, sum, ticks } from "./numbers.js";
 import { walk } from "./walk.js";
 
 const NONE_ROOM = 44; // for rollouts without a reward
 
+// "prompt · group 7": the prompt is cut where there is no room for both.
 function groupName(group, room) {
-  const letters = Math.floor(room / 7.6);
-  const [id, label] = [String(group.id), group.label?.replace(/\s+/g, " ")];
-  // A long id, such as a hash, would leave no room for the prompt.
-  const named = label ? (id.length + 12 > letters ? label : `${id}  ${label}`) : `group ${id}`;
-  const text = named.length > letters && !label ? id : named;
-  return beginning(text, Math.max(2, letters));
+  const letters = Math.max(2, Math.floor(room / 7.6));
+  const { prompt, group: named } = calledBy(group);
+  if (!prompt || !named) return beginning(prompt || named, letters);
+  const left = letters - named.length - 3;
+  return left < 8 ? beginning(prompt, letters) : `${beginning(prompt, left)} · ${named}`;
 }
 
 function drawLine({ group, rollouts }, frame, y) {

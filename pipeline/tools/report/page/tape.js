@@ -103,6 +103,8 @@ export function drawTape({ model, width }) {
   const known = rows.some((row) => isNumber(row.tokens) && row.tokens > 0);
   const unit = known ? "tokens" : "rows";
   const minibatches = tapesOf(rows, (row) => (known ? row.tokens || 0 : 1));
+  // Without ranks and micro-batches each bar would be one piece.
+  if (minibatches.every(({ ranks }) => ranks.length === 1 && ranks[0].pieces.length === 1)) return null;
   const waits = minibatches.some(({ ranks }) =>
     ranks.some(({ size }) => size < Math.max(...ranks.map((rank) => rank.size))),
   );

@@ -1,8 +1,8 @@
 // Groups, one below the other; what a group holds is drawn when it is opened.
 import { drawGroup } from "./cards.js";
 import { byId, h, lazily, message, moreButton, reducedMotion } from "./dom.js";
-import { chosen, comparisonOf, ofExpected, whyNone } from "./model.js";
-import { count, isNumber, number, shortId } from "./numbers.js";
+import { calledBy, chosen, comparisonOf, ofExpected, whyNone } from "./model.js";
+import { count, isNumber, number } from "./numbers.js";
 
 const PAGE = 25;
 let treeShown = PAGE;
@@ -21,10 +21,10 @@ function groupNode({ group, rollouts }) {
   ]
     .filter(Boolean)
     .join(" · ");
+  const { prompt, group: named } = calledBy(group);
   const name = [
-    h("span", { class: "name", title: group.id }, `group ${group.label ? shortId(group.id) : group.id}`),
-    group.label ? h("span", { class: "prompt" }, group.label) : null,
-    h("span", { class: "facts" }, facts),
+    h("span", { class: prompt ? "name prompt" : "name", title: group.id }, prompt || named),
+    h("span", { class: "facts" }, [prompt ? named : "", facts].filter(Boolean).join(" · ")),
   ];
   const node = lazily(name, "group", () => drawGroup(group, rollouts, treeView.model.texts));
   node.dataset.group = group.id;
@@ -44,10 +44,7 @@ export function drawTree(view) {
   };
   const more = `show ${count(Math.min(rest, PAGE))} more of ${count(rest)}`;
   const nodes = lines.slice(0, treeShown).map(groupNode);
-  // By spread, the first that is in the loss: of what left, nothing is learnt.
-  const trains = ({ group }) => view.sort !== "std" || group.members.some((rollout) => rollout.trained);
-  const first = lines.slice(0, treeShown).findIndex(trains);
-  if (view.group === null) unfold(nodes[Math.max(first, 0)]);
+  if (view.group === null) unfold(nodes[0]);
   return [...nodes, ...(rest > 0 ? [moreButton(more, showMore)] : [])];
 }
 

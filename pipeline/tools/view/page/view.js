@@ -79,7 +79,7 @@ function drawRows(state) {
     state.reason,
   );
   const reason = byId("reason").value;
-  options(byId("sort"), SORTS.map((name) => [name, name ? columnName(name) : "reward"]), state.sort);
+  options(byId("sort"), SORTS.map(([name, words]) => [name, words ?? columnName(name)]), state.sort);
   byId("order").value = state.order;
   const wanted = { sort: byId("sort").value, order: state.order, reason, group: state.group, text: state.text };
   const key = JSON.stringify([step, wanted]);
@@ -105,7 +105,7 @@ function metrics() {
 
 const metricName = (name) => (name === REWARD ? "mean reward" : name);
 
-const SORTS = ["", "advantage", "loss_weight", "tokens", "row"];
+const SORTS = [["", "groups that teach first"], ["reward", "reward"], ["advantage"], ["loss_weight"], ["tokens"], ["row"]];
 
 function listen() {
   let timer = 0;
@@ -148,7 +148,7 @@ async function start() {
   if (runs.length > 1 && runs[0].name === runs[1].name) runs = runs.map((run) => ({ ...run, name: run.folder }));
   lines = runs.map(linesOf);
   steps = [...new Set(lines.flatMap((of) => [...of.keys()]))].sort((a, b) => a - b);
-  const names = runs.map((run) => run.name).join(" and ");
+  const names = runs.map((run) => (run.recipe ? `${run.recipe} · ${run.name}` : run.name)).join(" and ");
   const withRows = (i) => runs[i].failed.filter(([step]) => lines[i].has(step)).length;
   document.title = `${names} · headrace view`;
   byId("title").textContent = names;

@@ -1,6 +1,6 @@
 // Prompts: a list of all, and one of them over the steps of a run, or of two.
 import { byId, h, message } from "./dom.js";
-import { NONE, count, isNumber, number, plural } from "./numbers.js";
+import { NONE, andList, count, extent, isNumber, number, plural } from "./numbers.js";
 import { ask, columnName, link, rangeOf } from "./view_api.js";
 import { rewardChart } from "./view_chart.js";
 import { rowsPanel } from "./view_rows.js";
@@ -82,7 +82,7 @@ export async function drawPrompt(runs, state, same) {
   const text = h("p", { class: "text", tabindex: answer.text.length > 1200 ? 0 : null }, answer.text || "(empty)");
   const names = runs.map((run) => run.name);
   const lines = of.map((steps) => [...steps.values()].map(([step, , , reward]) => [step, reward]));
-  const draw = () => rewardChart({ names, lines, chosen: null, width: Math.max(body.clientWidth, 260), dots: true });
+  const draw = () => rewardChart({ names, lines, chosen: null, width: Math.max(body.clientWidth, 260), marks: answer.dots });
   let chart = draw();
   resizePrompt = () => {
     if (!chart?.isConnected || !body.clientWidth) return;
@@ -90,13 +90,13 @@ export async function drawPrompt(runs, state, same) {
     chart.replaceWith(drawn);
     chart = drawn;
   };
-  const told = runs.map((run, i) => `${run.name}: ${plural(of[i].size, "step")}`).join("; ");
+  const told = runs.map((run, i) => `${plural(of[i].size, "step")}${runs.length > 1 ? ` of ${run.name}` : ""}`);
   const items = all.map((step) => {
-    const summary = h("summary", {}, h("span", { class: "step" }, `step ${count(step)}`), runs.map((run, i) => h("span", { class: `of-run${i}` }, lineOf(runs, run, of[i].get(step)))));
+    const summary = h("summary", {}, h("span", { class: "step" }, `step ${count(step)}`), runs.map((run, i) => h("span", { class: `of-run${i}` }, lineOf(runs, run, of[i].get(step), answer.dots[i]))));
     const details = h("details", { class: "one-step", "data-step": step }, summary);
     details.addEventListener("toggle", () => {
       if (!details.open || details.childElementCount > 1) return;
-      const wanted = { prompt: state.prompt };
+      const wanted = { prompt: state.prompt, sort: "reward" };
       const panels = runs.flatMap((run, i) =>
         of[i].has(step) ? [rowsPanel({ run: i, name: run.name, step, wanted, state: {}, title: runs.length > 1 ? run.name : null, without: ["prompt"] })] : [],
       );
@@ -109,17 +109,19 @@ export async function drawPrompt(runs, state, same) {
     h("p", { class: "links" }, h("a", { href: link({ view: "prompts" }) }, "all prompts")),
     h("h3", {}, columnName(same)),
     text,
-    h("p", { class: "about" }, `In how many steps this prompt was drawn: ${told}. Open a step to read its rollouts, the lowest reward first.`),
+    h("p", { class: "about" }, `This prompt was drawn in ${andList(told)}. Open a step to read its rollouts, the lowest reward first.`),
     ...(chart ? [chart] : []),
     ...items,
   );
   if (items.length === 1) items[0].open = true;
 }
 
-function lineOf(runs, run, line) {
+function lineOf(runs, run, line, dots) {
   const where = runs.length > 1 ? `${run.name}: ` : "";
   if (!line) return `${where}not drawn`;
-  const [, groups, rollouts, reward] = line;
+  const [step, groups, rollouts, reward] = line;
   const mean = isNumber(reward) ? number(reward) : NONE;
-  return `${where}mean reward ${mean}, ${plural(rollouts, "rollout")} in ${plural(groups, "group")}`;
+  const ends = extent(dots.filter(([at]) => at === step).map(([, , advantage]) => advantage));
+  const advantages = ends ? `, advantages ${ends[0] === ends[1] ? number(ends[0]) : ends.map(number).join(" to ")}` : "";
+  return `${where}mean reward ${mean}${advantages}, ${plural(rollouts, "rollout")} in ${plural(groups, "group")}`;
 }

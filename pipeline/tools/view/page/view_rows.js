@@ -74,7 +74,12 @@ function rowsTable({ run, step, answer, state, without, sort, label }) {
   const has = (column) => names.includes(column);
   const value = (cells, column) => cells[names.indexOf(column) + 1]; // in front is the row's place in the file
   const texts = ["prompt", "response"].filter((column) => has(column) && !without.includes(column));
-  const shown = SHOWN.filter(has);
+  // The label of a group that is its prompt is not said twice.
+  const flat = (cell) => (cell?.start ?? "").replace(/\s+/g, " ").trim();
+  const labelOf = (cells) => flat(value(cells, "group_label")).replace(/ #[0-9a-f]{16}$/, ""); // as of a replay
+  const isPrompt = (cells) => labelOf(cells) && flat(value(cells, "prompt")).includes(labelOf(cells));
+  const once = has("group_label") && has("prompt") && answer.rows.every(isPrompt);
+  const shown = SHOWN.filter((column) => has(column) && !(once && column === "group_id"));
   if (!has("rollout_reward") && has("reward")) shown.splice(shown.indexOf("rollout_id") + 1, 0, "reward");
   if (has(sort) && !shown.includes(sort)) shown.splice(shown.indexOf("reason"), 0, sort);
   const width = shown.length + texts.length + 1;
