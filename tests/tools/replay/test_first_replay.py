@@ -131,15 +131,15 @@ def test_a_replay_of_which_every_step_failed_leaves_room_for_the_next(tmp_path):
         dumps.slime_dump(tmp_path / "dump" / f"{step}.pt", step, samples=rows)
     words = ["task=replay", f"source.path={tmp_path / 'dump'}"]
     with pytest.raises(BatchError, match="group 0 has 3 of 4"):
-        told(replay, configure("config", *words, "source.group_size=4"), tmp_path / "out")
+        told(replay_dump, configure("config", *words, "source.group_size=4"), tmp_path / "out")
     assert len(list((tmp_path / "out" / "rollouts").glob("step_*"))) == 2
     (tmp_path / "dump" / "6.pt").unlink()
-    trained, _ = told(replay, configure("config", *words, "source.group_size=3"), tmp_path / "out")
+    trained, _ = told(replay_dump, configure("config", *words, "source.group_size=3"), tmp_path / "out")
     assert trained == 3
     assert [each.name for each in (tmp_path / "out" / "rollouts").glob("step_*")] == ["step_00000005.parquet"]
     assert json.loads((tmp_path / "out" / "rollouts" / "failed_steps.json").read_text()) == []
     with pytest.raises(FileExistsError, match="has the rows of another run, 1 files"):
-        told(replay, configure("config", *words, "source.group_size=3"), tmp_path / "out")
+        told(replay_dump, configure("config", *words, "source.group_size=3"), tmp_path / "out")
 
 
 def test_the_folder_of_a_run_is_replayed_whatever_else_is_in_it(tmp_path):
@@ -184,7 +184,7 @@ def test_of_an_unknown_format_the_error_ends_with_the_options_of_a_file_of_your_
     ):
         assert line.count(placeholder) == 1
         line = line.replace(placeholder, name)
-    trained, _ = told(replay, configure("config", *words, *shlex.split(line)), tmp_path / "out")
+    trained, _ = told(replay_dump, configure("config", *words, *shlex.split(line)), tmp_path / "out")
     assert trained == 4
 
 
