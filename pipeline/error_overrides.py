@@ -1,4 +1,4 @@
-"""Errors for who types a command: they name options as overrides to type."""
+"""Errors for users of the command: they name options as overrides to type."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["CommandNames", "text_with_overrides"]
 
 
 class CommandNames(ErrorNames):
-    """The names of options in errors, for who types a command: ``pipeline.stages.gate.group_size``."""
+    """The names of options in errors, for users of the command: ``pipeline.stages.gate.group_size``."""
 
     def option(self, stage: str, name: str, value: str, *, other: bool) -> str:
         """The override to type."""

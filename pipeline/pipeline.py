@@ -252,7 +252,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         self._last.run = None  # after a refused batch there is no last run
         try:
             run = self._read_and_decide(batch, epochs, whole=whole)
-        except Exception as err:  # the caller may be a worker whose errors nobody sees, so log it here
+        except Exception as err:  # the caller may be a worker whose errors are not shown, so log it here
             log.info("a batch was refused: %s", printable(str(err), keep="\n"))
             raise
         self._last.run = run.without_batch()
@@ -429,7 +429,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
             trains = torch.logical_and(trains, reduce(torch.logical_or, weights))
         masked = ~trains
         if table.masking.no_lengths and not bool((masked & (table.fates.reason == 0)).any()):
-            return  # who has no token is not known, and 0 rows would be a claim
+            return  # which rows have no token is not known, and 0 would be wrong
         table.fates.note(masked, "pipeline/no_loss_tokens", "masked")
 
 

@@ -145,7 +145,7 @@ def texts_are_parsed_once() -> Iterator[None]:
             stream.seek(0)
             return load(stream, Loader)
 
-    trees = lru_cache(4096)(omegaconf.base.parse)  # which nobody writes to
+    trees = lru_cache(4096)(omegaconf.base.parse)  # which no test writes to
     with (
         patch("yaml.load", loaded),
         patch("omegaconf.base.parse", trees),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RELEASE = re.compile(r"^## (\d+\.\d+\.\d+) - (\d{4}-\d{2}-\d{2})\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
-# What pages say as long as headrace is on no index.
+# What pages say until headrace is on a package index.
 UNPUBLISHED = re.compile(r"\s<!-- until it is on PyPI -->.*?<!-- \. -->", re.DOTALL)
 WHEEL = re.compile(r"[\w/]*headrace-[\d.]+-py3-none-any\.whl")
 VERSIONS = {"pyproject.toml": r'(?<=^version = ").*(?="$)', "CITATION.cff": r"(?<=^version: ).*$"}
@@ -37,7 +37,7 @@ def prepared(version: str, today: str, texts: dict[str, str]) -> dict[str, str]:
         texts: what pyproject.toml, CITATION.cff, CHANGELOG.md and pages say now.
 
     Raises:
-        ValueError: no such version, one that the changelog has already, or nothing that is unreleased.
+        ValueError: the version is invalid, or in the changelog already, or nothing is unreleased.
     """
     changelog = texts["CHANGELOG.md"]
     if not re.fullmatch(r"\d+\.\d+\.\d+", version):

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from cases import Answer, Case
 
-NEAR = 0.002  # relative: what peers add to the std moves an advantage by up to 2e-4 of it
-CUT = 200  # characters of an error message that are kept, behind its class
+NEAR = 0.002  # relative; the ε that peers add to the std changes an advantage by up to 2e-4
+CUT = 200  # characters of an error message that are kept, after its class
 Verdict = Literal["right", "refused", "by design", "wrong", "not seen"]
 
 POSITIONS = "{} that it takes `{}` rows of each prompt, one prompt after the other. It takes no ids. "
@@ -17,7 +17,7 @@ TOKEN_MEAN = (
     "It documents that {}. But the code counts only the tokens of one micro-batch on one rank. "
     "The trainer {}."
 )
-# Where an answer that is not accepted is one that the peer documents and chose.
+# Cases in which the peer documents another choice, so that its answer differs by design.
 DESIGN = {
     ("openrlhf", "uneven-groups"): POSITIONS.format("It documents", "--rollout.n_samples_per_prompt"),
     ("openrlhf", "fan-out"): POSITIONS.format("It documents", "--rollout.n_samples_per_prompt"),
@@ -140,7 +140,7 @@ def near(found: Answer, expected: Answer) -> bool:
 
 
 def judge(peer: str, case: Case, answer: dict[str, Any]) -> tuple[Verdict, str]:
-    """The verdict, and in words what came out or why."""
+    """The verdict, and the result or the reason in words."""
     if "not_seen" in answer:
         return "not seen", f"{answer['not_seen'][:1].upper()}{answer['not_seen'][1:]}."
     if "refused" in answer:

@@ -107,7 +107,7 @@ def wait_until(condition: Callable[..., bool], patience: float | None, *argument
 
 
 def wait_for(ask: Callable[[], Any], over: Callable[[], bool], patience: float | None) -> Any:
-    """Ask until there is something. None: it is over before that, or `patience` seconds have passed."""
+    """Ask until there is something. None: the data ended before that, or `patience` seconds have passed."""
     found: list[Any] = []
 
     def may_go_on() -> bool:

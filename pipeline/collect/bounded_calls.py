@@ -45,7 +45,7 @@ class Workers:
     """Where the errors of workers are, if they are not passed on."""
 
     def ask(self) -> None:
-        """Begin to find out who answers."""
+        """Begin to find out which workers answer."""
 
     def ended(self) -> dict[int, str]:
         """The workers that have ended, and how."""

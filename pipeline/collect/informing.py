@@ -64,8 +64,9 @@ def informative(
             is `max_batches` × `groups` groups.
         on_short: when the limit is reached: ``raise``, or ``yield`` the groups that were found, if any.
         group_key: (N,) or (N, 1) int ≥ 0.
-        assembler: is told of groups that are not informative, so that they use no capacity (:func:`paced`).
-            None: that of the source, if it is `assembled(…)` or `batches(…)` of a RayAssembler.
+        assembler: gets the ids of groups that are not informative, so that they use no capacity
+            (:func:`paced`). None: that of the source, if it is `assembled(…)` or `batches(…)` of a
+            RayAssembler.
 
     Raises:
         StalledError: while iterating: `max_batches` did not contain enough informative groups.

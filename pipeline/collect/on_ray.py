@@ -251,7 +251,7 @@ class RayAssembler:
 
         Also returns the number of puts, and shows the warnings of the actor.
         """
-        # The tickets go with the next question, too: a call of their own might come after it.
+        # The tickets are sent with the next request, too: a separate call might arrive after it.
         fetched, self._taker.fetched = self._taker.fetched, []
         reply: Reply = self._ask(method, *args, self._taker.name, fetched)
         for warning in reply.warnings:

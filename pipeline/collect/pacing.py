@@ -56,7 +56,7 @@ class Pacing:
 
     Args:
         draws: as for :func:`paced`.
-        assembler: is told of what is dispatched.
+        assembler: gets the ids of what is dispatched.
         over: whether no further draw is wanted; asked before each.
     """
 

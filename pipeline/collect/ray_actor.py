@@ -176,7 +176,7 @@ class AssemblerActor:
         Args:
             n: as :meth:`GroupAssembler.take`.
             patience: seconds to wait.
-            taker: who asks. If it has not fetched what it got before, it gets that again.
+            taker: name of the process that asks. If it has not fetched its last groups, it gets them again.
             fetched: tickets of what it has fetched, as for :meth:`confirm`.
         """
         await self.confirm(fetched)

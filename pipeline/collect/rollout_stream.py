@@ -17,7 +17,7 @@ from .informing import Informative, Stages, informative
 from .on_ray import Writers
 from .pacing import Pacing
 
-PATIENCE = 1800.0  # seconds without a batch after which nobody should wait on
+PATIENCE = 1800.0  # seconds without a batch, after which the run has stalled
 LIMITS = ("max_staleness", "steps_ahead", "max_concurrent_rollouts", "max_pending_groups")
 
 
@@ -42,7 +42,7 @@ class RolloutStream(OverSource):
         informative: yield only groups that are informative (:func:`informative`): True, or the stages that
             filter. Others are sampled until a batch is full.
         epochs: passes over the prompts, after which :meth:`draws` ends; None: endless.
-        max_batches: for `informative`, as there.
+        max_batches: as for :func:`informative`.
         patience: seconds to wait for a batch before :class:`StalledError`.
         worker_patience: for `source`, as for :func:`assembled`.
         leftovers: as for :func:`assembled`, for groups that are too few for a batch at the end.
@@ -244,7 +244,7 @@ class RolloutStream(OverSource):
             self.assembler.commit(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, with that of a source that was not made here.
+        """The state, and that of the source, unless the stream made it.
 
         Raises:
             TypeError: the source is a MultiAsyncCollector.

@@ -34,7 +34,7 @@ PAGES = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
 
 
 def adapter(name: str) -> ModuleType:
-    """Imported anew, since it takes hold of the trainer's modules."""
+    """Import it again, because it replaces functions of the trainer's modules."""
     return importlib.reload(importlib.import_module(f"headrace.adapters.{name}"))
 
 

@@ -243,7 +243,7 @@ def test_a_full_buffer_returns_complete_rollouts_in_order(size, groups, columns,
     torch.manual_seed(seed)
     try:
         sampled = buffer.sample()
-    except BatchError as err:  # nothing that was drawn is whole, or nobody can know
+    except BatchError as err:  # no group that was drawn is complete, or it is not known
         if "passes the gate" in str(err) or "append InitTracker" in str(err):
             return
         raise

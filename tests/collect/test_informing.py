@@ -144,7 +144,7 @@ def test_split_or_incomplete_groups_are_refused():
     keep_all = [stages["collapse"]]
     with pytest.raises(BatchError, match=r"in two batches: 1\. Put assembled\(\) between"):
         list(informative(cut, groups=3, stages=keep_all))
-    with pytest.raises(BatchError, match=r"in two batches: 1\."):  # though nobody waits for it any more
+    with pytest.raises(BatchError, match=r"in two batches: 1\."):  # though its loop has ended
         list(informative(cut, groups=1, stages=keep_all))
     with pytest.raises(ValueError, match="groups must be an integer; got None"):
         informative([], groups=None)

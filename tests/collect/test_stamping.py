@@ -118,7 +118,7 @@ def test_a_batch_and_a_step_without_ids_are_refused():
         env.step(env.rand_action(env.reset().exclude("group_id")))
 
 
-# -- who was dispatched -----------------------------------------------------------------------------------
+# -- what was dispatched ----------------------------------------------------------------------------------
 
 
 def test_each_group_is_announced_once_when_it_starts():

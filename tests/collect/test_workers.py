@@ -141,7 +141,7 @@ def test_groups_spread_over_workers_equal_those_of_one_process(kind, patience):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_weights_reach_the_workers_and_stale_rows_are_not_trained(kind):
-    """The trainer counts versions; behind the asynchronous collector nobody asks for them."""
+    """The trainer counts versions; the asynchronous collector does not need them."""
     limit = {"max_staleness": 2} if kind == "sync" else {}
     policy, assembler, stream = OneAction(), GroupAssembler(**limit), None
 
@@ -156,7 +156,7 @@ def test_new_weights_reach_the_workers_and_stale_rows_are_not_trained(kind):
     with collecting(kind, makers(2), **options) as collector:
         stream = assembled(Counting(collector), assembler, patience=PATIENCE)
         rows = torch.cat(take_groups(stream, 15, train))
-        assert collector.policy_version == 0  # of the main process: nobody else counts
+        assert collector.policy_version == 0  # of the main process: only the trainer counts
     assert torch.equal(rows["next", "reward"], reward_of(rows["rollout_id"], rows["turn"]) * rows["action"])
     assert len(rows["action"].unique()) > 1
     assert assembler.version > 3

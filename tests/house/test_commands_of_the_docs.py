@@ -26,7 +26,7 @@ from headrace.pipeline import load_pipeline, make_report, write_dump
 
 pytestmark = pytest.mark.slow
 INSTALLS = ("make ", "source ", "pip ", "python -m venv ", "pre-commit ")  # tried by continuous integration
-YOURS = re.compile(r"\b(my|your)\.module\.")  # which nobody has
+YOURS = re.compile(r"\b(my|your)\.module\.")  # which does not exist here
 
 
 def write_rollouts(folder: Path) -> None:

@@ -37,10 +37,10 @@ WHAT = {  # by operator: reads, copies, asynchronous; x, mask and ids are on the
     "x.copy_(here)": (0, 1, 0),
     "x[here]": (0, 1, 0),
     "x[here > 0]": (1, 1, 0),
-    # and nobody waits, or so they say
+    # and no call waits, as it seems
     "here.to(device, non_blocking=True)": (0, 0, 1),
     "here.pin_memory().to(device, non_blocking=True)": (0, 0, 1),
-    "here.clone().copy_(x, non_blocking=True)": (1, 0, 0),  # who copies to pageable memory waits
+    "here.clone().copy_(x, non_blocking=True)": (1, 0, 0),  # a copy to pageable memory waits
 }
 
 

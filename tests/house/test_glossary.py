@@ -74,7 +74,7 @@ def parameters_of(thing: object) -> Mapping[str, inspect.Parameter]:
 
 
 def keys_in_code() -> dict[str, dict[str, object]]:
-    """The default of each option that names a column, by option and by who takes it."""
+    """The default of each option that names a column, by option and by the class that has it."""
     found: dict[str, dict[str, object]] = defaultdict(dict)
     for owner, thing in PUBLIC.items():
         for option, parameter in parameters_of(thing).items():

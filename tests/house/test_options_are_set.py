@@ -1,6 +1,6 @@
 """Every option of a stage, criterion, term or pipeline is set by a recipe, an adapter, an example or a page.
 
-An option that nobody sets costs code, tests and a line that everybody reads. Names of columns are left out:
+An option that nothing sets costs code, tests and a line for every reader. Names of columns are left out:
 each follows from `columns`.
 """
 

@@ -275,7 +275,7 @@ def test_an_earlier_error_is_reported_before_its_consequences(split, make_batch)
         fine(make_batch([1.0, float("nan")], [0, 0]))
 
 
-# -- who trains ------------------------------------------------------------------------------------------
+# -- which rows train ----------------------------------------------------------------------------------------
 
 
 def weigh(batch, weight):

@@ -139,7 +139,7 @@ STAGES: dict[str, Callable[[], BatchTransform]] = {
         }
     ),
 }
-if find_spec("torchrl"):  # whose arithmetic they use
+if find_spec("torchrl"):  # they use its arithmetic
     STAGES |= {"gae": lambda: GAE(gamma=0.5, lam=0.5), "gae-turn": lambda: GAE(unit="turn")}
 NAMES = list(STAGES)
 
@@ -159,7 +159,7 @@ def every(law: Callable) -> Callable[[], None]:
 def rows() -> TensorDict:
     """Two complete groups with a fan-out and a group that lacks a rollout; one reward above 5/16.
 
-    With what earlier stages would have written, for those that stand in the middle.
+    It has the columns of earlier stages, for stages that need them.
     """
     return made_once().clone()
 
@@ -238,7 +238,7 @@ def test_lazy_stacks_of_ragged_rows_are_accepted(name):
     expected = [int(deep[0, 0]) // 6 + 2 for deep in dense["stranger", "deep"]]
     if name == "dense":
         lengths = out["masks", "all_attention_mask"].sum(1).tolist()
-    if name in ("split-microbatches", "split-budget", "weight-fold"):  # go by lengths, which differ here
+    if name in ("split-microbatches", "split-budget", "weight-fold"):  # depend on lengths, which differ here
         assert sorted(lengths) == sorted(expected)
         return
     assert lengths == expected
@@ -299,7 +299,7 @@ def test_dtype_and_device_are_kept(name):
 def test_forward_equals_call_and_inverse_is_the_identity(name):
     assert same(STAGES[name]()._call(rows()), STAGES[name]()(rows()))
     batch = rows()
-    if name == "pipeline":  # what a replay buffer samples has been over it, or it stands in the wrong place
+    if name == "pipeline":  # rows of a buffer have been through it, or it is at the wrong place
         batch = STAGES[name]()(batch)
     assert same(STAGES[name]().inv(batch), batch)
 
@@ -356,8 +356,8 @@ def options_of(stage: BatchTransform) -> list[str]:
     return [p.name for p in parameters]
 
 
-# The columns that each stage cannot do without, by `checks` of the table or its own: every one missing is an
-# error that says what to do.
+# The columns that each stage requires, by the table's `checks` or its own. If one is missing, the error says
+# what to do.
 POLICIES = [OLD, ("log_probs", "full"), ("masks", "all_assistant_mask")]
 NEEDED = {
     "dense": [("tokens", "full"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")],
@@ -426,10 +426,10 @@ def test_a_missing_column_is_named_with_what_to_do(name):
     for key in needed(name):
         batch = rows()
         if REWARD not in needed(name):
-            batch = batch.exclude(REWARD)  # where it is not there, the reward as collected is what is read
+            batch = batch.exclude(REWARD)  # without it, the collected reward is read
         if name.startswith("weight"):
             batch = batch.exclude(("log_probs", "full"))
-        STAGES[name]()(batch)  # with the column all is well
+        STAGES[name]()(batch)  # with the column there is no error
         with pytest.raises(MissingKeyError, match=r"(keys?|column)\)|put \w+ before it") as info:
             STAGES[name]()(batch.exclude(key))
         assert repr(key) in str(info.value)
@@ -547,7 +547,7 @@ def test_what_a_stage_writes_is_in_its_out_keys(name):
     """Except for the tokens that ``rows.leave`` masks, and which rollouts the first stage found empty."""
     stage, batch = STAGES[name](), rows()
     if isinstance(stage, Pipeline):
-        return  # its stages say it
+        return  # its stages declare it
     allowed = [*stage.out_keys, COUNTED, *(POLICIES[1:] if stage.reasons else [])]
     if name == "token-filter":
         allowed += POLICIES[1:]  # it masks tokens as rows.leave does
@@ -671,7 +671,7 @@ def test_an_unset_id_is_named(name):
         if key not in needed(name) or name.startswith("pipeline"):
             continue
         if key == getattr(STAGES[name](), "state_key", None):
-            continue  # here it stands for a state, which may be any label
+            continue  # here it is a state, which may be any label
         batch = rows()
         batch[key] = torch.full((8,), -1)
         with pytest.raises(BatchError, match=rf"{key} ≥ 0; found -1 at row 0"):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Pieces:
-    """An iterator of pieces that knows where it is. Who died or hangs sends nothing more."""
+    """An iterator of pieces that knows where it is. A worker that died or hangs sends nothing more."""
 
     def __init__(self, cell: Cell, over: threading.Event):
         self.cell, self.over, self.position = cell, over, 0

@@ -86,7 +86,7 @@ def test_started_rollouts_are_trained_counted_or_held(tmp_path):
     for rollout, rows in trained.items():
         place = rollout // REPEATS // WORKERS * REPEATS + rollout % REPEATS
         assert rows == 1 + place % 3
-    # And who goes on from the journal holds the same.
+    # An assembler that goes on from the journal holds the same.
     again = GroupAssembler(journal=tmp_path / "rows", max_idle=10**6)
     assert (again.held, again.counts) == (assembler.held, assembler.counts)
     if (rest := again.take_rest()) is not None:

@@ -149,7 +149,7 @@ def test_after_a_crash_rows_that_were_not_committed_come_again(name, seed, tmp_p
             if event[0] == "commit":
                 committed = place
         again = opened(path, name)
-        clock.seconds += 50  # nobody's: the clock stands still while no assembler has the file
+        clock.seconds += 50  # no time passes for a journal while no assembler has its file
         again = opened(Path(again.journal), name)
         clock.seconds, again_at = clock.seconds - 50, clock.seconds
         taken = sorted(number for out in outs[committed:] for number in out)
@@ -263,7 +263,7 @@ def test_a_changed_byte_is_cut_off_at_the_end_and_raises_before_it(tmp_path, clo
             assert f"next readable event is at byte {sizes[event + 1]}:" in said
             assert event < len(sizes) - 2
             refused += 1
-        else:  # the last one is cut off, or nobody reads that byte
+        else:  # the last one is cut off, or this byte is not read
             assert found in ((states[-2], states[-1]) if event == len(sizes) - 2 else (states[-1],))
     assert refused > 30
 

@@ -45,7 +45,7 @@ def note(path: Path, *words: object) -> None:
 
 
 def train(folder: Path, until: int, seed: int) -> None:
-    """Put pieces from the first one on of which nobody said that it is in, and take what is whole."""
+    """Put pieces, from the first one on that may not be in the journal, and take complete groups."""
     log, rng = folder / "log", random.Random(seed)
     assembler = GroupAssembler(
         journal=folder / "rows", segment_key="segment", on_duplicate="drop", max_idle=FOREVER

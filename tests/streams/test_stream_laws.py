@@ -380,7 +380,7 @@ def test_capacity_is_the_least_of_all_limits():
         GroupAssembler(group_size=4, max_concurrent_rollouts=3)
 
 
-# -- versions that nobody counts ----------------------------------------------------------------------------
+# -- versions are not counted ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("on_stale", ["drop", "mask"])
@@ -390,7 +390,7 @@ def test_rows_of_a_later_version_are_refused_or_wait_for_it(on_stale):
     with pytest.raises(BatchError, match=r"newer than assembler.version=0; found 50 in group 1\..*set"):
         refusing.put(rows)
     assert refusing.held == 0
-    GroupAssembler().put(rows)  # nobody asks for versions
+    GroupAssembler().put(rows)  # without a limit, versions are not read
     waiting = GroupAssembler(max_staleness=1, on_stale=on_stale, on_newer="wait", max_idle=5)
     waiting.put(rows)
     assert waiting.take()["group_id"].tolist() == [0, 0]

@@ -1,4 +1,4 @@
-"""Who was lost: every group is counted once, and slow groups that are lost are found."""
+"""Every group is counted once, as trained or lost, and slow groups that are lost are found."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def batch_of(rows) -> TensorDict:
 
 
 def run_budget(rank: int, world: int) -> dict:
-    """By case, the rows that stay with their place, and who is left out; or what was refused."""
+    """By case, the rows that stay with their place, and the rows left out; or what was refused."""
     found = {}
     for name, by_rank in CASES.items():
         split = ShuffleSplit(

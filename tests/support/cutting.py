@@ -1,4 +1,4 @@
-"""A split alone: what it makes of a batch, and who is left over."""
+"""A split alone: what it makes of a batch, and which rows are left over."""
 
 from __future__ import annotations
 

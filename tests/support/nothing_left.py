@@ -41,7 +41,7 @@ def choose_none(batch: TensorDictBase) -> torch.Tensor:
 def emptied(recipe: str, stages: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """These stages with one that leaves nothing, in each place before the cut; and with a gate that does.
 
-    In every second place rows are dropped; who takes them in the others is another in each place and recipe.
+    In every second place rows are dropped. In the others, another stage takes them for each place and recipe.
     """
     names = list(stages)
     other = {

@@ -39,9 +39,7 @@ class Actor:
         if LOOP.is_running():
             return coroutine
         try:
-            return Stored(
-                LOOP.run_until_complete(asyncio.wait_for(coroutine, 10))
-            )  # nobody would end the wait
+            return Stored(LOOP.run_until_complete(asyncio.wait_for(coroutine, 10)))  # the wait would not end
         except Exception as error:
             return Stored(error=error)
 

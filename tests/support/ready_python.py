@@ -61,7 +61,7 @@ def ready_ray() -> str:
 
 
 def start(address: str, owner: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Start the process, if nobody has."""
+    """Start the process, if it does not run."""
     with socket.socket(socket.AF_UNIX) as listener:
         mine = f"{address}.{os.getpid()}"
         listener.bind(mine)
@@ -119,7 +119,7 @@ def forked(listener: socket.socket, owner: int) -> tuple[list[str], dict[str, st
             for fd in fds:
                 os.close(fd)
             _, status = os.waitpid(process, 0)
-            with contextlib.suppress(BrokenPipeError):  # nobody waits for it
+            with contextlib.suppress(BrokenPipeError):  # its reader has ended
                 connection.send(os.waitstatus_to_exitcode(status).to_bytes(NUMBER, "big", signed=True))
             os._exit(0)
         connection.close()

@@ -434,7 +434,7 @@ def look_at_ray(trouble: str) -> Found:
         try:
             while len(list(folder.glob("ready*"))) < len(writers):
                 ended, _ = ray.wait(writers, timeout=0.05)
-                ray.get(ended)  # raises: nobody ends before
+                ray.get(ended)  # raises: no writer ends before
             stream = assembler.batches(writers, patience=PATIENCE, worker_patience=PATIENCE)
             threading.Thread(target=start_when_heard, args=(assembler, folder), daemon=True).start()
             policy = OneAction("left")

@@ -105,7 +105,7 @@ def test_every_statistic_excludes_empty_rollouts_as_a_loop_does():
         unscored = [row for row, each in enumerate(draw(6, len(rollouts))) if each == 0]
         batch = rows_of([float(paid[each]) for each in rollouts], tokens, rollouts, groups, unscored=unscored)
         assert advantages(Pipeline(stages()), batch) == by_hand(batch)
-        # Without a gate nobody has said what else, and what a rollout that is out of it is paid is not read.
+        # Without a gate the option is that of the pipeline. The reward of an excluded rollout is not read.
         trains = (batch[MASK] & batch[LOG_PROBS].isfinite()).any(1)
         alive = {each for each, has_token in zip(rollouts, trains.tolist(), strict=True) if has_token}
         lost = torch.tensor([each not in alive for each in rollouts])

@@ -36,7 +36,7 @@ from headrace.transforms import (
 )
 from headrace.transforms.table.options import annotations_of
 
-# What functions return, and nobody writes down; and those whose words go to the stages.
+# Objects that functions return, which no user constructs; and those whose options go to the stages.
 RESULTS = {"Run", "StepReport", "load_pipeline", "decide", "Decider"}
 
 

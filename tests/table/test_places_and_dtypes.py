@@ -372,7 +372,7 @@ def test_a_parent_outside_the_batch_is_refused_only_within_the_tree():
     batch["next", "reward"] = torch.tensor([NAN, 2.0, 3.0])
     batch[WORDS] = torch.tensor([[1, 2], [1, 3], [4, 5]])
     stage = TreeAdvantage(attention_key=None, forks="parent", missing="skip")
-    batch["parent_id"] = torch.tensor([9, -1, -1])  # nobody in the tree goes on from it
+    batch["parent_id"] = torch.tensor([9, -1, -1])  # no rollout of the tree forks from it
     stage(batch)
     batch["parent_id"] = torch.tensor([9, 1, -1])
     with pytest.raises(BatchError, match=r"in the same group; found parent 9 of rollout 1 \(row 0\)"):

@@ -38,7 +38,7 @@ def make_trainer(kind, hook: PipelineHook | None, *, policy=None, **options) -> 
         "optimizer": torch.optim.SGD(policy.parameters(), lr=0.1),
         "progress_bar": False,
     } | options
-    if kind is Trainer:  # which warns of its own default
+    if kind is Trainer:  # it warns about its own default
         options["optimization_stepper"] = DefaultOptimizationStepper()
     total = BATCHES * env.frames_per_batch
     with pytest.warns(UserWarning, match="experimental") if kind is GRPOTrainer else nullcontext():

@@ -45,7 +45,7 @@ def _kind(*bases: str) -> Callable[[Any, str], bool]:
 
 @cache
 def topics() -> dict[str, tuple[str, str, Callable[[Any, str], bool]]]:
-    """By page: its title, what it is about, and who belongs there, of those whom no page before it has."""
+    """By page: its title, its subject, and which names belong there, of those that no page before it has."""
     return {
         "own-parts": (
             "Parts of your own",
@@ -64,7 +64,7 @@ def topics() -> dict[str, tuple[str, str, Callable[[Any, str], bool]]]:
         ),
         "collect": (
             "Collecting",
-            "Who stamps ids, and how rows that come one by one become whole groups.",
+            "Where ids are stamped, and how rows that come one by one become complete groups.",
             _of("pipeline.collect", "pipeline.queues", "transforms.streams", "pipeline.train.sampler"),
         ),
         "reports": (

@@ -111,7 +111,7 @@ def from_plain(plain: dict[str, Any] | None) -> TensorDictBase | None:
         elif isinstance(value, dict) and "meta" in value:
             value = MetaData(value["meta"], batch_size=value["batch_size"])
         batch[key] = from_plain(value) if isinstance(value, dict) else value
-    # Who saved it on a GPU may be read without one: its device is where its tensors are now.
+    # A state that was saved on a GPU may be read without one: its device is where its tensors are now.
     return batch.to(device_of(batch)) if plain["device"] else batch
 
 

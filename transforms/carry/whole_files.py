@@ -1,4 +1,4 @@
-"""Write a file as a whole, so that half of one is never read, wherever the process dies."""
+"""Write a file as a whole, so that no reader sees half of it, also if the process dies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def write_whole(path: Path, write: Callable[[Path], Any], *, durable: bool = Fal
 
     Args:
         path: of the file; its folder must exist. A file that is there is replaced.
-        write: writes the file that it is given the path of; what it raises leaves `path` as it was.
+        write: gets the path of the temporary file, and writes it. If it raises, `path` is not changed.
         durable: the file is on the disk when this returns, also if the machine dies.
 
     Example:

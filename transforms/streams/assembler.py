@@ -289,7 +289,7 @@ class GroupAssembler(
                 self._pass_step(over=self._stream.steps.taken > 0)
 
     def _pass_step(self, *, over: bool) -> None:
-        """Note the policy version, and whether a step is over."""
+        """Note the policy version, and whether a step has ended."""
         self._note("step", over=over)
         if over:
             self._stream.steps.end()
@@ -409,7 +409,7 @@ class GroupAssembler(
                     batch = enter_rows(batch, keys, reader=type(self).__name__)
                     kinds = kinds_of(batch)
                 self._put(batch, kinds)
-        except Exception as err:  # the caller may be a thread whose errors nobody sees
+        except Exception as err:  # the caller may be a thread whose errors are not shown
             self._refused = self._refused[0] + 1, f"{type(err).__name__}: {err}"
             raise
 

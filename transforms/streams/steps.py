@@ -1,8 +1,8 @@
 """The steps of a run: how old groups are, how many may be dispatched, and whether a step may begin.
 
-A step trains G groups, and updates the policy. v is the number of steps that are over. A group is **born** at
-the step at which it is announced, and its deadline is k = `max_staleness` steps later. It is **outstanding**
-until it has left, was rejected, or the step that trains it is over. With a = `steps_ahead` ≤ k:
+A step trains G groups, and updates the policy. v is the number of steps that have ended. A group is **born**
+at the step at which it is announced. Its deadline is k = `max_staleness` steps later. It is **outstanding**
+until it has left, was rejected, or the step that trains it has ended. With a = `steps_ahead` ≤ k:
 
 1. At most (a + 1) · G groups are outstanding after a dispatch.
 2. A step trains those of the whole groups that have the earliest deadlines.
@@ -37,13 +37,13 @@ MOST_VERSIONS = 64  # of which it is known when they began; older ones are taken
 class Steps:
     """Counts the steps, and which policy version each began with.
 
-    A step is over when the policy version changes, or when groups of the next step are asked for. So a
+    A step ends when the policy version changes, or when groups of the next step are asked for. So a
     version may advance by any number, and only every few steps.
     """
 
     def __init__(self) -> None:
         self.over = 0
-        """v, the number of steps that are over."""
+        """v, the number of steps that have ended."""
         self.taken = 0
         """Number of groups that the current step has taken, without rejected ones."""
         self.began: list[tuple[int, int]] = [(0, 0)]
@@ -52,7 +52,7 @@ class Steps:
         """Number of groups that were taken at each age, in steps."""
 
     def end(self) -> None:
-        """The current step is over."""
+        """End the current step."""
         self.over, self.taken = self.over + 1, 0
 
     def begin(self, version: int) -> None:

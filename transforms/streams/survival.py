@@ -199,7 +199,7 @@ class Survivors:
 class Survival:
     """Counts the groups of a stream as they leave. Its memory does not grow with their number.
 
-    It begins at a restart: of groups that were in flight then, nobody knows how long they would have taken.
+    It begins at a restart: how long the groups in flight would have taken is not known.
 
     Args:
         before: groups of before the restart, which are not counted.

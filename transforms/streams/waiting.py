@@ -18,7 +18,7 @@ class Wait:
         self.since: float | None = None
         """The time at which the current wait began; None: there is none."""
         self.longest = 0.0
-        """Seconds of the longest wait that is over."""
+        """Seconds of the longest wait that has ended."""
         self._first, self._warn_after = True, 0.0
         self._last_put: float | None = None
         self._puts, self._seconds = 0, 0.0  # between puts

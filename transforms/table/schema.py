@@ -263,7 +263,7 @@ def no_lengths(reader: str, stage: str = "") -> MissingKeyError:
     """The error that says that a stage needs tokens or their number, and the dump has texts alone.
 
     Args:
-        reader: who needs them.
+        reader: name of the caller, for the message.
         stage: its name in the pipeline; empty: not known.
     """
     leave_out = f"; or leave the stage out: ~pipeline.stages.{stage}" if stage else ""

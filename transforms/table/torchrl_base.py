@@ -1,7 +1,7 @@
 """TorchRL's base classes of a stage; without TorchRL, the little of them that a stage uses.
 
 TorchRL is imported, not looked for: beside a tensordict that it does not fit it is found, and cannot be
-imported. Then nobody can have an object of its classes.
+imported. Then no object of its classes exists.
 """
 
 from __future__ import annotations

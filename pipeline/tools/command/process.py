@@ -104,7 +104,7 @@ def run_command() -> None:
     os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")
     try:
         if (status := answer(sys.argv[1:])) is not None:
-            sys.stdout.flush()  # or it fails after the end, where nobody could say why
+            sys.stdout.flush()  # or it fails after the end, without a message
             sys.exit(status)
         sys.argv[1:] = hydra_arguments(sys.argv[1:])
         run_task()
@@ -120,17 +120,19 @@ def fail(err: Exception, *, expected: bool, go_on: bool = False) -> str:
     """Print an error as a paragraph, and exit: with status 2, or with 1 where it was not foreseen.
 
     Args:
-        err: one that says what is wrong with the arguments or the data, or any other.
-        expected: whether it is of the first kind; of the second it is said how to see where it comes from.
-        go_on: of a sweep: return what was printed, in place of the exit.
+        err: the error.
+        expected: whether it is about arguments or data. If not, the message says how to see its traceback.
+        go_on: for a sweep: return what was printed, and do not exit.
 
     Raises:
         Exception: the error itself, where HYDRA_FULL_ERROR is 1.
         SystemExit: else.
     """
-    if expected and isinstance(err, BrokenPipeError):  # behind `| head`, say, which is no error to speak of
+    if expected and isinstance(
+        err, BrokenPipeError
+    ):  # the reader of a pipe, such as `| head`, has ended: no error
         try:
-            print(flush=True)  # what was to be written before is forgotten by now
+            print(flush=True)  # what was to be written before is gone
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be written
             sys.exit(128 + 13)  # as a program that SIGPIPE ended
@@ -139,7 +141,7 @@ def fail(err: Exception, *, expected: bool, go_on: bool = False) -> str:
     said = str(err) if isinstance(err, RuntimeError) else repr(err)
     hint = "This error was not expected; HYDRA_FULL_ERROR=1 before the command shows where it comes from."
     text = paragraph_of(err) if expected else f"{said}\n{hint}"
-    lines = Text(printable(text, keep="\n"))  # no words in it are markup, or emoji such as :100:
+    lines = Text(printable(text, keep="\n"))  # nothing in it is markup, or an emoji such as :100:
     Console(stderr=True).print(Text("headrace: ", "bold red").append_text(lines), soft_wrap=True)
     if not go_on:
         sys.exit(2 if expected else 1)
@@ -147,7 +149,7 @@ def fail(err: Exception, *, expected: bool, go_on: bool = False) -> str:
 
 
 def paragraph_of(err: Exception) -> str:
-    """What an error says to who typed the command."""
+    """The message of an error, for the user of the command."""
     if isinstance(err, HydraException | OmegaConfBaseException):  # some of which are an OSError, too
         overrides = [each for each in sys.argv[1:] if re.match(r"~|[^-].*=", each)]
         return explain_composition(err, overrides, "config")

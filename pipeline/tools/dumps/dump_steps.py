@@ -37,7 +37,7 @@ class DumpSteps:
     Args:
         source: the dump.
         console: where to show a progress bar.
-        folder: which is told of failed steps, and of prompts that were drawn several times; None: there is
+        folder: gets the failed steps, and the prompts that were drawn several times; None: there is
             none.
 
     Attributes:

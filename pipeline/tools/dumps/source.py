@@ -61,7 +61,7 @@ def open_configured(config: DictConfig) -> Source:
 
 
 def require_options(source: Source, config: DictConfig) -> None:
-    """Check that the options are set without which the first step cannot be read, or the gate refuses it.
+    """Check that the options that the first step needs are set.
 
     Raises:
         ConfigError: some are not; the message has the command with all of them.
@@ -115,7 +115,7 @@ def import_callable(node: Any, said: str, needed: str) -> Callable[..., Any]:
             found = getattr(import_module(module), name)
         else:
             found = instantiate(node, _convert_="all")
-    except Exception as err:  # what a module raises when it is imported may be anything
+    except Exception as err:  # an import may raise anything
         cause = err.__cause__ or err
         raise ConfigError(
             f"{said} cannot be imported: {cause}. A module in this folder is found with PYTHONPATH=. in "

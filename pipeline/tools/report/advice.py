@@ -49,7 +49,7 @@ class Advice(NamedTuple):
     advisories: list[Advisory]
     """What is worth a look, most urgent first."""
     unchecked: list[str]
-    """Names of symptoms that nobody can tell, for lack of data."""
+    """Names of symptoms that cannot be checked, for lack of data."""
 
 
 class Bound(NamedTuple):
@@ -420,7 +420,7 @@ class Symptom(NamedTuple):
     """The number of the report that shows it, and the rule by which it becomes an advisory."""
     means: str
     needs: str
-    """The data without which nobody can tell."""
+    """The data that the check needs."""
     remedies: tuple[Remedy, ...]
 
 

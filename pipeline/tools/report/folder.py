@@ -191,7 +191,7 @@ class ReportFolder:
 
     @property
     def unchecked(self) -> list[str]:
-        """The names of symptoms that nobody can tell at the last step, for lack of data."""
+        """The names of symptoms that cannot be checked at the last step, for lack of data."""
         return self._advice_at_last().unchecked
 
     def add(self, report: StepReport) -> None:
@@ -221,7 +221,7 @@ class ReportFolder:
         """Note a step that is in no number, and the reason: for ``headrace view``, with the rows' files.
 
         Args:
-            step: its number; None where nobody knows it.
+            step: its number; None if it is not known.
             why: the reason.
             refused: its rows, if they can be read; ``headrace view`` shows them.
         """
@@ -234,7 +234,7 @@ class ReportFolder:
             self._write_failed()
 
     def close(self) -> Path | None:
-        """Write the page of a run that is over, and return its path; None where no page is written."""
+        """Write the page of a run that has ended, and return its path; None where no page is written."""
         if self.page and not self._closed:
             self._write(live=None)
             self._closed = True

@@ -56,7 +56,7 @@ def numbers_of(
     ``tokens/trained_again``                tokens in the loss that an earlier row of the rollout trains, too
                                             (:func:`count_trained_again`; of :func:`make_report`)
     ``response_characters/mean``, ``max``   characters of the response per rollout, where a dump has texts and
-                                            nobody knows their tokens (of :attr:`StepReport.numbers`)
+                                            no tokens (of :attr:`StepReport.numbers`)
     ``logged_advantage/…``                  how far a dump's advantages are from ours (:func:`logged_numbers`)
     ======================================= =================================================================
 
@@ -175,8 +175,8 @@ def gradient_share(columns: Columns) -> np.ndarray:
         columns: (N,) of a :class:`StepReport`, with `reason`, and where they are known `advantage`,
             `advantage_size` (the sum of |advantage| over the row's tokens, where it is per token),
             `trained_tokens` (in the loss of the step), else `tokens`, and `loss_weight`. Without tokens each
-            row has one, without weights each weighs 1. With `no_lengths` rows have tokens, and nobody knows
-            how many.
+            row has one, without weights each weighs 1. With `no_lengths` the
+            number of their tokens is not known.
 
     Returns:
         (N,) float64 that sums to 1, or to 0 where no row trains or every advantage is 0; NaN with

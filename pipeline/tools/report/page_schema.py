@@ -149,7 +149,7 @@ class PageRun(TypedDict):
 
     began: str  # UTC, ISO 8601
     written: str  # when the page was written, the same
-    live: float | None  # seconds after which there may be a newer page; None: the run is over
+    live: float | None  # seconds after which there may be a newer page; None: the run has ended
     restarts: list[int]  # the first step after each restart
     versions: dict[str, str]  # of headrace and what it stands on, by name
     overrides: list[str]  # that were typed
@@ -168,7 +168,7 @@ class Step(TypedDict):
     survivors: list[PageTable]  # which groups were lost so far: by latency, turns, length and reward
     verdict: str  # whether the reward rises, as far as this step
     advisories: list[PageAdvisory]  # most urgent first
-    unchecked: list[str]  # symptoms that nobody can tell, each with the data that it needs
+    unchecked: list[str]  # symptoms that cannot be checked, each with the data that it needs
 
 
 class PageJudgement(TypedDict):

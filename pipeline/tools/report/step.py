@@ -59,8 +59,8 @@ class StepReport:
             `minibatch`, `microbatch`, `rank`, `empty` (1: it arrived without a token in the loss, and is in
             no statistic), `logged_advantage` (that of a dump), `compared` (rollouts that the advantage
             compared with that of the row, itself included), `baseline` (that it was compared with), `peers`
-            (among whom the advantage compares, where that is no group). An unknown float is NaN, an unknown
-            integer -1.
+            (ids of the rows that the advantage compares, if these are no group). An unknown float is NaN, an
+            unknown integer -1.
         names: ``stage/reason`` by code; 0 is ``trained``.
         actions: what happened to those rows, by code.
         texts: N strings by name, ``prompt``, ``response``, ``ground_truth``; ``response_parts``, what of a
@@ -186,7 +186,7 @@ class StepReport:
         return found if known else [*found, "rollouts/truncated"]
 
     def _characters(self) -> dict[str, float]:
-        """Characters of a rollout's response, where nobody knows its tokens."""
+        """Characters of a rollout's response, where its tokens are not known."""
         responses = self.texts.get("response")
         if responses is None or "no_lengths" not in self.columns or not len(self):
             return {}

@@ -69,7 +69,7 @@ def show_advisories(
     unchecked: Sequence[str] = (),
     setup: Setup | None = None,
 ) -> list[Text]:
-    """A verdict; the first advisories, each with a remedy; and, on a line, what nobody can tell.
+    """A verdict; the first advisories, each with a remedy; and, on a line, what cannot be checked.
 
     Args:
         advisories: most urgent first.

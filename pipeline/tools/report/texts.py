@@ -20,7 +20,7 @@ TOKENS: NestedKey = ("tokens", "full")
 class TokenValues(NamedTuple):
     """A response from its first token in the loss to its last."""
 
-    texts: Sequence[str] | None  # of each token; None: nobody decodes
+    texts: Sequence[str] | None  # of each token; None: there is no decoder
     values: Mapping[str, Sequence[float]]  # by name, a number a token; NaN: not in the loss
 
 

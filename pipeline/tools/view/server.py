@@ -1,9 +1,9 @@
 """The server of ``headrace view``, on this machine alone, and what it answers.
 
-It listens on 127.0.0.1. Its address has a word in front of every path that only who started it knows: on a
-machine with several users nobody else reads the rows. A request with the name of another host is refused, as
-a page elsewhere would send after it has changed what its name stands for (DNS rebinding). Only GET is
-answered, by what is listed in :data:`FILES` and :data:`ANSWERS`: no path of a request is a path of a file.
+It listens on 127.0.0.1. Every path of its address begins with a random word, which only the user who started
+it knows. So other users of the machine cannot read the rows. A request with the name of another host is
+refused: a page of another site could send it (DNS rebinding). Only GET is answered, and only for the names in
+:data:`FILES` and :data:`ANSWERS`. No path of a request is a path of a file.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class QueryError(ValueError):
 
 
 class Query:
-    """The part of an address behind ``?``, read name by name; what is left over is an error."""
+    """The part of an address behind ``?``, read name by name; other names are an error."""
 
     def __init__(self, text: str):
         try:
@@ -234,7 +234,7 @@ class Query:
         return runs[number]
 
     def end(self) -> None:
-        """Refuse what nobody has read."""
+        """Refuse values that were not read."""
         if self._values:
             raise QueryError(f"there is no {next(iter(self._values))[:40]!r}")
 

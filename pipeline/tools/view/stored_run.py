@@ -1,4 +1,4 @@
-"""The rows that a run keeps next to its page, read as far as somebody looks at them.
+"""The rows that a run keeps next to its page, read as far as they are shown.
 
 A file is not trusted. It is opened only if it is a plain file in the folder of the run, not a link. Only
 columns of numbers and texts are read: nothing in a file is executed, and no extension type is made.

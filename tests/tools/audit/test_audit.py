@@ -203,7 +203,7 @@ def test_a_strict_audit_fails_if_the_recipe_refuses_a_step(tmp_path):
 
 
 def sound_lines(name, record):
-    """Who writes four rollouts of one group into a file of this name, a record each."""
+    """A function that writes four rollouts of one group into a file of this name, a record each."""
     return lambda folder: dumps.write_lines(folder / name, [record(i) for i in range(4)])
 
 
@@ -216,7 +216,7 @@ def by_population_std(i):
     return (R[i] - statistics.mean(R)) / (statistics.pstdev(R) + 1e-8)
 
 
-# A dump of each format in which nothing is wrong: who writes it into a folder, and the words to read it.
+# A correct dump of each format: the function that writes it into a folder, and the options to read it.
 SOUND = {
     "atropos": (
         lambda folder: dumps.write_lines(
@@ -625,7 +625,7 @@ BOTH_DRAWS = [reward for draw in DRAWS for reward in draw]
 TWO_ROWS = {"rows": {0: 2}}
 NOT_MASKED = [draw[:1] + draw[2:] for draw in DRAWS]  # the second rollout of a draw is out of the loss
 THREE = [DRAWS[0], [1.0, 0.0] * 4, [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]]  # the last has the mean of all
-# What is wrong with the two draws: who writes it, and the findings of which checks it has.
+# Faults of two draws: the function that writes the dump, and the checks that find something.
 FAULTS = {
     "a wrong sign": (lambda at: trl_draws(at, advantages=wrong_sign()), ["signs"]),
     "the mean of both draws": (

@@ -42,7 +42,7 @@ def table(done):
 
 @pytest.mark.torchrl
 def test_a_sweep_ends_with_the_result_of_each_job_or_why_it_failed(tmp_path, monkeypatch):
-    """A word that is refused, and an error that nobody expects. The next sweep here has only its own jobs."""
+    """An option that is refused, and an unexpected error. The next sweep here has only its own jobs."""
     from headrace.pipeline.tools.command import job
 
     build = job.build_pipeline

@@ -386,7 +386,7 @@ def test_python_reads_all_steps_or_raises_at_the_failing_one(tmp_path):
 
 
 def test_an_unreadable_line_between_two_steps_fails_both(tmp_path):
-    """Nobody knows of which step a line is that cannot be read: without it, the other step has a row less."""
+    """The step of a damaged line is not known: without the line, the other step has a row less."""
     lines = [json.dumps(open_instruct_row(0, 0, 1.0, step=step)) for step in range(1, 15)]
     lines[2:2] = ["{"]  # between the steps 2 and 3
     lines[5:14] = [line.replace('"reward": 1.0', '"reward": "x"') for line in lines[5:14]]  # steps 5 to 13

@@ -378,7 +378,7 @@ def test_thinning_keeps_both_ends_and_even_spacing(most, number):
 
 
 def test_the_terminal_has_few_lines_of_advice():
-    """The first three advisories; what the verdict says, once; what nobody can tell, in one line."""
+    """The first three advisories; what the verdict says, once; what cannot be checked, in one line."""
     said = [Advisory(name, f"It is {name}.", "", ()) for name in list(symptoms())[:5]]
     verdict = "The mean reward is flat. It is nothing-trains."
     lines = [text.plain for text in show_advisories(said, verdict, list(symptoms()))]

@@ -75,7 +75,7 @@ def test_a_llama_2_system_prompt_in_the_first_turn_is_left_out():
         (
             "<|im_start|>system\nOnly this<|im_end|>",
             "<|im_start|>system\nOnly this<|im_end|>",
-        ),  # nobody asked
+        ),  # without a turn of the user
         ("<|im_start|>user\nWhat is [INST]?<|im_end|>\n", "What is [INST]?"),  # the outermost format counts
         ("user: 2?\nassistant: <|im_start|>user\n3?<|im_end|>", "2?"),  # so do messages
         ("<|im_start|>user\ncut in the mid", "cut in the mid"),

@@ -46,7 +46,7 @@ TEXTS |= {name: name for name in ("group_label", "rollout_label", "ground_truth"
 TEXTS |= {"response_parts": "response_parts"}
 STATUSES = {status.name.lower(): status for status in Status}
 VERSION = "1"
-UNFINISHED = "/unfinished"  # the end of a gate's reason; who left for it is not there when it is replayed
+UNFINISHED = "/unfinished"  # the end of a gate's reason; its rows are absent in a replay
 
 
 def read_headrace_dump(path: Path, reading: Reading) -> Iterator[tuple[int, TensorDict]]:

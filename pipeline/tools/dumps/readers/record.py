@@ -351,7 +351,7 @@ def with_decoded_messages(record: Record, *keys: str) -> Record:
     if not decoded:
         return record
     read = Record({**record.data, **decoded}, record.where, record.line)
-    read.read = record.read  # which the reader of other columns sees
+    read.read = record.read  # for the reader of other columns
     return read
 
 

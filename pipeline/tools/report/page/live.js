@@ -14,7 +14,7 @@ function foldAs(kept) {
   }
 }
 
-// Who was in a field goes on where it was.
+// The field that had the focus gets it again.
 function focusAs({ focus }) {
   const field = focus && byId(focus);
   if (!field) return;
@@ -44,7 +44,7 @@ function restoreAs(kept) {
   window.scrollTo(0, kept.scroll);
 }
 
-// Whether somebody types, draws the slider, or has marked text, which loading anew would take away.
+// Whether the reader types, draws the slider, or has marked text: a reload would undo it.
 function listenForReader() {
   let last = -Infinity;
   for (const event of ["keydown", "pointerdown", "pointerup", "input", "wheel"])
@@ -64,7 +64,7 @@ export function followRun(page, state, restore) {
   }
   if (run.live === null) return;
   const age = Math.max(0, (Date.now() - Date.parse(run.written)) / 1000);
-  // Who writes rarely, or no more, is asked rarely: what is shown is at most a tenth older than it need be.
+  // A page that is written rarely is asked for rarely: what is shown is at most a tenth older than it need be.
   const wait = 1000 * Math.max(1, run.live, age / 10);
   const silent = age > Math.max(60, 20 * run.live);
   const isBusy = listenForReader();

@@ -1,4 +1,4 @@
-// The optimiser of a step: what it measured, and where the time went. What nobody measured is not shown.
+// The optimiser of a step: what it measured, and where the time went. What was not measured is not shown.
 import { drawTiles } from "./answer.js";
 import { h, s } from "./dom.js";
 import { legend, swatch } from "./legend.js";

@@ -244,7 +244,7 @@ function start() {
   follow(readAddress());
   followRun(page, state, (kept) => {
     for (const name of ["sort", "filter"]) byId(name).value = state[name] = kept[name];
-    // Who was at the newest step stays there, whatever its number was.
+    // A reader at the newest step stays at the newest one, whatever its number is.
     const address = readAddress();
     if (kept.step !== null) return follow({ ...address, step: String(kept.step) });
     state.index = last;

@@ -1,4 +1,4 @@
-// The state of the viewer, which is its address, and the parts that draw it.
+// The address holds the state of the viewer. Other modules draw it.
 import { byId, h } from "./dom.js";
 import { count } from "./numbers.js";
 import { ask, columnName, link, reasonName } from "./view_api.js";
@@ -26,7 +26,7 @@ function readState() {
 const nearest = (wanted) =>
   steps.reduce((best, step) => (Math.abs(step - wanted) <= Math.abs(best - wanted) ? step : best), steps[0]);
 
-// Go to a state; what is as it is by default is not in the address.
+// Go to a state. Default values are not in the address.
 function go(changes) {
   const state = { ...readState(), ...changes };
   delete state.number;
@@ -58,7 +58,7 @@ async function draw() {
   } else drawRows(state);
 }
 
-let drawn = null; // the rows that are shown, so that another control that changes nothing asks nothing
+let drawn = null; // the rows that are shown, so that a control without a change asks for nothing
 
 function drawRows(state) {
   const step = state.number;
@@ -96,7 +96,7 @@ function drawRows(state) {
   byId("rows").querySelector(".runs").replaceChildren(...panels);
 }
 
-// The numbers that any run has, the mean reward first. Behind are times, and what one run lacks.
+// The numbers of all runs, the mean reward first. Times, and numbers that one run lacks, come last.
 function metrics() {
   const inAll = (name) => name === REWARD || runs.every((run) => run.metrics.includes(name));
   const place = (name) => (!inAll(name) ? 2 : /^(time|seconds)\//.test(name) ? 1 : 0);
@@ -130,7 +130,7 @@ function listen() {
   let wide = document.documentElement.clientWidth;
   window.addEventListener("resize", () => {
     const now = document.documentElement.clientWidth;
-    // Only what depends on the width: open rows stay open, and the page where it is.
+    // Draw only what depends on the width, so that open rows stay open and the page does not scroll.
     if (now !== wide && readState().view === "steps") draw();
     else if (now !== wide) resizePrompt();
     wide = now;

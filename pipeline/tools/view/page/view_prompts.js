@@ -62,7 +62,7 @@ export async function drawPrompts(runs, state, same, offset = 0) {
   body.replaceChildren(h("div", { class: "panel" }, pager, box));
 }
 
-// Draws the chart of the prompt that is shown at the width of now.
+// Draws the chart of the shown prompt again, at the present width.
 export let resizePrompt = () => {};
 
 export async function drawPrompt(runs, state, same) {

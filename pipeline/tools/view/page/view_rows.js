@@ -1,4 +1,4 @@
-// Rows of a step as a table, some at a time. What is in a row becomes text nodes only.
+// Rows of a step as a table, some at a time. The content of rows becomes text nodes only.
 import { h, message } from "./dom.js";
 import { NONE, count, isNumber, number, shortId } from "./numbers.js";
 import { ask, columnName, link, rangeOf, reasonName } from "./view_api.js";
@@ -6,7 +6,7 @@ import { ask, columnName, link, rangeOf, reasonName } from "./view_api.js";
 const COUNT = 50; // rows at a time
 const AT_ONCE = 20000; // characters of a text that are fetched when its row is opened
 const [LINE, END] = [180, 60]; // characters of a text in the table, and how many of them are its end
-// In the order of reading; the rest is in a row that is opened.
+// In this order; the other columns are in an opened row.
 const SHOWN = ["group_id", "rollout_id", "rollout_reward", "advantage", "tokens", "reason"];
 const OTHERS = "other_columns"; // a JSON object of what else the dump has that was replayed
 const PARTS_OF_TEXT = "response_parts"; // the response again, in the parts that a tokenizer counts
@@ -25,7 +25,7 @@ function shownValue(name, value) {
   return /_id$|^row$/.test(name) ? String(value) : number(value);
 }
 
-// The name of a group or rollout as people know it: its label where there is one.
+// Groups and rollouts are named by their labels, if they have any.
 const labelled = { group_id: "group_label", rollout_id: "rollout_label" };
 
 // `run`: its place; `wanted`: what is asked of the rows; `state`: for links; `without`: columns that are left out.
@@ -150,7 +150,7 @@ function opened({ run, step, cells, key, columns, value, has, state }) {
   ].flat(3).filter(Boolean);
 }
 
-// The other columns of a dump by name; one that is no text as JSON.
+// The other columns of a dump by name; values that are not text as JSON.
 function otherColumns(where) {
   const list = h("dl", { class: "others" });
   const fill = (text) => {
@@ -174,7 +174,7 @@ function otherColumns(where) {
 // Whole lines, 8,000 characters or more: a browser lays out the parts in sight alone (1 MB with emoji: 1 s, as one text 12 s).
 const PARTS = /[^]{8000}[^\n]*\n?|[^]+/g;
 
-// A text as far as it is known; the rest comes at once where it is short, else when somebody asks for it.
+// The known part of a text. The rest is fetched at once if it is short, else when it is asked for.
 export function wholeText({ run, step, place, column, cell }) {
   const box = h("p", { class: "text", tabindex: cell.characters > 1200 ? 0 : null }, cell.start || "(empty)");
   const part = h("div", { class: "whole" }, box);

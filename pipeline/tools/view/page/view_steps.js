@@ -119,7 +119,7 @@ export function markStep(runs, lines, state, choose) {
   drawChart(section.querySelector(".chart"), runs, lines, state, choose);
 }
 
-// Within its box only: the page stays where it is.
+// Scroll the box only, not the page.
 function scrollTo(box, row) {
   const [outer, inner] = [box.getBoundingClientRect(), row.getBoundingClientRect()];
   if (inner.top < outer.top + 40 || inner.bottom > outer.bottom)
