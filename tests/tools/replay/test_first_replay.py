@@ -27,7 +27,7 @@ def no_running_command(monkeypatch):
 
 
 def lines(name, record):
-    """A function that writes two groups of two into a file of this name, with rewards 1 and 0."""
+    """Who writes two groups of two into a file of this name, with rewards 1 and 0."""
     return lambda folder: dumps.write_lines(folder / name, [record(i // 2, i, 1.0 - i % 2) for i in range(4)])
 
 
@@ -46,6 +46,15 @@ def trl(folder, **more):
 
 
 FOLDERS = {  # the function that writes a folder, and the options that its error must name
+    "atropos": (atropos, ["source.group_size=2"]),
+    "nemo_gym": (
+        lines("a_rollouts.jsonl", lambda group, i, reward: dumps.gym_row(group, i % 2, reward)),
+        ["source.group_size=2"],
+    ),
+    "prime_hosted": (
+        lines("samples.jsonl", lambda group, i, reward: dumps.hosted_row(group, i, reward)),
+        ["source.group_size=2"],
+    ),
     "slime": (slime, ["source.group_size=2"]),
     "trl": (trl, ["source.group_by=prompt", "source.group_size=2"]),
     "trl with two rewards": (
