@@ -74,15 +74,15 @@ def closest(word: str, words: Iterable[str], most: int = 2, least: float = 0.5) 
 
     Case, dashes and underscores make no difference: ``Dr-GRPO`` is ``dr_grpo``, and nothing else.
     """
-    known, folded = dict[str, str](), _folded(word)
-    for each in words:
-        known.setdefault(_folded(each), each)
-    for same in (SYNONYMS.get(word), known.get(folded)):
-        if same in known.values() and same is not None:
+    known = list(words)
+    folded = {_folded(each): each for each in known}
+    for same in (SYNONYMS.get(word), folded.get(_folded(word))):
+        if same in known and same is not None:
             return [same]
-    close = difflib.get_close_matches(folded, known, n=9, cutoff=least)
-    close.sort(key=lambda each: sorted(each) != sorted(folded))  # swapped letters first
-    return [known[each] for each in close[:most]]
+    close = difflib.get_close_matches(word, known, n=9, cutoff=least)
+    if not close:
+        close = [folded[each] for each in difflib.get_close_matches(_folded(word), folded, n=9, cutoff=least)]
+    return sorted(close, key=lambda each: sorted(each) != sorted(word))[:most]  # swapped letters first
 
 
 def _folded(word: str) -> str:
