@@ -191,7 +191,7 @@ class Runner:
         self.lines = Counter(test for tests in self.tests.values() for test in tests)
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        """The tests that run its line, the most telling first; the nearest, if only imports run it or none."""
+        """The tests that run its line, the most telling first; the nearest, too, unless a test does so."""
         near, (lines, at_import) = tuple(nearest_tests(mutant.file)), lines_of(mutant)
         found = {test for line in lines for test in self.tests.get((mutant.file, line), ())}
         if at_import or not found:  # coverage does not see other processes, such as actors of Ray

@@ -70,7 +70,7 @@ def run(*lines: str) -> None:
 def test_importing_listing_and_misspelling_do_not_import_torch():
     run(
         "assert 'load_pipeline' in dir(headrace) and 'whiten' in dir(headrace.transforms)",
-        "assert not hasattr(headrace, 'open_source') and not hasattr(headrace, 'load_pipelines')",
+        "assert not hasattr(headrace, 'regrade') and not hasattr(headrace, 'load_pipelines')",
         "headrace.pipeline",
         "assert 'torch' not in sys.modules",
     )
@@ -84,7 +84,7 @@ def test_importing_a_stage_does_not_import_hydra():
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("open_source", ": it is headrace.pipeline.tools.dumps.readers.open_source"),
+        ("regrade", ": it is headrace.pipeline.tools.dumps.readers.regrade"),
         ("certify_recipe", ": it is headrace.pipeline.tools.certify.certify_recipe"),
         ("GRPOLoss", ": it is torchrl.objectives.llm.GRPOLoss"),
         ("TensorDict", ": it is tensordict.TensorDict"),
@@ -158,7 +158,6 @@ GUESSES = {
         "stages": "headrace stages",
         "read_dump": "headrace.open_dump",
         "load_dump": "headrace.open_dump",
-        "open_source": "open_source",
         "save_dump": "headrace.write_dump",
         "open_dump": "",
         "replay": "",

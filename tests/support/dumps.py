@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from headrace.pipeline.tools.dumps.readers import SourceError, open_source
+from headrace.pipeline.tools.dumps.readers import SourceError, open_dump
 
 
 def batch_of(columns: dict[Any, torch.Tensor]) -> TensorDict:
@@ -40,7 +40,7 @@ def letters_tokenizer(folder: Path) -> Path:
 
 def read_one(*arguments: Any, **options: Any) -> TensorDict:
     """The batch of a dump of one step."""
-    ((_, batch),) = open_source(*arguments, **options)
+    ((_, batch),) = open_dump(*arguments, **options)
     return batch
 
 
@@ -346,4 +346,4 @@ def path_of(folder: Path, name: str) -> Path:
 def assert_refused(match: str, path: Path | str, *more: str, **options: Any) -> None:
     """Reading it raises an error that says so."""
     with pytest.raises(SourceError, match=match):
-        list(open_source(path, *more, **options))
+        list(open_dump(path, *more, **options))

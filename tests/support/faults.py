@@ -225,10 +225,10 @@ class Counted:
         self.source.load_state_dict(state)
 
 
-def carry(cell: Cell, open_source: Callable[[], Any]) -> Carried:
+def carry(cell: Cell, open_dump: Callable[[], Any]) -> Carried:
     """What an assembler makes of a source until it ends or one of them raises; a source has a state."""
     assembler, came, batches = GroupAssembler(**cell.options), 0, []
-    counted = Counted(open_source(), cell.resumed_at)
+    counted = Counted(open_dump(), cell.resumed_at)
     error: BaseException | None = None
     while True:
         stream = assembled(counted, assembler, patience=LONGEST if cell.then == "ends" else SILENCE)
@@ -237,7 +237,7 @@ def carry(cell: Cell, open_source: Callable[[], Any]) -> Carried:
                 batches.append(batch)
         except InterruptedHere:
             came += counted.came
-            assembler, counted = GroupAssembler(**cell.options), Counted(open_source(), None)
+            assembler, counted = GroupAssembler(**cell.options), Counted(open_dump(), None)
             assembled(counted, assembler).load_state_dict(as_saved(stream.state_dict()))
             continue
         except Exception as err:

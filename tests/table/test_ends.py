@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline, make_report, write_dump
-from headrace.pipeline.tools.dumps.readers import open_source
+from headrace.pipeline.tools.dumps.readers import open_dump
 from headrace.transforms import (
     BatchError,
     CompletenessGate,
@@ -117,7 +117,7 @@ def test_unfinished_rollouts_stay_unfinished_in_a_dump(make_batch, tmp_path, fil
     pipeline = Pipeline({"gate": CompletenessGate(group_size=2, on_incomplete="drop")})
     report = make_report(pipeline.run(batch))
     write_dump(report, tmp_path, format=file_format)
-    [(_, replayed)] = open_source(tmp_path)
+    [(_, replayed)] = open_dump(tmp_path)
     assert (replayed["status"] == Status.ABORTED).tolist() == [False, True, False, False]
     assert pipeline(replayed)["rollout_id"].unique().shape == (2,)
 

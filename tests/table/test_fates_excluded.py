@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.pipeline import Pipeline, make_report, write_dump
-from headrace.pipeline.tools.dumps.readers import open_source
+from headrace.pipeline.tools.dumps.readers import open_dump
 from headrace.transforms import (
     BatchError,
     BatchWhitening,
@@ -123,7 +123,7 @@ def test_reward_weights_are_applied_once_in_a_dump(make_batch, tmp_path, format)
     stages = {"collapse": FanOutCollapse(weights=[0.5]), "advantage": GroupRelativeAdvantage(scale="none")}
     report = make_report(Pipeline(stages).run(make_batch([1.0, 2.0, 3.0], [0, 0, 0])))
     write_dump(report, tmp_path, format=format)
-    [(_, again)] = open_source(tmp_path)
+    [(_, again)] = open_dump(tmp_path)
     assert Pipeline(stages)(again)["advantage"].flatten().tolist() == report.columns["advantage"].tolist()
 
 
@@ -135,7 +135,7 @@ def test_a_missing_reward_is_read_back_as_missing(make_batch, tmp_path, format):
     }
     report = make_report(Pipeline(stages).run(make_batch([NAN, 2.0, 3.0], [0, 0, 0])))
     write_dump(report, tmp_path, format=format)
-    [(_, again)] = open_source(tmp_path)
+    [(_, again)] = open_dump(tmp_path)
     np.testing.assert_array_equal(again["next", "reward"].flatten().numpy(), [NAN, 2.0, 3.0])
     assert Pipeline(stages)(again)["advantage"].flatten().tolist() == [0.0, -0.5, 0.5]
 

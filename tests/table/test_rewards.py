@@ -16,7 +16,7 @@ from recipes import of, pipeline_of
 from test_recipes_of_the_field import NO_LONE, columns_for, ragged_batch, run
 
 from headrace.pipeline import Pipeline
-from headrace.pipeline.tools.dumps.readers import open_source
+from headrace.pipeline.tools.dumps.readers import open_dump
 from headrace.pipeline.tools.report import page_data, report_table
 from headrace.transforms import (
     BatchError,
@@ -132,7 +132,7 @@ def test_a_group_with_equal_compared_rewards_has_zero_variance(make_batch, sever
 def test_a_trl_table_of_two_rewards_is_read(tmp_path):
     """Rewards 3 and 0, over 3/√2 + 1e-4."""
     trl_dump(tmp_path / "completions_00004.parquet", length=[2.0, None])
-    ((_, batch),) = open_source(tmp_path, group_by="prompt", group_size=2)
+    ((_, batch),) = open_dump(tmp_path, group_by="prompt", group_size=2)
     out = pipeline_of("as/trl", collapse={"columns": 2})(batch)
     assert sorted(out["advantage"].flatten().tolist()) == pytest.approx([-0.70707, 0.70707], abs=1e-5)
     with pytest.raises(BatchError, match=r"found \(2, 2\)\. If these are several rewards, .*columns"):

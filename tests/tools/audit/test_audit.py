@@ -20,7 +20,7 @@ from headrace.pipeline import ConfigError, make_report, write_dump
 from headrace.pipeline.tools.audit import AuditFailed, audit_dump, logged
 from headrace.pipeline.tools.audit.audit_checks import AuditFinding, CheckOutcome
 from headrace.pipeline.tools.audit.audit_task import CheckResult
-from headrace.pipeline.tools.dumps.readers import SourceError, open_source
+from headrace.pipeline.tools.dumps.readers import SourceError, open_dump
 from headrace.pipeline.tools.replay import replay_dump
 
 pytestmark = pytest.mark.slow
@@ -542,23 +542,23 @@ def trained(folder: Path, change) -> Path:
 )
 def test_undocumented_slime_training_is_refused(change, said, tmp_path):
     with pytest.raises(SourceError, match=said):
-        list(open_source(trained(tmp_path, change)))
+        list(open_dump(trained(tmp_path, change)))
 
 
 def test_slime_advantages_belong_to_samples_by_index(tmp_path):
     rows = sound_rows()
     path = trained(tmp_path, lambda payload: payload["samples"].reverse())
-    ((step, batch),) = open_source(path)
+    ((step, batch),) = open_dump(path)
     out = torch.tensor([sample["remove_sample"] for sample in rows.samples])
     assert step == 5
     assert batch["logged_advantage"][out].isnan().all()  # no token of it is trained
     assert batch["logged_advantage"][~out].tolist() == pytest.approx(
         [value for value, removed in zip(rows.advantages, out, strict=True) if not removed]
     )
-    ((_, batch),) = open_source(path / "rollout_data" / "5.pt")
+    ((_, batch),) = open_dump(path / "rollout_data" / "5.pt")
     assert "logged_advantage" in batch.keys()
     (path / "train_data" / "5.pt").unlink()
-    ((_, batch),) = open_source(path)
+    ((_, batch),) = open_dump(path)
     assert "logged_advantage" not in batch.keys()
 
 

@@ -12,7 +12,7 @@ from dumps import trl_dump
 
 from headrace.pipeline.tools.audit import logged
 from headrace.pipeline.tools.audit.logged import LoggedRows
-from headrace.pipeline.tools.dumps.readers import open_source
+from headrace.pipeline.tools.dumps.readers import open_dump
 from headrace.pipeline.tools.replay import replay_dump
 from headrace.pipeline.tools.report.numbers import logged_numbers
 
@@ -161,7 +161,7 @@ def test_a_trl_dump_names_its_advantages(tmp_path):
     text = replayed(path, tmp_path, "source.group_by=prompt", "pipeline=rloo")
     assert "logged advantages: 16 rows have one, " in text
     assert "they are those of as/trl, within " in text
-    ((_, batch),) = open_source(tmp_path / "out" / "rollouts")
+    ((_, batch),) = open_dump(tmp_path / "out" / "rollouts")
     assert "logged_advantage" in batch.keys()
     text = replayed(path, tmp_path / "again", "source.group_by=prompt", "pipeline=as/trl")
     assert "100% agree with yours within 0.0001" in text

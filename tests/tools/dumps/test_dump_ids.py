@@ -13,7 +13,7 @@ from pages import data_of
 from rich.console import Console
 
 from headrace.pipeline import make_report, page_data
-from headrace.pipeline.tools.dumps.readers import open_source
+from headrace.pipeline.tools.dumps.readers import open_dump
 from headrace.pipeline.tools.replay import replay_dump
 from headrace.pipeline.tools.report import Comparison, show_report
 from headrace.pipeline.tools.report.loggers import group_rows, rollout_rows
@@ -43,7 +43,7 @@ def tinker(folder):
 
 
 def reported(path):
-    ((step, batch),) = open_source(path)
+    ((step, batch),) = open_dump(path)
     run = composed(*WORDS, "pipeline.stages.gate.group_size=2").run(batch)
     return run, make_report(run, step=step)
 
@@ -90,8 +90,8 @@ def test_a_replay_of_a_replay_keeps_the_ids(write, format, tmp_path):
     trained = reported(path)[0].ledger.rows("trained")
     assert [row["group"] for row in trained] == groups
     assert [row["rollout"] for row in trained] == rollouts
-    ((_, again),) = open_source(path)
-    ((_, first),) = open_source(write(tmp_path)[0])
+    ((_, again),) = open_dump(path)
+    ((_, first),) = open_dump(write(tmp_path)[0])
     for name in ("group_id", "rollout_id"):
         assert again[name].tolist() == first[name].tolist()
 
@@ -99,7 +99,7 @@ def test_a_replay_of_a_replay_keeps_the_ids(write, format, tmp_path):
 @pytest.mark.parametrize(("write", "named"), [(slime, "40"), (verl, "'7f3a_0'"), (tinker, "3")])
 def test_an_error_has_the_ids_of_the_dump(write, named, tmp_path):
     path, *_ = write(tmp_path)
-    ((_, batch),) = open_source(path)
+    ((_, batch),) = open_dump(path)
     with pytest.raises(BatchError, match=f"group {named} has 2 of 3"):
         composed(*WORDS, "pipeline.stages.gate.group_size=3").run(batch)
 

@@ -13,7 +13,7 @@ from busy import reported, stages
 from dumps import assert_refused
 
 from headrace.pipeline import Pipeline, make_report, write_dump
-from headrace.pipeline.tools.dumps.readers import open_source
+from headrace.pipeline.tools.dumps.readers import open_dump
 from headrace.pipeline.tools.report import Comparison
 from headrace.transforms import (
     BatchError,
@@ -33,7 +33,7 @@ def test_a_dump_replays_to_the_same_report(format, make_batch, tmp_path):
     batch, first = reported(make_batch, step=12)
     path = write_dump(first, tmp_path, format=format)
     assert path.name == f"step_00000012.{format}"
-    ((step, again),) = open_source(tmp_path)
+    ((step, again),) = open_dump(tmp_path)
     assert step == 12
     for key in ("rollout_id", "group_id", "status", ("next", "policy_version")):
         assert torch.equal(again[key], batch[key]), key
@@ -55,7 +55,7 @@ def test_columns_are_read_back_in_either_format(format, make_batch, tmp_path):
 
     def again(batch, pipeline, name):
         write_dump(make_report(pipeline.run(batch)), tmp_path / name, format=format)
-        return next(iter(open_source(tmp_path / name)))[1]
+        return next(iter(open_dump(tmp_path / name)))[1]
 
     batch = make_batch([0.0] * 4, [0, 0, 1, 1])
     batch["next", "reward"] = torch.tensor([[0.0, 1.0], [1.0, 0.0], [2.0, float("nan")], [5.0, 5.0]])
@@ -136,7 +136,7 @@ def test_a_step_without_rows_is_written_and_skipped_on_reading(make_batch, tmp_p
     pipeline(batch[:0])
     write_dump(make_report(pipeline, step=0), tmp_path)
     write_dump(report, tmp_path)
-    assert [step for step, _ in open_source(tmp_path)] == [1]
+    assert [step for step, _ in open_dump(tmp_path)] == [1]
 
 
 def test_steps_with_carried_rows_replay(make_batch, tmp_path):
@@ -150,7 +150,7 @@ def test_steps_with_carried_rows_replay(make_batch, tmp_path):
         reports.append(make_report(first, step=step))
         write_dump(reports[-1], tmp_path)
     second = make_pipeline()
-    for step, batch in open_source(tmp_path):
+    for step, batch in open_dump(tmp_path):
         second(batch)
         again = make_report(second, step=step)
         assert again.columns["rollout_id"].tolist() == reports[step].columns["rollout_id"].tolist()
@@ -165,7 +165,7 @@ def test_minibatches_with_rows_of_an_earlier_step_are_not_known(tmp_path):
     for carried, minibatches in (([0, 0, 0], [0, -1, 1]), ([0, 0, 1], [-1, -1])):
         rows = pa.table({**columns, "carried_in": carried}).replace_schema_metadata({"headrace.schema": "1"})
         pq.write_table(rows, tmp_path / "step_00000003.parquet")
-        ((_, batch),) = open_source(tmp_path)
+        ((_, batch),) = open_dump(tmp_path)
         assert batch["logged_minibatch"].tolist() == minibatches
 
 
@@ -173,7 +173,7 @@ def test_an_invalid_file_is_skipped_if_allowed(make_batch, tmp_path):
     for step in (0, 1):
         write_dump(reported(make_batch, step=step)[1], tmp_path)
     (tmp_path / "step_00000001.parquet").write_bytes(b"PAR1")
-    source = open_source(tmp_path, skip_bad=True)
+    source = open_dump(tmp_path, skip_bad=True)
     assert [step for step, _ in source] == [0]
     assert source.skipped == 1
 

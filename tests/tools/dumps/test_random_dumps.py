@@ -31,7 +31,7 @@ from dumps import (
 )
 
 from headrace.pipeline import make_report
-from headrace.pipeline.tools.dumps.readers import READERS, open_source
+from headrace.pipeline.tools.dumps.readers import READERS, open_dump
 from headrace.pipeline.tools.report import write_dump
 from headrace.transforms import Status
 
@@ -358,7 +358,7 @@ def test_sampled_tokens_are_in_the_loss_or_left_out_under_a_reason(name, letters
     truths = [write(draw, tmp_path / f"step{step}.{suffix}", step) for step in range(DUMPS)]
     options = {key: letters if value is ... else value for key, value in options.items()}
     pipeline = composed("pipeline=grpo", "pipeline.stages.gate=null", "pipeline.empty=exclude")
-    steps = open_source(f"{tmp_path}/step*.{suffix}", name, **options)
+    steps = open_dump(f"{tmp_path}/step*.{suffix}", name, **options)
     for (step, batch), (number, truth) in zip(steps, enumerate(truths), strict=True):
         assert step == number
         assert in_order(batch["group_id"]) == [each.group for each in truth]
@@ -394,7 +394,7 @@ def test_a_dump_of_headrace_counts_as_the_dump_that_was_replayed(letters, tmp_pa
     pipeline = composed("pipeline=grpo", "pipeline.stages.gate=null", "pipeline.empty=exclude")
     for first in (None, letters):
         folder = tmp_path / f"out {first is None}"
-        for step, batch in open_source(f"{tmp_path}/in/*.jsonl", "verifiers", tokenizer=first):
+        for step, batch in open_dump(f"{tmp_path}/in/*.jsonl", "verifiers", tokenizer=first):
             write_dump(make_report(pipeline.run(batch), step=step), folder)
-        for (_, batch), truth in zip(open_source(folder, tokenizer=letters), truths, strict=True):
+        for (_, batch), truth in zip(open_dump(folder, tokenizer=letters), truths, strict=True):
             assert batch[MASK].sum(1).tolist() == [each.sampled for each in truth]

@@ -37,7 +37,7 @@ from dumps import (
 )
 from tensordict import TensorDict
 
-from headrace.pipeline.tools.dumps.readers import READERS, Format, Sample, SourceError, open_source, to_batch
+from headrace.pipeline.tools.dumps.readers import READERS, Format, Sample, SourceError, open_dump, to_batch
 from headrace.transforms import Status
 
 pytestmark = pytest.mark.slow
@@ -59,7 +59,7 @@ def rewards(batch):
 
 def test_slime_tokens_are_padded_on_the_left_with_the_response_last(tmp_path):
     long = slime_sample(0, 1, 3.0, tokens=[1, 2, 3, 11, 21], status="truncated", loss_mask=[1, 0])
-    step, batch = only(open_source(slime_dump(tmp_path / "5.pt", 5, [slime_sample(0, 0, 1.0), long])))
+    step, batch = only(open_dump(slime_dump(tmp_path / "5.pt", 5, [slime_sample(0, 0, 1.0), long])))
     assert step == 5
     assert batch["tokens", "full"].tolist() == [[0, 1, 2, 10, 20], [1, 2, 3, 11, 21]]
     assert batch["masks", "all_attention_mask"].int().tolist() == [[0, 1, 1, 1, 1], [1] * 5]
@@ -80,13 +80,13 @@ def test_slime_segments_share_the_rollout_id_or_use_the_index(tmp_path):
         slime_sample(8, 11, 3.0, rollout_id=77),
         slime_sample(8, 12, 3.0, rollout_id=77),
     ]
-    batch = only(open_source(slime_dump(tmp_path / "5.pt", 5, samples)))[1]
+    batch = only(open_dump(slime_dump(tmp_path / "5.pt", 5, samples)))[1]
     assert batch["rollout_id"].tolist() == [10, 77, 77]
     assert list(batch["rollout_label"]) == ["10", "77", "77"]
-    plain = only(open_source(slime_dump(tmp_path / "6.pt", 6)))[1]
+    plain = only(open_dump(slime_dump(tmp_path / "6.pt", 6)))[1]
     assert plain["rollout_id"].tolist() == [0, 1]
     samples[0]["rollout_id"] = None
-    mixed = only(open_source(slime_dump(tmp_path / "7.pt", 7, samples)))[1]
+    mixed = only(open_dump(slime_dump(tmp_path / "7.pt", 7, samples)))[1]
     assert list(mixed["rollout_label"]) == ["index/10", "77", "77"]  # no other sample's rollout_id
 
 
@@ -94,7 +94,7 @@ def test_slime_removed_samples_are_masked_and_lost_ones_may_lack_columns(tmp_pat
     lost = {"status": "aborted", "tokens": [], "response_length": 0, "rollout_log_probs": None}
     samples = [slime_sample(0, 0, 1.0, remove_sample=True), slime_sample(0, 1, 3.0)]
     samples += [slime_sample(1, 2, None, weight_versions=[], **lost), slime_sample(1, 3, 1.0)]
-    batch = only(open_source(slime_dump(tmp_path / "5.pt", 5, samples)))[1]
+    batch = only(open_dump(slime_dump(tmp_path / "5.pt", 5, samples)))[1]
     assert batch[MASK].sum(1).tolist() == [0, 2, 0, 2]
     assert ("headrace", "in_loss") not in batch.keys(True)
     assert math.isnan(rewards(batch)[2])
@@ -105,11 +105,11 @@ def test_slime_removed_samples_are_masked_and_lost_ones_may_lack_columns(tmp_pat
 def test_slime_rewards_by_name_are_columns(tmp_path):
     samples = [slime_sample(0, i, {"score": float(i), "format": 1.0}) for i in range(2)]
     path = slime_dump(tmp_path / "5.pt", 5, samples)
-    batch = only(open_source(path))[1]
+    batch = only(open_dump(path))[1]
     assert batch["next", "reward"].tolist() == [[0.0, 1.0], [1.0, 1.0]]
     assert batch["reward_names"] == ["score", "format"]
     assert batch[:1]["reward_names"] == ["score", "format"]
-    assert rewards(only(open_source(path, reward_key="score"))[1]) == [0.0, 1.0]
+    assert rewards(only(open_dump(path, reward_key="score"))[1]) == [0.0, 1.0]
     assert_refused(r"sample 0, reward: the key 'nope' is required|needs a reward", path, reward_key="nope")
 
 
@@ -117,7 +117,7 @@ def test_slime_evaluations_are_skipped_and_steps_come_by_number(tmp_path):
     for step in (10, 9):
         slime_dump(tmp_path / f"data_{step}.pt", step)
     slime_dump(tmp_path / "data_eval_9.pt", 9)
-    assert [step for step, _ in open_source(tmp_path)] == [9, 10]
+    assert [step for step, _ in open_dump(tmp_path)] == [9, 10]
 
 
 # -- verl --------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_slime_evaluations_are_skipped_and_steps_come_by_number(tmp_path):
 def test_verl_keys_are_split_from_the_right(tmp_path):
     uids = ["math_42_0_0", "math_42_1_0", "math_42_1_1", "math_4_2_0", "math_4_10_0"]
     rows = [verl_row(uid, s) for uid, s in zip(uids, [1.0, 3.0, 3.0, 0.0, 1.0], strict=True)]
-    step, batch = only(open_source(write_lines(tmp_path / "7.jsonl", rows)))
+    step, batch = only(open_dump(write_lines(tmp_path / "7.jsonl", rows)))
     assert step == 7
     assert in_order(batch["group_id"]) == [0, 0, 0, 1, 1]
     assert in_order(batch["rollout_id"]) == [0, 1, 1, 2, 3]
@@ -137,14 +137,14 @@ def test_verl_keys_are_split_from_the_right(tmp_path):
 def test_rows_that_fill_the_batch_of_verl_are_no_rollouts(tmp_path):
     rows = [verl_row(f"u_{session}_0", 1.0) for session in range(2)]
     filling = [verl_row(f"pad{7:032x}_{number}_0", 0.0) for number in range(3)]
-    ((_, batch),) = open_source(write_lines(tmp_path / "7.jsonl", rows + filling), "verl")
+    ((_, batch),) = open_dump(write_lines(tmp_path / "7.jsonl", rows + filling), "verl")
     assert list(batch["group_label"]) == ["u", "u"]
 
 
 def test_verl_without_a_uid_needs_an_option_and_detects_a_repeated_prompt(tmp_path):
     path = write_lines(tmp_path / "7.jsonl", [verl_row(None, float(i)) for i in range(4)])
     assert_refused(r"7\.jsonl:1: a sample needs a group.*group_by='prompt'", path)
-    batch = only(open_source(path, group_by="prompt", group_size=4))[1]
+    batch = only(open_dump(path, group_by="prompt", group_size=4))[1]
     assert in_order(batch["group_id"]) == [0] * 4
     assert in_order(batch["rollout_id"]) == [0, 1, 2, 3]
     assert batch["expected_rollouts"].tolist() == [4] * 4
@@ -161,10 +161,10 @@ def test_a_folder_of_steps_is_read_by_number_also_gzipped(tmp_path):
         write_lines(tmp_path / f"{step}.jsonl", [verl_row("a_0_0", 1.0, step)])
     with gzip.open(tmp_path / "3.jsonl.gz", "wt") as file:
         file.write(json.dumps(verl_row("a_0_0", 1.0, 3)))
-    source = open_source(tmp_path)
+    source = open_dump(tmp_path)
     assert source.format == "verl"
     assert [step for step, _ in source] == [2, 3, 10]
-    assert [step for step, _ in open_source(str(tmp_path / "*.jsonl"))] == [2, 10]
+    assert [step for step, _ in open_dump(str(tmp_path / "*.jsonl"))] == [2, 10]
     assert source.read_bytes == source.total_bytes > 0
 
 
@@ -173,7 +173,7 @@ def test_a_folder_of_steps_is_read_by_number_also_gzipped(tmp_path):
 
 def test_trl_one_reward_function_is_one_reward(tmp_path):
     path = trl_dump(tmp_path / "completions" / "completions_00004.parquet", note=["a", "b"])
-    step, batch = only(open_source(tmp_path, group_by="prompt", group_size=2))
+    step, batch = only(open_dump(tmp_path, group_by="prompt", group_size=2))
     assert step == 4
     assert rewards(batch) == [1.0, 0.0]
     assert batch["logged_advantage"].tolist() == [0.5, -0.5]
@@ -183,13 +183,13 @@ def test_trl_one_reward_function_is_one_reward(tmp_path):
 
 def test_trl_several_reward_functions_are_columns_and_rows_without_any_failed(tmp_path):
     path = trl_dump(tmp_path / "c.parquet", length=[math.nan, 2.0])
-    batch = only(open_source(path, group_by="prompt"))[1]
+    batch = only(open_dump(path, group_by="prompt"))[1]
     assert batch["reward_names"] == ["accuracy", "length"]
     assert batch["next", "reward"][1].tolist() == [0.0, 2.0]
     assert batch["next", "reward"][0, 1].isnan()
-    assert rewards(only(open_source(path, group_by="prompt", reward_key=["accuracy"]))[1]) == [1.0, 0.0]
+    assert rewards(only(open_dump(path, group_by="prompt", reward_key=["accuracy"]))[1]) == [1.0, 0.0]
     lost = trl_dump(tmp_path / "d.parquet", accuracy=[None, 1.0])
-    batch = only(open_source(lost, group_by="prompt"))[1]
+    batch = only(open_dump(lost, group_by="prompt"))[1]
     assert batch["status"].tolist() == [Status.FAILED, -1]
     assert_refused(r"the columns \['nope'\] are required", path, group_by="prompt", reward_key="nope")
 
@@ -205,7 +205,7 @@ def test_verifiers_groups_are_examples_and_errors_are_failures(tmp_path):
         verifiers_row(1, 1.0, completion="plain"),
     ]
     write_lines(tmp_path / "results.jsonl", rows)
-    step, batch = only(open_source(tmp_path))
+    step, batch = only(open_dump(tmp_path))
     assert step == 0
     assert in_order(batch["group_id"]) == [0, 0, 1, 1]
     assert list(batch["group_label"])[2] == "math/1"
@@ -219,7 +219,7 @@ def test_prime_rl_episodes_are_rollouts_with_tool_output_masked(tmp_path):
         episode("g", "b", {"right": {"score": 0.0}, "style": {"score": 0.5}}),
     ]
     path = write_lines(tmp_path / "traces.jsonl", rows)
-    step, batch = only(open_source(path))
+    step, batch = only(open_dump(path))
     assert step == 2
     assert rewards(batch) == [2.5, 0.5]
     assert batch["tokens", "full"][0].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -227,7 +227,7 @@ def test_prime_rl_episodes_are_rollouts_with_tool_output_masked(tmp_path):
     assert batch["log_probs", "full"][0].isfinite().int().tolist() == [0, 0, 0, 0, 1, 1, 0, 1]
     assert batch["next", "policy_version"].tolist() == [1, 1]
     assert batch["prompt_text"][0] == "user: user says"
-    assert rewards(only(open_source(path, reward_key="style"))[1]) == [0.5, 0.5]
+    assert rewards(only(open_dump(path, reward_key="style"))[1]) == [0.5, 0.5]
 
 
 def test_prime_rl_the_reward_is_the_sum_of_score_times_weight(tmp_path):
@@ -239,7 +239,7 @@ def test_prime_rl_the_reward_is_the_sum_of_score_times_weight(tmp_path):
         rows.append(episode("g", str(number), given))
         expected.append(math.fsum(score if weight is None else score * weight for score, weight in parts))
     path = write_lines(tmp_path / "traces.jsonl", rows)
-    assert rewards(only(open_source(path))[1]) == pytest.approx(expected, abs=1e-6)
+    assert rewards(only(open_dump(path))[1]) == pytest.approx(expected, abs=1e-6)
 
 
 def test_prime_rl_branches_are_segments_and_an_abandoned_compaction_is_masked(tmp_path):
@@ -251,7 +251,7 @@ def test_prime_rl_branches_are_segments_and_an_abandoned_compaction_is_masked(tm
     one = episode("g", "a", {"r": {"score": 1.0}}, trace={"nodes": [root, work, given_up, fresh, rest]})
     resumed = node(None, "user", [5], [False], semantic_parents=[{"node": 2, "type": "compaction"}])
     two = episode("g", "b", {"r": {"score": 3.0}}, trace={"nodes": [root, work, given_up, resumed, rest]})
-    batch = only(open_source(write_lines(tmp_path / "traces.jsonl", [one, two])))[1]
+    batch = only(open_dump(write_lines(tmp_path / "traces.jsonl", [one, two])))[1]
     assert in_order(batch["rollout_id"]) == [0, 0, 1, 1]
     assert batch["tokens", "full"].tolist() == [[1, 2, 3, 4], [0, 0, 5, 6]] * 2
     assert batch[MASK].int().tolist() == [[0, 0, 0, 0], [0, 0, 0, 1], [0, 1, 1, 1], [0, 0, 0, 1]]
@@ -265,7 +265,7 @@ def test_prime_rl_the_folder_is_the_step_and_failures_are_rows(tmp_path):
         episode("g", "c", {}, ok=False, traces=[]),
     ]
     write_lines(path, rows)
-    step, batch = only(open_source(tmp_path))
+    step, batch = only(open_dump(tmp_path))
     assert step == 9
     assert batch["status"].tolist() == [Status.TRUNCATED, Status.FAILED, Status.FAILED]
     two = episode("g", "d", {"r": {"score": 1.0}})
@@ -283,11 +283,11 @@ def test_prime_rl_paths_without_tokens_are_skipped_if_others_have_some(tmp_path)
         node(0, "assistant", [], [], sampled=True),
     ]
     rows = [episode("g", "a", {"r": {"score": 1.0}}, trace={"nodes": nodes})]
-    assert len(only(open_source(write_lines(tmp_path / "traces.jsonl", rows)))[1]) == 1
+    assert len(only(open_dump(write_lines(tmp_path / "traces.jsonl", rows)))[1]) == 1
     for row in (text := [node(None, "user", [], []), nodes[2]]):
         row["logprobs"] = []
     rows = [episode("g", "a", {"r": {"score": 1.0}}, trace={"nodes": text})]
-    batch = only(open_source(write_lines(tmp_path / "traces.jsonl", rows)))[1]
+    batch = only(open_dump(write_lines(tmp_path / "traces.jsonl", rows)))[1]
     assert MASK not in batch.keys(True)
     assert list(batch["response_text"]) == ["assistant: assistant says"]
 
@@ -312,7 +312,7 @@ def test_nemo_rl_rows_are_slices_of_one_tensor_up_to_their_length(tmp_path):
     ]
     path = write_lines(tmp_path / "train_data_step12.jsonl", rows)
     assert_refused("a sample needs a group", path)
-    step, batch = only(open_source(tmp_path, group_by="prompt", group_size=2))
+    step, batch = only(open_dump(tmp_path, group_by="prompt", group_size=2))
     assert step == 12
     assert rewards(batch) == [1.0, 3.0, 5.0, 7.0]
     assert in_order(batch["group_id"]) == [0, 0, 1, 1]
@@ -330,7 +330,7 @@ def test_open_instruct_groups_are_prompts_and_metadata_are_skipped(tmp_path):
     write_lines(tmp_path / "run_metadata.jsonl", [{"run_name": "run"}])
     write_lines(tmp_path / "run_rollouts_000000.jsonl", rows)
     write_lines(tmp_path / "run_rollouts_000001.jsonl", [open_instruct_row(0, 0, 1.0, step=4)])
-    source = open_source(tmp_path)
+    source = open_dump(tmp_path)
     (step, batch), (after, _) = list(source)
     assert (source.format, step, after) == ("open_instruct", 3, 4)
     assert in_order(batch["group_id"]) == [0, 0, 1, 1]
@@ -351,13 +351,13 @@ def test_tinker_summaries_have_only_lengths(tmp_path):
     rows = [tinker_row(0, 0, 1.0), tinker_row(0, 1, 3.0), tinker_row(1, 0, 0.0, steps=[])]
     rows.append(tinker_row(1, 1, 1.0, steps=[tinker_row(0, 0, 0)["steps"][0]]))
     write_lines(tmp_path / "iteration_000006" / "train_rollout_summaries.jsonl", rows)
-    step, batch = only(open_source(tmp_path))
+    step, batch = only(open_dump(tmp_path))
     assert step == 6
     assert batch[MASK].int().tolist() == [[0, 1, 1, 1], [1, 1, 1, 1], [0] * 4, [0, 0, 1, 1]]
     assert batch["status"].tolist() == [0, 0, 0, Status.TRUNCATED]
     assert batch["next", "policy_version"].tolist() == [5] * 4
     path = tmp_path / "iteration_000006" / "train_rollout_summaries.jsonl"
-    assert rewards(only(open_source(path, reward_key="final_reward"))[1]) == [0.0] * 4
+    assert rewards(only(open_dump(path, reward_key="final_reward"))[1]) == [0.0] * 4
     path = write_lines(tmp_path / "train_rollout_summaries.jsonl", [tinker_row(0, 0, 1, schema_version=2)])
     assert_refused("'schema_version' must be 1, the one that is known; found 2", path)
 
@@ -369,7 +369,7 @@ def test_verifiers_results_may_name_the_example_id(tmp_path):
     rows = [{**verifiers_row(at // 2, float(at % 2)), "id": at // 2} for at in range(4)]
     for row in rows:
         del row["example_id"]
-    source = open_source(write_lines(tmp_path / "results.jsonl", rows))
+    source = open_dump(write_lines(tmp_path / "results.jsonl", rows))
     ((step, batch),) = source
     assert (source.format, step) == ("verifiers", 0)
     assert list(batch["group_label"]) == ["math/0", "math/0", "math/1", "math/1"]
@@ -382,7 +382,7 @@ def test_nemo_gym_rows_are_grouped_by_task_and_their_items_are_messages(letters,
     write_lines(tmp_path / "rollouts.jsonl", rows)
     for other in ("materialized_inputs", "failures"):
         write_lines(tmp_path / f"rollouts_{other}.jsonl", [{"_ng_task_index": 0}])
-    source = open_source(tmp_path, tokenizer=letters)
+    source = open_dump(tmp_path, tokenizer=letters)
     ((_, batch),) = source
     assert source.format == "nemo_gym"
     assert list(batch["group_label"]) == ["1", "0", "1", "0"]
@@ -432,7 +432,7 @@ def test_prime_hosted_samples_are_read_of_parquet_and_of_lines(letters, tmp_path
     (tmp_path / "table").mkdir()
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "table" / "samples.parquet")
     for folder in ("lines", "table"):
-        source = open_source(tmp_path / folder, tokenizer=letters)
+        source = open_dump(tmp_path / folder, tokenizer=letters)
         ((step, batch),) = source
         assert (source.format, step) == ("prime_hosted", 3)
         assert list(batch["group_label"]) == ["math/0", "math/0", "math/1", "math/1"]
@@ -453,7 +453,7 @@ def test_atropos_a_line_is_a_group(tmp_path):
     ]
     rows[1]["masks"] = [[0, 1, 0, 1], [0, 0, 0, 0]]
     rows[0]["overrides"] = [{"set_advantage_to_zero": False}, {"set_advantage_to_zero": True}]
-    source = open_source(write_lines(tmp_path / "groups.jsonl", rows))
+    source = open_dump(write_lines(tmp_path / "groups.jsonl", rows))
     ((_, batch),) = source
     assert source.format == "atropos"
     assert in_order(batch["group_id"]) == [0, 0, 1, 1]
@@ -531,7 +531,7 @@ def test_table_has_ends_steps_advantages_and_lengths(tmp_path):
         for why in ends
     ]
     for (step, batch), at in zip(
-        open_source(write_lines(tmp_path / "a.jsonl", rows), columns=columns), range(2), strict=True
+        open_dump(write_lines(tmp_path / "a.jsonl", rows), columns=columns), range(2), strict=True
     ):
         assert step == at
         assert batch["status"].tolist() == list(ends.values())
@@ -677,7 +677,7 @@ def test_table_a_conversation_in_one_column_is_split_at_the_assistant(letters, t
 def test_table_that_does_not_fit_its_columns_is_refused(columns, change, message, tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [own_row(0, 1.0, **change)] * 2)
     with pytest.raises((ValueError, SourceError), match=message):
-        list(open_source(path, columns=columns))
+        list(open_dump(path, columns=columns))
 
 
 # -- the batch ---------------------------------------------------------------------------------------
@@ -738,7 +738,7 @@ def test_invalid_records_are_skipped_and_counted_if_allowed(tmp_path):
     lines = [good[0], "[1]", "{", odd, "", good[1], '{"a": 1, "a": 2}', good[2]]
     path = tmp_path / "7.jsonl"
     path.write_bytes("\n".join(lines).encode() + b"\n\xff\n")
-    source = open_source(path, skip_bad=True)
+    source = open_dump(path, skip_bad=True)
     for _ in range(2):  # each pass counts anew
         assert len(only(source)[1]) == 3
         assert source.skipped == 5
@@ -779,14 +779,14 @@ def test_an_invalid_line_is_named_with_its_line_number(tmp_path, text, message):
     path = tmp_path / "1.jsonl"
     path.write_text(text)
     with pytest.raises(SourceError, match=message) as caught:
-        list(open_source(path, "verl", group_by="prompt"))
+        list(open_dump(path, "verl", group_by="prompt"))
     assert str(caught.value).startswith(str(path))
 
 
 def test_an_overlong_line_is_one_invalid_record(tmp_path, monkeypatch):
     monkeypatch.setattr("headrace.pipeline.tools.dumps.readers.file_kinds.MAX_LINE", 200)
     rows = [verl_row("a_0_0", 1.0), verl_row("b_0_0", 1.0, prompt="x" * 1000), verl_row("c_0_0", 1.0)]
-    source = open_source(write_lines(tmp_path / "7.jsonl", rows), "verl", skip_bad=True)
+    source = open_dump(write_lines(tmp_path / "7.jsonl", rows), "verl", skip_bad=True)
     assert list(only(source)[1]["group_label"]) == ["a", "c"]
     assert source.skipped == 1
 
@@ -797,7 +797,7 @@ def test_a_large_file_is_never_wholly_in_memory(tmp_path):
     with path.open("w") as file:
         for i in range(400):
             file.write(json.dumps(verl_row(f"u{i}_{i % 2}_0", 1.0, i // 4, text)) + "\n")
-    source, last = open_source(path, "verl"), -1.0
+    source, last = open_dump(path, "verl"), -1.0
     tracemalloc.start()
     for _, batch in source:
         assert len(batch) == 4
@@ -818,12 +818,12 @@ def test_auto_names_what_it_found_and_the_known_formats(tmp_path):
         SourceError,
         match=r"found .*a\.jsonl with 'question'\. Set source\.format to one of atropos, headrace",
     ):
-        open_source(path)
+        open_dump(path)
     for format in ("verl", "auto"):
         with pytest.raises(SourceError, match=r"nothing: there is no such file or folder$"):
-            open_source(tmp_path / "nothing", format)
+            open_dump(tmp_path / "nothing", format)
     with pytest.raises(SourceError, match="is required; found none"):
-        open_source(f"{tmp_path}/*.nothing", "verl")
+        open_dump(f"{tmp_path}/*.nothing", "verl")
 
 
 def test_a_group_uid_has_to_be_declared(tmp_path):
@@ -834,11 +834,11 @@ def test_a_group_uid_has_to_be_declared(tmp_path):
         path,
         "verl",
     )
-    ((_, batch),) = open_source(path, "verl", group_by="uid")
+    ((_, batch),) = open_dump(path, "verl", group_by="uid")
     assert in_order(batch["group_id"]) == [0, 0, 1]
     assert len(batch["rollout_id"].unique()) == 3
     with pytest.raises(ValueError, match="group_by='uid' is for the format verl"):
-        open_source(write_lines(tmp_path / "a.jsonl", [{}]), "nemo_rl", group_by="uid")
+        open_dump(write_lines(tmp_path / "a.jsonl", [{}]), "nemo_rl", group_by="uid")
 
 
 @pytest.mark.parametrize(
@@ -858,7 +858,7 @@ def test_a_group_uid_has_to_be_declared(tmp_path):
 def test_unknown_options_are_refused(tmp_path, options, message):
     path = write_lines(tmp_path / "7.jsonl", [verl_row("a_0_0", 1.0)])
     with pytest.raises(ValueError, match=message):
-        open_source(path, **options)
+        open_dump(path, **options)
 
 
 def test_a_registered_reader_may_yield_batches(tmp_path, monkeypatch):
@@ -869,7 +869,7 @@ def test_a_registered_reader_may_yield_batches(tmp_path, monkeypatch):
     monkeypatch.setitem(READERS, "mine", Format(read, ("*.txt",)))
     path = tmp_path / "a.txt"
     path.write_text("1 2 5")
-    assert [(step, len(batch)) for step, batch in open_source(path, "mine")] == [(1, 2), (2, 2), (5, 2)]
+    assert [(step, len(batch)) for step, batch in open_dump(path, "mine")] == [(1, 2), (2, 2), (5, 2)]
     for last in (1, 2):
         path.write_text(f"1 2 {last}")
         assert_refused(f"found step {last} after step 2", path, "mine")

@@ -16,7 +16,7 @@ from dumps import RECORDS, assert_refused, path_of, slime_dump, slime_sample, tr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.pipeline.tools.dumps.readers import READERS, SourceError, open_source
+from headrace.pipeline.tools.dumps.readers import READERS, SourceError, open_dump
 from headrace.pipeline.tools.dumps.readers.record import quote
 from headrace.transforms import Status
 from headrace.transforms.table.schema import NO_LENGTHS
@@ -42,7 +42,7 @@ def read(path, name, **options):
     """Batches that hold what is promised, or a SourceError with the place first; nothing else."""
     for skip_bad in (False, True):
         with suppress(SourceError):
-            source = open_source(path, name, skip_bad=skip_bad, **options)
+            source = open_dump(path, name, skip_bad=skip_bad, **options)
             found = list(source)
             assert found or (skip_bad and source.skipped_steps)
             for step, batch in found:
@@ -147,7 +147,7 @@ def test_files_cut_at_any_byte_raise_source_error(tmp_path):
         for end in range(0, len(whole), max(1, len(whole) // 60)):
             path.write_bytes(whole[:end])
             with pytest.raises(SourceError):
-                list(open_source(path, name, **options))
+                list(open_dump(path, name, **options))
 
 
 @settings(fuzz, max_examples=60)
@@ -204,7 +204,7 @@ def test_an_error_about_a_huge_pickle_is_short(tmp_path):
         for field in ("tokens", "reward", "status", "group_index", "weight_versions", "prompt"):
             path = slime_dump(tmp_path / "5.pt", 5, [{**slime_sample(0, 0, 1.0), field: value}])
             with pytest.raises(SourceError) as caught:
-                list(open_source(path))
+                list(open_dump(path))
             assert len(str(caught.value)) < 1000
 
 
@@ -242,7 +242,7 @@ def test_every_undamaged_line_is_valid(tmp_path):
     }
     for name, (good, options) in RECORDS.items():
         file = write_lines(path_of(tmp_path, name), [good])
-        ((step, batch),) = open_source(file, **options)
+        ((step, batch),) = open_dump(file, **options)
         valid(step, batch)
 
 

@@ -21,7 +21,7 @@ from dumps import (
 )
 
 from headrace.pipeline import ConfigError
-from headrace.pipeline.tools.dumps.readers import Sample, SourceError, open_source, regrade, to_batch
+from headrace.pipeline.tools.dumps.readers import Sample, SourceError, open_dump, regrade, to_batch
 from headrace.pipeline.tools.replay import replay_dump
 from headrace.transforms import Status
 
@@ -153,7 +153,7 @@ def test_a_grader_of_other_arguments_is_refused():
 def test_a_dump_without_texts_is_refused(tmp_path):
     path = write_lines(tmp_path / "train_rollout_summaries.jsonl", [tinker_row(0, i, 1.0) for i in range(2)])
     with pytest.raises(SourceError, match=r"step 6: to grade again takes the texts of the responses"):
-        list(open_source(path, regrade=by_length))
+        list(open_dump(path, regrade=by_length))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_dump_without_texts_is_refused(tmp_path):
     ],
 )
 def test_the_ground_truth_of_a_dump_is_read(write, truth, tmp_path):
-    ((_, batch),) = open_source(write(tmp_path))
+    ((_, batch),) = open_dump(write(tmp_path))
     assert list(batch["ground_truth"]) == [truth] * 2
 
 
@@ -198,7 +198,7 @@ def test_a_replay_regrades_and_reports_what_changed(dump, tmp_path):
     trained, text = replayed(dump, tmp_path, NODE)
     assert trained == 4
     assert CHANGED in text
-    ((_, again),) = open_source(tmp_path / "replay" / "rollouts")
+    ((_, again),) = open_dump(tmp_path / "replay" / "rollouts")
     assert again["next", "reward"].flatten().tolist() == [1.0, 0, 0, 0, 1, 1, 1, 1]
     words = ("source.regrade={_target_: my_graders.Matches, bonus: 1}", "report.dump=null")
     _, text = replayed(tmp_path / "replay" / "rollouts", tmp_path / "again", *words)

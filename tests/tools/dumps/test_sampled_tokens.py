@@ -26,7 +26,7 @@ from dumps import (
 )
 
 from headrace.pipeline import make_report
-from headrace.pipeline.tools.dumps.readers import open_source, regrade
+from headrace.pipeline.tools.dumps.readers import open_dump, regrade
 from headrace.pipeline.tools.replay import replay_dump
 from headrace.pipeline.tools.report import gradient_share, write_dump
 
@@ -347,7 +347,7 @@ def test_the_mask_of_a_chat_template_decides_and_the_page_says_so(letters, tmp_p
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     rows = [verifiers_row(0, float(at), prompt=asked, completion=each) for at, each in enumerate(CHATS)]
     path = write_lines(tmp_path / "results.jsonl", rows)
-    source = open_source(path, tokenizer=folder)
+    source = open_dump(path, tokenizer=folder)
     ((_, batch),) = source
     how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
     for row, completion in enumerate(CHATS):
@@ -360,7 +360,7 @@ def test_the_mask_of_a_chat_template_decides_and_the_page_says_so(letters, tmp_p
     assert source.notices == [
         "The tokens in the loss of 3 rows are those that the tokenizer's chat template marks."
     ]
-    source = open_source(path, tokenizer=letters)
+    source = open_dump(path, tokenizer=letters)
     ((_, batch),) = source
     assert trained(batch) == [4, 11 + 1, 6]
     assert source.notices[0].startswith(
@@ -475,7 +475,7 @@ def test_groups_by_order_are_runs_of_rows(tmp_path):
     """Prompts of equal text, because images are not dumped. It is no default, and divides each step."""
     rows = [verl_row(None, float(at % 3), prompt="What is this?") for at in range(12)]
     path = write_lines(tmp_path / "7.jsonl", rows)
-    source = open_source(path, group_by="order", group_size=4)
+    source = open_dump(path, group_by="order", group_size=4)
     ((_, batch),) = source
     assert in_order(batch["group_id"]) == [at // 4 for at in range(12)]
     assert list(batch["group_label"])[4] == "What is this? #2"
@@ -494,7 +494,7 @@ def test_groups_by_order_are_runs_of_rows(tmp_path):
         ({"group_by": "order", "group_size": 4, "skip_bad": True}, "needs every record"),
     ):
         with pytest.raises(ValueError, match=why):
-            open_source(path, **options)
+            open_dump(path, **options)
     named = write_lines(tmp_path / "8.jsonl", [verl_row("a_0_0", 1.0)])
     assert_refused("order is for rows without a group; found", named, group_by="order", group_size=1)
 
@@ -520,13 +520,13 @@ def test_a_step_that_is_one_huge_group_of_one_text_is_suspicious(tmp_path):
     rows = [verl_row(None, float(at % 3), prompt="What is this?") for at in range(1024)]
     path = write_lines(tmp_path / "7.jsonl", rows)
     for how in ("prompt", "order"):
-        source = open_source(path, group_by=how, group_size=1024)
+        source = open_dump(path, group_by=how, group_size=1024)
         list(source)
         assert (
             "all 1,024 rollouts have one prompt text, and are one group. This is suspicious"
             in source.notices[-1]
         )
-    source = open_source(path, group_by="order", group_size=8)
+    source = open_dump(path, group_by="order", group_size=8)
     list(source)
     assert len(source.notices) == 1
 

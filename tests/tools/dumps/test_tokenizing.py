@@ -29,7 +29,7 @@ from dumps import (
 from recipes import CHAINS
 
 from headrace.pipeline import make_report
-from headrace.pipeline.tools.dumps.readers import Sample, SourceError, open_source, to_batch
+from headrace.pipeline.tools.dumps.readers import Sample, SourceError, open_dump, to_batch
 from headrace.pipeline.tools.dumps.readers.batch import fits_advantages
 from headrace.pipeline.tools.dumps.readers.tokenizing import Tokenizer, add_tokens
 from headrace.pipeline.tools.report import write_dump
@@ -77,7 +77,7 @@ def texts(tmp_path_factory, rollouts):
 
 
 def only(*arguments, **options):
-    ((_, batch),) = list(open_source(*arguments, **options))
+    ((_, batch),) = list(open_dump(*arguments, **options))
     return batch
 
 
@@ -204,12 +204,12 @@ def test_a_tokenizer_is_a_local_file_or_folder(texts, tokenizers, tmp_path):
     one, other = (only(texts, **BY_PROMPT, tokenizer=path) for path in (file, file.parent))
     assert one[MASK].equal(other[MASK])
     with pytest.raises(ValueError, match="Nothing is downloaded"):
-        open_source(texts, tokenizer="Qwen/Qwen3-8B")
+        open_dump(texts, tokenizer="Qwen/Qwen3-8B")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot be read as one"):
-        open_source(texts, tokenizer=tmp_path)
+        open_dump(texts, tokenizer=tmp_path)
     with pytest.raises(ValueError, match="the format slime does not read tokenizer"):
-        open_source(slime_dump(tmp_path / "5.pt"), tokenizer=file)
+        open_dump(slime_dump(tmp_path / "5.pt"), tokenizer=file)
 
 
 # -- one fault in one step ------------------------------------------------------------------------------
@@ -236,21 +236,21 @@ def drawn_twice(rows):
 
 def test_groups_of_one_prompt_are_separated_by_order_or_left_out(tmp_path):
     how = {"group_by": "prompt", "group_size": 2}
-    source = open_source(verl_steps(tmp_path / "kept", 4, drawn_twice), **how)
+    source = open_dump(verl_steps(tmp_path / "kept", 4, drawn_twice), **how)
     batches = {step: (batch, source.draws) for step, batch in source}
     (batch, _), draws = batches[2], source.draws[2]
     assert draws.split == 1
     assert draws.rows_left_out == 0
     assert batch["group_id"].unique(return_counts=True)[1].tolist() == [2] * 4
     assert set(batches[1][0]["group_label"]) < set(batch["group_label"])  # the first draws keep their labels
-    source = open_source(verl_steps(tmp_path / "permuted", 4, drawn_twice, permuted=True), **how)
+    source = open_dump(verl_steps(tmp_path / "permuted", 4, drawn_twice, permuted=True), **how)
     batches = {step: (batch, source.draws) for step, batch in source}
     (batch, _), draws = batches[2], source.draws[2]
     assert draws[:3] == (0, 1, 4)
     assert draws.drawn[0][1] == 4
     assert len(batch) == 4
     with pytest.raises(SourceError, match="dispatched with 1 rollouts; found 2"):  # of all groups: no draw
-        list(open_source(tmp_path / "kept", group_by="prompt", group_size=1))
+        list(open_dump(tmp_path / "kept", group_by="prompt", group_size=1))
 
 
 def test_a_group_whose_advantages_are_those_of_all_its_rollouts_is_left_out(tmp_path):
@@ -259,7 +259,7 @@ def test_a_group_whose_advantages_are_those_of_all_its_rollouts_is_left_out(tmp_
     columns = {"step": [4] * 6, "prompt": ["a"] * 4 + ["b"] * 2, "completion": ["x"] * 6, "accuracy": rewards}
     own = [reward - mean for reward, mean in zip(rewards, means, strict=True)]
     path = trl_dump(tmp_path / "completions_4.parquet", **columns, advantage=own)
-    source = open_source(path, group_by="prompt", group_size=2)
+    source = open_dump(path, group_by="prompt", group_size=2)
     ((_, batch),) = source
     assert source.draws[4][:3] == (0, 1, 4)
     assert batch["next", "reward"].flatten().tolist() == [1.0, 0.0]
@@ -374,13 +374,13 @@ def test_a_replay_ends_if_its_first_three_steps_fail(tmp_path):
 
 
 def test_python_reads_all_steps_or_raises_at_the_failing_one(tmp_path):
-    source = open_source(verl_steps(tmp_path, 4, nan_score), group_by="prompt")
+    source = open_dump(verl_steps(tmp_path, 4, nan_score), group_by="prompt")
     outcomes = dict(source.outcomes())
     assert list(outcomes) == [0, 1, 2, 3]
     assert [step for step, found in outcomes.items() if isinstance(found, SourceError)] == [2]
     with pytest.raises(SourceError, match=r"2\.jsonl:1"):
         list(source)
-    source = open_source(tmp_path, group_by="prompt", skip_bad=True)
+    source = open_dump(tmp_path, group_by="prompt", skip_bad=True)
     assert [len(batch) for _, batch in source] == [6, 6, 5, 6]
     assert source.skipped == 1
 
@@ -391,12 +391,12 @@ def test_an_unreadable_line_between_two_steps_fails_both(tmp_path):
     lines[2:2] = ["{"]  # between the steps 2 and 3
     lines[5:14] = [line.replace('"reward": 1.0', '"reward": "x"') for line in lines[5:14]]  # steps 5 to 13
     (tmp_path / "run_rollouts_0.jsonl").write_text("\n".join(lines))
-    outcomes = list(open_source(tmp_path, "open_instruct").outcomes())
+    outcomes = list(open_dump(tmp_path, "open_instruct").outcomes())
     assert [step for step, _ in outcomes] == list(range(1, 15))
     failed = [step for step, found in outcomes if isinstance(found, SourceError)]
     assert failed == [2, 3, *range(5, 14)]
     (tmp_path / "run_rollouts_0.jsonl").write_text("\n".join(["{", *lines[8:]]))
-    assert [step for step, _ in open_source(tmp_path, "open_instruct").outcomes()] == [*range(8, 15)]
+    assert [step for step, _ in open_dump(tmp_path, "open_instruct").outcomes()] == [*range(8, 15)]
 
 
 def test_an_unknown_status_gives_no_truncated_share():
@@ -411,7 +411,7 @@ def test_an_unknown_status_gives_no_truncated_share():
 
 
 def test_a_file_without_records_is_of_the_step_of_its_name(tmp_path):
-    source = open_source(verl_steps(tmp_path, 4, lambda rows: []), group_by="prompt")
+    source = open_dump(verl_steps(tmp_path, 4, lambda rows: []), group_by="prompt")
     outcomes = dict(source.outcomes())
     assert list(outcomes) == [0, 1, 2, 3]
     assert "2.jsonl: the file is empty" in str(outcomes[2])

@@ -41,7 +41,7 @@ from dumps import (
 from rich.console import Console
 
 from headrace.pipeline import ConfigError, Pipeline, make_report, write_dump
-from headrace.pipeline.tools.dumps.readers import Sample, SourceError, open_source, to_batch
+from headrace.pipeline.tools.dumps.readers import Sample, SourceError, open_dump, to_batch
 from headrace.pipeline.tools.plan import tabulate_group_sizes
 from headrace.pipeline.tools.replay import compare_recipes, replay_dump
 from headrace.transforms import BatchError
@@ -56,7 +56,7 @@ def lines_of(folder, name, rows):
 
 
 def read(path, format="auto", **options):
-    return list(open_source(path, format, **options))
+    return list(open_dump(path, format, **options))
 
 
 def refusal(path, format="auto", **options):
@@ -102,7 +102,7 @@ def test_a_repeated_record_is_no_second_segment(tmp_path, name):
     other, again = AGAIN[name]
     path = lines_of(tmp_path, name, [record, other, record])
     assert_refused(r"jsonl:3: a record is there once.*jsonl:1$", path, name, **options)
-    source = open_source(path, name, skip_bad=True, **options)
+    source = open_dump(path, name, skip_bad=True, **options)
     assert [len(batch) for _, batch in source] == [2]
     assert source.skipped == 1
     assert_refused(
@@ -152,7 +152,7 @@ def test_a_skipped_line_leaves_a_recorded_gap(dump):
     path = dump(format="jsonl")
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], "{", *lines[2:]]))
-    source = open_source(path, skip_bad=True)
+    source = open_dump(path, skip_bad=True)
     assert [len(batch) for _, batch in source] == [4]
     assert source.skipped == 1
     path.write_text("\n".join([lines[0], lines[1].replace('"step": 0', '"step": 1')]))
@@ -169,7 +169,7 @@ def test_steps_of_all_formats_in_a_folder_come_in_order(dump, tmp_path, place):
     packed = dump(step=10, format="jsonl", folder=tmp_path / place)
     packed.with_name(f"{packed.name}.gz").write_bytes(gzip.compress(packed.read_bytes()))
     packed.unlink()
-    assert [step for step, _ in open_source(tmp_path)] == [0, 1, 2, 3, 10]
+    assert [step for step, _ in open_dump(tmp_path)] == [0, 1, 2, 3, 10]
 
 
 @pytest.mark.parametrize("other", ["parquet", "jsonl.gz"])

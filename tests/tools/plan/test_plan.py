@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from headrace.pipeline import ConfigError, Pipeline, build_pipeline, make_report, write_dump
-from headrace.pipeline.tools.dumps.readers import open_source
+from headrace.pipeline.tools.dumps.readers import open_dump
 from headrace.pipeline.tools.plan import tabulate_group_sizes
 from headrace.pipeline.tools.plan.chances import (
     chance_of_equal,
@@ -196,7 +196,7 @@ def test_the_share_equals_frac_reward_zero_std_of_a_replay(recipe, make_batch, t
     dumped(make_batch, tmp_path, several="columns=2" in str(words))
     config = configured(tmp_path, *words)
     share, text = planned(config, tmp_path)
-    reports = [make_report(build_pipeline(config.pipeline).run(batch)) for _, batch in open_source(tmp_path)]
+    reports = [make_report(build_pipeline(config.pipeline).run(batch)) for _, batch in open_dump(tmp_path)]
     compared = np.array([(report.groups["rollouts"] > 1).sum() for report in reports])
     zero = np.array([report.numbers["frac_reward_zero_std"] for report in reports])
     assert share == pytest.approx((zero * compared).sum() / compared.sum())

@@ -12,7 +12,7 @@ from composed import configure
 from hydra.core.hydra_config import HydraConfig
 
 from headrace.pipeline import ConfigError
-from headrace.pipeline.tools.dumps.readers import SourceError, open_source
+from headrace.pipeline.tools.dumps.readers import SourceError, open_dump
 from headrace.pipeline.tools.replay import replay_dump
 from headrace.pipeline.tools.view.stored_run import StoredRun
 from headrace.transforms import BatchError
@@ -120,7 +120,7 @@ def test_the_size_that_is_proposed_is_that_of_most_groups_of_the_first_step(tmp_
     rows = [dumps.verl_row(uid, 1.0, 7) for uid in uids]
     rows += [dumps.verl_row(f"{group}_{at}_0", 1.0, 8) for group in "abcd" for at in range(4)]
     path = dumps.write_lines(tmp_path / "7.jsonl", rows)
-    assert open_source(path).lacking() == {"group_size": 2}
+    assert open_dump(path).lacking() == {"group_size": 2}
 
 
 def test_a_replay_of_which_every_step_failed_leaves_room_for_the_next(tmp_path):
@@ -157,7 +157,7 @@ def test_the_folder_of_a_run_is_replayed_whatever_else_is_in_it(tmp_path):
 def test_a_pointer_of_git_lfs_is_called_so(name, tmp_path):
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
     with pytest.raises(SourceError, match=rf"{name}: .*a pointer of Git LFS.*1 of 1 files"):
-        open_source(tmp_path / name)
+        open_dump(tmp_path / name)
 
 
 def test_of_an_unknown_format_the_nearest_is_named_with_the_keys_that_differ(tmp_path):
@@ -165,7 +165,7 @@ def test_of_an_unknown_format_the_nearest_is_named_with_the_keys_that_differ(tmp
     with pytest.raises(
         SourceError, match=r"'input', 'output', 'reward'\. The nearest format is verl, .*'score', 'step', too"
     ):
-        open_source(path)
+        open_dump(path)
 
 
 def test_of_an_unknown_format_the_error_ends_with_the_options_of_a_file_of_your_own(tmp_path):

@@ -21,7 +21,7 @@ from pages import data_of
 from rich.console import Console
 
 from headrace.pipeline import Pipeline, load_pipeline, make_report, write_dump
-from headrace.pipeline.tools.dumps.readers import open_source
+from headrace.pipeline.tools.dumps.readers import open_dump
 from headrace.pipeline.tools.replay import compare_recipes, replay_dump
 from headrace.pipeline.tools.report import advise, percent, verdict
 from headrace.transforms import LossWeight
@@ -162,7 +162,7 @@ def test_a_comparison_has_the_mean_over_the_steps_of_its_page(make_batch, tmp_pa
         assert found["steps_averaged"][name] == len(of_steps)
     assert f"all {STEPS} steps" in text
     other = load_pipeline("pipeline=dr_grpo", *gate)
-    reports = [make_report(other.run(batch)) for _, batch in open_source(tmp_path / "dump")]
+    reports = [make_report(other.run(batch)) for _, batch in open_dump(tmp_path / "dump")]
     for name in ("rows/trained", "advantages/all/std"):
         of_steps = [report.numbers[name] for report in reports]
         assert data["curves"][f"second/{name}"] == pytest.approx(of_steps)

@@ -22,7 +22,7 @@ from stored_runs import LARGE, report_of_step, served, started, step_batch, writ
 
 from headrace.pipeline import Pipeline, ReportFolder, make_report, page_data, write_dump
 from headrace.pipeline.tools.dumps import refused_report
-from headrace.pipeline.tools.dumps.readers import open_source
+from headrace.pipeline.tools.dumps.readers import open_dump
 from headrace.pipeline.tools.report.history import HISTORY
 from headrace.pipeline.tools.view import stored_run
 from headrace.transforms import BatchError
@@ -503,7 +503,7 @@ def test_it_serves_until_ctrl_c_and_exits_quietly_without_torch(run):
 
 
 def rows_on_disk(folder):
-    return [(step, *row) for step, batch in open_source(folder) for row in zip(
+    return [(step, *row) for step, batch in open_dump(folder) for row in zip(
         batch["rollout_id"].tolist(), batch["next", "reward"].flatten().tolist(), strict=True)]  # fmt: skip
 
 
@@ -569,7 +569,7 @@ def test_a_resumed_run_has_each_row_once(tmp_path):
     with ReportFolder(tmp_path / "run", existing="resume") as again:
         assert len(rows_on_disk(tmp_path / "run" / "rollouts")) == 36
         again.add(report_of_step(2, 0.5))
-        assert [step for step, *_ in open_source(tmp_path / "run" / "rollouts")] == [0, 1, 2]
+        assert [step for step, *_ in open_dump(tmp_path / "run" / "rollouts")] == [0, 1, 2]
         again.add(report_of_step(3, 0.5))
     write_run(tmp_path / "whole", steps=2)
     with ReportFolder(tmp_path / "whole", existing="resume") as whole:

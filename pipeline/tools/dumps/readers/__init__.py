@@ -9,7 +9,7 @@ from headrace.faces import lazy
 if TYPE_CHECKING:
     from .batch import Draws, Sample, to_batch
     from .file_kinds import Format, Reading
-    from .open import READERS, Source, open_dump, open_source
+    from .open import READERS, Source, open_dump
     from .record import SourceError
     from .regrading import Regraded, regrade
 
@@ -23,7 +23,6 @@ __all__ = [
     "Source",
     "SourceError",
     "open_dump",
-    "open_source",
     "regrade",
     "to_batch",
 ]

@@ -142,9 +142,6 @@ def open_dump(
     return Source(name, files, options, regrade)
 
 
-open_source = open_dump  # its earlier name
-
-
 class Source:
     """A dump that :func:`open_dump` opened. Each ``iter()`` is a new pass over all files.
 
