@@ -10,7 +10,7 @@ import pytest
 import torch
 from faults import pipeline
 from processes import quick_starts
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from turns import (
@@ -26,7 +26,9 @@ from turns import (
 )
 
 from headrace.pipeline import DrainWriter, assembled, drained
+from headrace.pipeline.collect.workers import WorkerWatch
 from headrace.transforms import BatchError, GroupAssembler, StalledError
+from headrace.transforms.table.schema import ORIGIN, Origin
 
 pytestmark = [pytest.mark.torchrl, pytest.mark.slow]
 
@@ -237,3 +239,19 @@ def test_whole_trajectories_are_groups_without_padding(layout):
     assert {batch.batch_dims for batch in yielded} == ({2} if layout == "padded" else {1})
     assert len(check_groups(list(assembled(yielded, GroupAssembler())))) > 10
     assert check_groups(yielded[:1]).keys() == {0}  # a pipeline alone, where the batch has whole groups
+
+
+def test_a_group_has_the_number_of_a_worker_only_if_it_waits_for_one_and_all_are_known():
+    rows = TensorDict(
+        {"group_id": [5], "rollout_id": [6], ORIGIN: torch.tensor([Origin(0, 1, 2, 0, 3)])}, [1]
+    )
+    watch = WorkerWatch(None, None, workers=2)
+    assert watch.numbered([1]) is None
+    watch.saw(rows, GroupAssembler(group_size=2))
+    assert watch.numbered([1]) == (1, 2)
+    for workers in ([], [0, 1]):
+        assert watch.numbered(workers) is None
+    for workers in (0, 3):
+        other = WorkerWatch(None, None, workers=workers)
+        other.saw(rows, GroupAssembler(group_size=2))
+        assert other.numbered([1]) is None

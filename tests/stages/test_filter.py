@@ -54,6 +54,15 @@ def test_masked_rows_have_nothing_to_train(make_batch, action):
     assert out[IN_LOSS].tolist() == [True, True, False]
 
 
+def test_a_row_stays_if_both_criteria_keep_it_and_the_metric_counts_these(make_batch):
+    batch = FanOutCollapse()(make_batch([1.0, 3, 8, 9], [0] * 4))
+    stage = SampleFilter(criterion=RewardWithin(high=8.5), also=RewardWithin(low=2.0), action="mask")
+    run = Pipeline({"filter": stage}).run(batch)
+    assert run.batch[IN_LOSS].tolist() == [False, True, True, False]
+    found = {name.rpartition("/")[2]: value for name, value in run.metrics.items() if "kept" in name}
+    assert found == {"kept": 2, "fraction_kept": 0.5}
+
+
 def test_a_masked_row_keeps_its_length_in_statistics(make_batch):
     """Masked by two filters in sequence, in either form of a batch."""
     batch = make_batch([1.0, 8, 9, 3], [0] * 4)

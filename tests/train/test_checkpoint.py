@@ -141,6 +141,14 @@ def test_older_steps_are_kept_and_loaded_on_request(tmp_path):
     assert checkpoint.load() == 6  # the step after it is of a run that has ended here
 
 
+def test_the_first_step_that_can_be_saved_is_0(tmp_path):
+    checkpoint = Checkpoint(tmp_path, policy=Weights())
+    checkpoint.save(0)
+    assert checkpoint.load() == 0
+    with pytest.raises(ValueError, match="step must be an integer ≥ 0; got -1"):
+        checkpoint.save(-1)
+
+
 def test_weights_older_than_the_journal_are_refused(tmp_path):
     def begin():
         sampler = RepeatSampler(PROMPTS, group_size=1, prompts_per_batch=1)

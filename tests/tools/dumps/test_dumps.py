@@ -28,6 +28,18 @@ from headrace.transforms import (
 pytestmark = pytest.mark.slow
 
 
+def test_numbers_of_a_dump_have_statistics_and_long_texts_have_none(make_batch, tmp_path):
+    """By which readers skip row groups; a text's statistics would repeat its letters."""
+    file = pq.ParquetFile(write_dump(reported(make_batch, step=12)[1], tmp_path))
+    columns = [file.metadata.row_group(0).column(k) for k in range(file.metadata.num_columns)]
+    found = {each.path_in_schema: each.is_stats_set for each in columns}
+    texts = {field.name for field in file.schema_arrow if pa.types.is_string(field.type)}
+    assert texts
+    assert not any(found[name] for name in texts)
+    assert found["row"]
+    assert found["group_id"]
+
+
 @pytest.mark.parametrize("format", ["parquet", "jsonl"])
 def test_a_dump_replays_to_the_same_report(format, make_batch, tmp_path):
     batch, first = reported(make_batch, step=12)

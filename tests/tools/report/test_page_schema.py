@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from typing import TypedDict
 
 import pages
 import pytest
@@ -11,7 +12,7 @@ from busy import busy_batch, stages
 
 from headrace.pipeline import Pipeline, make_report, page_data
 from headrace.pipeline.tools.report import render_page
-from headrace.pipeline.tools.report.page_schema import Groups, ShownRows
+from headrace.pipeline.tools.report.page_schema import Groups, ShownRows, check_keys
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +45,24 @@ def test_each_missing_or_unknown_key_is_refused_by_name_and_place(run, where):
     part["surprise"] = []
     with pytest.raises(ValueError, match=rf"^{re.escape(where)} must have .*; unknown: surprise\. Build it"):
         render_page(run)
+
+
+class Part(TypedDict):
+    name: str
+
+
+class Whole(TypedDict):
+    all_there: list[Part]
+    some_none: list[Part | None]
+
+
+def test_only_a_list_that_may_hold_none_does_and_its_other_entries_are_checked():
+    good = {"name": "a"}
+    check_keys({"all_there": [good], "some_none": [None, good]}, Whole, "page")
+    with pytest.raises(ValueError, match=r"^page.some_none\[1\] must have .*; missing: name"):
+        check_keys({"all_there": [good], "some_none": [None, {}]}, Whole, "page")
+    with pytest.raises(TypeError):
+        check_keys({"all_there": [None], "some_none": []}, Whole, "page")
 
 
 def test_a_page_may_name_two_recipes(run):
