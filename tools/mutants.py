@@ -191,10 +191,13 @@ class Runner:
         self.lines = Counter(test for tests in self.tests.values() for test in tests)
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        """The tests that run its line, the most telling first; the nearest, too, unless a test does so."""
+        """The tests that run its line, the most telling first; or those of the file, if none is known to."""
         near, (lines, at_import) = tuple(nearest_tests(mutant.file)), lines_of(mutant)
         found = {test for line in lines for test in self.tests.get((mutant.file, line), ())}
         if at_import or not found:  # coverage does not see other processes, such as actors of Ray
+            found |= {
+                test for (file, _), tests in self.tests.items() if file == mutant.file for test in tests
+            }
             found |= {test for test in self.lines if test.startswith(near)}
         return sorted(found, key=lambda test: (not test.startswith(near), self.lines[test], test))
 

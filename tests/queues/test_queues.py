@@ -142,6 +142,13 @@ def test_keys_with_dots_are_refused(name):
     assert keys_in(name) == []
 
 
+def test_rows_are_read_until_there_are_so_many_and_a_put_is_read_whole(name):
+    source = RolloutQueue(name, producers=1, max_rows=5)
+    rows = batch_of_lines(LINES)
+    send(RolloutQueue(name), rows[:12].split([3, 2, 4, 3]))
+    assert [len(batch) for batch, _ in zip(source, range(2), strict=False)] == [5, 7]
+
+
 @pytest.mark.parametrize(
     ("at", "after", "groups"),  # `after`: states that were called for after the one from which it goes on
     [(1, 0, 1), (2, 1, 1), (1, 1, 4)],  # with four groups in a batch the source has ended before the last

@@ -14,6 +14,16 @@ from headrace.transforms.ranks import tell_apart
 from headrace.transforms.table import resolve_group
 from headrace.transforms.table.process_group import check_one_way
 
+
+@pytest.mark.parametrize("large", [10**17, 10**18 - 1, 2**62, 2**63 - 1])
+def test_large_ids_of_many_ranks_are_apart_and_stay_ids(large):
+    rank = torch.arange(12).repeat_interleave(2)
+    ids = torch.tensor([large, 3]).repeat(12)
+    apart = tell_apart(ids, rank, "different", "rollout_id")
+    assert len(apart.unique()) == len(ids)
+    assert bool((apart >= 0).all())
+
+
 ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=20)
 
 
