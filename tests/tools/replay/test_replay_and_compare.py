@@ -57,6 +57,15 @@ def test_a_replay_prints_and_writes_its_report(dump, tmp_path):
     assert again == trained
 
 
+def test_one_step_is_printed_as_its_report_and_several_as_a_table_of_steps(dump, tmp_path):
+    words = (*COUNTED, "pipeline=dapo")
+    _, several = told(replay_dump, configured("replay", dump, *words), tmp_path / "several")
+    one = dump / "step_00000001.parquet"
+    _, single = told(replay_dump, configured("replay", one, *words), tmp_path / "one")
+    assert "where the rows of 3 steps went" in several
+    assert "where the rows of" not in single
+
+
 def test_a_comparison_shows_the_users_turn_of_a_prompt(tmp_path):
     chat = "<|im_start|>system\nReason step by step.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
     path = slime_dump(
