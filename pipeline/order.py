@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -117,11 +118,11 @@ def arrange(
     if twice := sorted({name for name in named if named.count(name) > 1}):
         raise ValueError(f"order must name each stage once; it names {', '.join(twice)} more than once")
     if lacking := [name for name in present if name not in named]:
-        place = "advantage" if "advantage" in named else "NAME"
+        place = _first_place(lacking[0], present, named)
         raise ValueError(
             f"order must name each stage once; it lacks {', '.join(map(repr, lacking))}"
-            f"{suggest(lacking[0], named)}. Place it, as in pipeline.after.{lacking[0]}={place} or "
-            f"pipeline.before.{lacking[0]}={place}, or add it to pipeline.order=[{','.join(map(str, named))}]"
+            f"{suggest(lacking[0], named)}. Place it, as in pipeline.after.{lacking[0]}={place} (in Python "
+            f"after={{{lacking[0]!r}: {place!r}}}), or add it to pipeline.order=[{','.join(map(str, named))}]"
         )
     return {name: present[name] for name in named}
 
@@ -197,6 +198,16 @@ def check_comparison(stages: Mapping[str, Any]) -> None:
                     f"stage {name!r} judges groups by several={judges!r}, and {other!r} compares them by "
                     f"several={meant!r}, so groups with an advantage would leave, or others stay. {todo}"
                 )
+
+
+def _first_place(name: str, stages: Mapping[str, Any], order: Sequence[str]) -> str:
+    """The first stage of an order after which a stage may come; ``advantage`` if it may come after any."""
+    fits = []
+    for at, other in enumerate(order, 1):
+        with suppress(ValueError):
+            check_order({each: stages[each] for each in (*order[:at], name, *order[at:])})
+            fits.append(other)
+    return "advantage" if "advantage" in fits and fits[0] == order[0] else fits[0] if fits else "NAME"
 
 
 def check_order(stages: Mapping[str, Callable]) -> None:

@@ -17,7 +17,7 @@ from headrace.pipeline import ConfigError, Decider, build_pipeline, decide, load
 from headrace.pipeline.composing.compose import compose_config, recipes
 from headrace.pipeline.composing.recipe_names import Recipe
 from headrace.pipeline.load import KEYWORDS, PipelineOptions, settings_of
-from headrace.transforms import SignFactors
+from headrace.transforms import RewardShaping, SignFactors
 from headrace.transforms.table.options import annotations_of
 
 pytestmark = pytest.mark.slow
@@ -343,3 +343,21 @@ def test_a_stage_without_a_place_is_answered_with_the_option_that_gives_it_one()
         load_pipeline("grpo", stages={"signs": {}})
     option = str(info.value).rpartition("as in ")[2].partition(" ")[0]
     assert load_pipeline("grpo", option, stages={"signs": {}}).order[4] == "signs"
+
+
+class KeepsReward(RewardShaping):
+    """A stage that must be between the collapse and the advantage."""
+
+    def shape(self, reward, rollouts):
+        return reward
+
+
+@pytest.mark.parametrize(
+    ("stage", "place"), [(KeepsReward(), "collapse"), ({}, "advantage"), (lambda batch: batch, "advantage")]
+)
+def test_the_place_that_is_advised_is_one_that_is_taken(stage, place):
+    with pytest.raises(ConfigError) as info:
+        load_pipeline("grpo", stages={"signs": stage})
+    assert f"(in Python after={{'signs': '{place}'}})" in str(info.value)
+    order = load_pipeline("grpo", stages={"signs": stage}, after={"signs": place}).order
+    assert order[order.index(place) + 1] == "signs"

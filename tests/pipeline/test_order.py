@@ -118,9 +118,7 @@ def test_a_pipeline_takes_places():
 
 
 def test_a_stage_without_a_place_is_refused_with_the_options_that_give_it_one():
-    message = (
-        r"^order must name each stage once; it lacks 'x'. Place it, as in pipeline.after.x=advantage or "
-    )
+    message = r"^order must name each stage once; it lacks 'x'. Place it, as in pipeline.after.x=advantage "
     with pytest.raises(ValueError, match=message):
         arrange({"advantage": print, "x": print}, ["advantage"])
     with pytest.raises(ValueError, match=r"it lacks 'advntage' \(did you mean 'advantage'\?\)"):

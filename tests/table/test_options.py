@@ -37,7 +37,7 @@ from headrace.transforms import (
 from headrace.transforms.table.options import annotations_of
 
 # Objects that functions return, which no user constructs; and those whose options go to the stages.
-RESULTS = {"Run", "StepReport", "load_pipeline", "decide", "Decider"}
+RESULTS = {"Run", "StepReport", "load_pipeline", "decide", "Decider", "replay", "audit", "compare", "plan"}
 
 
 def takers():

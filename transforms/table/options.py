@@ -196,7 +196,7 @@ def described(hint: Any, words: Mapping[Any, str] = PYTHON) -> str:
         named = getattr(hint, "__name__", "") in NAMED
         return words[str] if named else "a callable" if words is PYTHON else "a node with a _target_"
     if inspect.isclass(origin) and issubclass(origin, Mapping):
-        return "names and values in braces"
+        return "a mapping, as {'name': value}" if words is PYTHON else "names and values in braces"
     of = f" of {len(inner)}" if origin is tuple and inner and inner[-1] is not Ellipsis else ""
     return f"a list{of}" + (f" (each {described(inner[0], words)})" if inner else "")
 

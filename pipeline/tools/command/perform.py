@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,11 @@ def check_types(config: DictConfig) -> None:
                 f"{path} is a group of settings; set one of them, as {path}.NAME=VALUE; got {as_typed(value)}"
             )
         if above := next((known for known in TYPES if path.startswith(f"{known}.")), None):
+            whole = reduce(dict.__getitem__, above.split("."), plain)
+            if not misfit(whole, TYPES[above]) and not misfit(value, str | list[str]):
+                continue  # names of columns, such as source.columns.group
             needed = described(TYPES[above], YAML)
-            raise ConfigError(f"{above} must be {needed}; got the setting {path} below it")
+            raise ConfigError(f"{above} must be {needed}; got {as_typed(value)} for {path}")
         if wanted := misfit(value, TYPES.get(path, Any)):
             raise ConfigError(f"{path} must be {wanted}; got {as_typed(value)}")
 

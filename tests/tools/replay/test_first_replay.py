@@ -12,8 +12,8 @@ from composed import configure
 from hydra.core.hydra_config import HydraConfig
 
 from headrace.pipeline import ConfigError
+from headrace.pipeline.tools.command.perform import check_types, perform
 from headrace.pipeline.tools.dumps.readers import SourceError, open_dump
-from headrace.pipeline.tools.replay import replay_dump
 from headrace.pipeline.tools.view.stored_run import StoredRun
 from headrace.transforms import BatchError
 
@@ -38,6 +38,11 @@ def atropos(folder):
 def slime(folder):
     folder.mkdir()
     dumps.slime_dump(folder / "5.pt", samples=[dumps.slime_sample(i // 2, i, 1.0 - i % 2) for i in range(4)])
+
+
+def replayed(config, output, console=None):
+    """As the command does it, with the types of all settings checked."""
+    return perform(config, output, [], console)
 
 
 def trl(folder, **more):
@@ -104,13 +109,11 @@ def test_one_message_names_all_missing_options_as_a_command_that_runs(name, tmp_
     write, options = FOLDERS[name]
     write(tmp_path / "a dump")
     with pytest.raises(ConfigError, match=f"a dump of {name.split()[0]}: ") as raised:
-        replay_dump(
-            configure("config", "task=replay", f"source.path={tmp_path / 'a dump'}"), tmp_path / "out"
-        )
+        replayed(configure("config", "task=replay", f"source.path={tmp_path / 'a dump'}"), tmp_path / "out")
     assert not (tmp_path / "out" / "rollouts").exists()  # the next command can write there
     first, *words = shlex.split(str(raised.value).splitlines()[-1])
     assert (first, words[2:]) == ("headrace", options)
-    trained, _ = told(replay_dump, configure("config", *words), tmp_path / "out")
+    trained, _ = told(replayed, configure("config", *words), tmp_path / "out")
     assert trained == 4
 
 
@@ -131,26 +134,35 @@ def test_a_replay_of_which_every_step_failed_leaves_room_for_the_next(tmp_path):
         dumps.slime_dump(tmp_path / "dump" / f"{step}.pt", step, samples=rows)
     words = ["task=replay", f"source.path={tmp_path / 'dump'}"]
     with pytest.raises(BatchError, match="group 0 has 3 of 4"):
-        told(replay_dump, configure("config", *words, "source.group_size=4"), tmp_path / "out")
+        told(replayed, configure("config", *words, "source.group_size=4"), tmp_path / "out")
     assert len(list((tmp_path / "out" / "rollouts").glob("step_*"))) == 2
     (tmp_path / "dump" / "6.pt").unlink()
-    trained, _ = told(replay_dump, configure("config", *words, "source.group_size=3"), tmp_path / "out")
+    trained, _ = told(replayed, configure("config", *words, "source.group_size=3"), tmp_path / "out")
     assert trained == 3
     assert [each.name for each in (tmp_path / "out" / "rollouts").glob("step_*")] == ["step_00000005.parquet"]
     assert json.loads((tmp_path / "out" / "rollouts" / "failed_steps.json").read_text()) == []
     with pytest.raises(FileExistsError, match="has the rows of another run, 1 files"):
-        told(replay_dump, configure("config", *words, "source.group_size=3"), tmp_path / "out")
+        told(replayed, configure("config", *words, "source.group_size=3"), tmp_path / "out")
 
 
 def test_the_folder_of_a_run_is_replayed_whatever_else_is_in_it(tmp_path):
     slime(tmp_path / "dump")
     words = ("task=replay", "source.group_size=2")
-    told(replay_dump, configure("config", *words, f"source.path={tmp_path / 'dump'}"), tmp_path / "run")
+    told(replayed, configure("config", *words, f"source.path={tmp_path / 'dump'}"), tmp_path / "run")
     dumps.write_lines(tmp_path / "run" / "7.jsonl", [dumps.verl_row("a_0_0", 1.0)])
     trained, _ = told(
-        replay_dump, configure("config", "task=replay", f"source.path={tmp_path / 'run'}"), tmp_path / "again"
+        replayed, configure("config", "task=replay", f"source.path={tmp_path / 'run'}"), tmp_path / "again"
     )
     assert trained == 4
+
+
+@pytest.mark.parametrize("task", ["replay", "audit", "plan", "compare"])
+def test_names_of_columns_are_settings_of_every_task_that_reads_dumps(task):
+    words = (f"task={task}", "source.path=a.jsonl", "source.format=table")
+    columns = "source.columns={group: id, reward: metrics.score, response: [a, b]}"
+    check_types(configure("config", *words, columns))
+    with pytest.raises(ConfigError, match=r"source\.columns must be names and values .*got \['a'\]"):
+        check_types(configure("config", *words, "source.columns=[a]"))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.pt"])
@@ -174,7 +186,7 @@ def test_of_an_unknown_format_the_error_ends_with_the_options_of_a_file_of_your_
     dumps.write_lines(tmp_path / "mine" / "a.jsonl", rows)
     words = ["task=replay", f"source.path={tmp_path / 'mine'}"]
     with pytest.raises(SourceError) as raised:
-        replay_dump(configure("config", *words), tmp_path / "out")
+        replayed(configure("config", *words), tmp_path / "out")
     line = str(raised.value).splitlines()[-1]
     for placeholder, name in (
         ("ID", "problem"),
@@ -184,7 +196,7 @@ def test_of_an_unknown_format_the_error_ends_with_the_options_of_a_file_of_your_
     ):
         assert line.count(placeholder) == 1
         line = line.replace(placeholder, name)
-    trained, _ = told(replay_dump, configure("config", *words, *shlex.split(line)), tmp_path / "out")
+    trained, _ = told(replayed, configure("config", *words, *shlex.split(line)), tmp_path / "out")
     assert trained == 4
 
 
