@@ -69,6 +69,12 @@ def test_weights_equal_those_of_a_loop():
             assert out["advantage"].shape == (9, 7, 1)
 
 
+def test_the_mean_divergence_of_a_row_of_one_token_is_that_of_the_token():
+    trainer, sampler = torch.tensor([[-1.0, -2.0], [-1.0, -2.0]]), torch.tensor([[-1.5, -1.0], [-1.5, -1.0]])
+    mask = torch.tensor([[True, False], [False, False]])
+    assert divergence(trainer, sampler, mask, estimator="k1", level="mean").tolist() == [-0.5, 0.0]
+
+
 def test_divergences_equal_those_of_a_loop():
     batch = two_policies(9, 7, 5)
     for estimator, level in itertools.product(ESTIMATORS, OVER):

@@ -45,7 +45,7 @@ from headrace.transforms import (
     tree_advantage,
     turn_advantage,
 )
-from headrace.transforms.table.schema import IN_LOSS, RETURN, REWARD, ROW
+from headrace.transforms.table.schema import IN_LOSS, RETURN, REWARD, ROW, read_column
 
 MASK, REAL, WORDS = ("masks", "all_assistant_mask"), ("masks", "all_attention_mask"), ("tokens", "full")
 NAN = float("nan")
@@ -380,3 +380,9 @@ def test_a_parent_outside_the_batch_is_refused_only_within_the_tree():
     batch["parent_id"] = torch.tensor([2, 1, -1])
     with pytest.raises(BatchError, match="a cycle of parent 2 of rollout 1"):
         stage(batch)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 1, 1)])
+def test_a_column_of_one_number_per_row_is_read_as_a_vector(shape):
+    batch = TensorDict({"x": torch.arange(3).reshape(shape)}, batch_size=[3])
+    assert read_column(batch, "x", reader="the test", option="x_key").tolist() == [0, 1, 2]
