@@ -2,7 +2,8 @@
 
 A row is one training sample. Answers are GRPO's advantages, (R − mean) / std of the group with the divisor
 n − 1, to two thousandths, since peers add 0 to 1e-4 to the std; or the weight of each token of a row in the
-loss. None: the row does not train. If there are several correct answers, all are listed.
+loss; or how often the tokens of a turn train. None: the row does not train. If there are several correct
+answers, all are listed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Case:
     """One bug.
 
     Attributes:
-        asks: the advantage of each row; the weight of its tokens; or equal advantages by two paths.
+        asks: the advantage of each row; the weight of its tokens; equal advantages by two paths; or how often
+            the tokens of a turn train.
         accepted: the correct answers.
         columns: columns of the rows other than the defaults: 3 ``tokens`` each, and the group as ``prompt``.
         bug: what goes wrong, in Markdown.
@@ -44,7 +46,7 @@ class Case:
     bug: str
     why: str
     threads: list[Thread]
-    asks: Literal["advantage", "weight", "paths"] = "advantage"
+    asks: Literal["advantage", "weight", "paths", "times"] = "advantage"
     rows: dict[str, list] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -359,6 +361,139 @@ rank has two tokens, of weight 1/2 · 1/2 = 0.25 each. The second has six, of we
             ),
         ],
         asks="weight",
+    ),
+    Case(
+        "sum-over-ranks",
+        "A sum that becomes a mean over ranks",
+        2,
+        rows(("group", "a a b b"), ("rollout", "0 1 2 3"), ("reward", "1 0 1 0"))
+        | whole("tokens", "1 1 1 5")
+        | whole("rank", "0 0 1 1"),
+        [[0.05] * 4, [0.25] * 4, [0.2] * 4, [1.0] * 4],
+        """
+The loss of a step is a sum over tokens, for example a sum that is divided by a fixed length. Each of
+two ranks computes the sum over its own rows. But data parallelism averages the gradients of the
+ranks. So the gradient is half of the sum. With eight ranks it is an eighth, and the learning rate is
+in effect eight times smaller.
+""",
+        """
+Two ranks must give the same weights as one. Each token has the same weight, whatever the length of
+its row. There are four usual sums. The step has four rows, and the fixed length is 5 tokens.
+
+- Dr. GRPO divides by the rows and by the fixed length: 1 / (4 · 5) = 0.05.
+- A sum over tokens and a mean over rows: 1/4 = 0.25.
+- A sum over tokens that is divided only by the fixed length: 1/5 = 0.2.
+- A sum that is not divided: 1.
+
+With the bug, each of these weights is half as large.
+""",
+        [
+            Thread(
+                "verl-project/verl",
+                5366,
+                "2026-02-24",
+                "The loss must be multiplied by the number of ranks, because FSDP averages their gradients.",
+            ),
+            Thread(
+                "verl-project/verl-SpeCo",
+                29,
+                "2026-07-17",
+                "A gradient was divided by the number of ranks.",
+            ),
+            Thread(
+                "radixark/miles",
+                3231,
+                "2026-09-13",
+                "The gradient of a sum over tokens depends on the tokens of the step and on the ranks.",
+            ),
+        ],
+        asks="weight",
+    ),
+    Case(
+        "threshold",
+        "A threshold for each micro-batch",
+        2,
+        rows(("group", "a a b b c c d d"), ("rollout", "0 1 2 3 4 5 6 7"), ("reward", "1 0 1 0 1 0 1 0"))
+        | whole("tokens", "1 1 1 1 1 1 1 1")
+        | whole("micro", "0 0 0 0 1 1 1 1")
+        | {"score": [16.0, 9.0, 4.0, 1.0, 4.0, 1.0, 1.0, 0.0]}
+        | {"deviation": [4.0, -3.0, -2.0, 1.0, 2.0, -1.0, -1.0, 0.0]},
+        [[0.125, 0.125, *[0.0] * 6], [0.5, 0.5, *[0.0] * 6]],
+        """
+Only the quarter of the tokens with the highest entropy trains. A trainer computes the threshold for
+each micro-batch. Then the number of rows that fit into memory decides which tokens train.
+""",
+        """
+The step has eight rows of one token each. A quarter are two tokens: those with the entropies 16 and 9.
+There are two correct results:
+
+- The other tokens still count in the mean. So the weight of these two tokens is 1/8.
+- The mean is over the tokens that train. So it is 1/2.
+
+With the bug, each micro-batch of four tokens trains one of them: the one with the entropy 16, and one
+with the entropy 4.
+
+KL-Cov chooses tokens by a covariance, and gives them a penalty. Here the advantage of a token is its
+deviation, and its log-probability is its deviation less 5. The mean deviation of each micro-batch is 0. So
+the covariance is the square of the deviation, which is the number in the column "entropy". The result
+of a trainer with KL-Cov is the weight of the penalty.
+""",
+        [
+            Thread(
+                "verl-project/verl",
+                7829,
+                "2026-09-10",
+                "The tokens that KL-Cov chooses change with the size of the micro-batch.",
+            ),
+            Thread(
+                "huggingface/trl",
+                3833,
+                "2025-08-01",
+                "The threshold was computed on each rank. Now it is computed over the ranks.",
+            ),
+            Thread(
+                "radixark/miles",
+                3205,
+                "2026-09-10",
+                "A new option, whose threshold is that of the micro-batch.",
+            ),
+        ],
+        asks="weight",
+    ),
+    Case(
+        "shared-tokens",
+        "Sampled tokens that branches share",
+        1,
+        rows(("group", "a a a"), ("rollout", "0 0 0"), ("reward", "1 1 1"))
+        | whole("tokens", "2 2 2")
+        | {"prompt": ["1 2", "1 2 3 4", "1 2 3 4"], "sampled": ["3 4", "5 6", "7 8"]},
+        [[1.0, 1.0, 1.0]],
+        """
+A rollout forks: two turns go on from the same beginning. Here the rows of the table are turns. The policy
+sampled the tokens 3 and 4 once. But a trainer that makes a row of each branch, 1 2 3 4 5 6 and
+1 2 3 4 7 8, has them in both rows. If they are in the loss of both, they train twice.
+""",
+        """
+Each sampled token trains once. It does not matter in which row.
+
+With the bug, 3 and 4 train twice, and the other tokens once. A trainer may also remove a branch. Then
+its tokens do not train at all, and nothing says so.
+""",
+        [
+            Thread(
+                "PrimeIntellect-ai/prime-rl",
+                2975,
+                "2026-07-08",
+                "A token in N branches has N times the weight. The thread corrects this.",
+            ),
+            Thread(
+                "huggingface/trl",
+                6250,
+                "2026-07-02",
+                "How the asynchronous trainer makes rows of turns, so that each token trains once.",
+            ),
+        ],
+        asks="times",
     ),
     Case(
         "stale-group",

@@ -33,6 +33,12 @@ DESIGN = {
         "ms-swift",
         "masked-row",
     ): "It documents that `overlong_filter` excludes truncated samples only from the loss.",
+    (
+        "trl",
+        "shared-tokens",
+    ): "`AsyncGRPOConfig` documents that a new prompt that drops fewer than `fork_threshold_tokens` (1024) "
+    "tokens of the last answer takes them out of the loss. So 5 and 6 do not train. "
+    "With `fork_threshold_tokens=1`, each token trains once.",
 }
 # The documented settings with which a peer was called for a case.
 BY_IDS = "Run with `compute_advantages_dynamic`, which is for prompts with different numbers of rows."
@@ -45,6 +51,20 @@ SETTINGS = {
         "trl",
         "stale-group",
     ): "Run with `RolloutQueueDataset` of its asynchronous trainer, with `max_staleness=1`.",
+    ("headrace", "sum-over-ranks"): "Run with the recipe `dr_grpo`, with a length of 5.",
+    ("trl", "sum-over-ranks"): 'Run with `loss_type="dr_grpo", max_completion_length=5`.',
+    **{
+        (name, "sum-over-ranks"): 'Run with `loss_agg_mode="seq-mean-token-sum-norm"`.'
+        for name in ("verl", "verl v1")
+    },
+    ("rlinf", "sum-over-ranks"): "Run with `seq-mean-token-sum`.",
+    ("twinkle-kit", "sum-over-ranks"): "Run with `DRGRPOLoss(max_completion_length=5)`.",
+    ("headrace", "threshold"): "Run with the recipe `high_entropy`, with a share of 0.25.",
+    (
+        "headrace",
+        "shared-tokens",
+    ): "Run with `TrainSharedOnce` on a row for each branch. No recipe has this stage. "
+    "Without it, 3 and 4 train twice, and the report says so.",
     ("headrace", "stale-group"): "Run with the criterion `fresh` and `max_staleness=1`.",
     ("trinity-rft", "fan-out"): STEPS,
     ("trinity-rft", "truncated-session"): STEPS,
@@ -119,6 +139,20 @@ WRONG = {
         "averages the gradients of the ranks",
     ),
     (
+        "trinity-rft",
+        "sum-over-ranks",
+    ): "It documents that `seq-mean-token-sum-norm` is a sum that is divided by a "
+    "fixed number (`aggregate_loss`). But nothing makes up for the mean of the gradients over the ranks.",
+    (
+        "trl",
+        "threshold",
+    ): "`top_entropy_quantile=0.25`: the quantile is that of one micro-batch, on all ranks.",
+    **{
+        (name, "threshold"): "`kl_cov_ratio=0.25`: `compute_policy_loss_kl_cov` chooses the tokens of one "
+        "micro-batch. verl-project/verl #7829, which is open, reports it."
+        for name in ("verl", "verl v1")
+    },
+    (
         "openrlhf",
         "step-without-tokens",
     ): "`aggregate_loss` divides by the number of tokens of the step, which is 0.",
@@ -164,11 +198,11 @@ def judge(peer: str, case: Case, answer: dict[str, Any]) -> tuple[Verdict, str]:
 
 
 def number(case: Case, answer: dict[str, Any]) -> str:
-    """Of an answer that is not right: all weights, or the first of the worst advantages."""
+    """Of an answer that is not right: all weights, or the first of the worst numbers."""
     found = [None if value is None else float(value) for value in answer["found"]]
     if any(value is not None and value != value for value in found):
         return "NaN"
-    if case.asks == "weight":
+    if case.asks == "weight" and 0.0 not in found:
         return ", ".join(f"{value:.3g}" for value in dict.fromkeys(found))
     gaps = [
         [abs((one or 0.0) - (other or 0.0)) for one, other in zip(found, expected, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,45 @@ threads that report the bug.
 | by design | The result is another number, and the project documents it. |
 | not run | The project has no code for such rows, or the code could not be run. |
 
-The number after "wrong" or "by design" is the advantage that differs most from the correct one. In the two
-cases with denominators, the two numbers are the weights of a token in different rows.
+The number after "wrong" or "by design" is the advantage that differs most from the correct one. In the cases
+of denominators and sums, the numbers are the weights of a token in different rows. In the case of a
+threshold, it is the weight that differs most. In the case of shared tokens, it is how often such a token
+trains.
 
 verl has two trainers. The column "verl v1" is for `trainer.use_v1=True`, the default of verl 0.9.1.
 
 | case | {names} |
 |---|{dashes}|
 {rows}
+
+## Bugs that need a whole run
+
+A few rows cannot show two bugs of asynchronous trainers. [Lost and preferred rollouts](lost-rollouts.md)
+simulates whole runs, with the code of each project. The numbers below are from its lognormal world and from
+its restarts. That page has the versions, the settings, and more rules.
+
+- **Rows in flight are skipped at a restart.** The position in the data is saved, but not the prompts whose
+  rollouts are not finished. After a restart, these prompts are never trained. The correct number is 0.
+  [NVIDIA-NeMo/RL #3599](https://github.com/NVIDIA-NeMo/RL/issues/3599), 2026-08-12, reports and corrects it.
+- **Slow rollouts are under-represented.** A rule that drops old groups drops those with slow rollouts. The
+  slowest tenth of the prompts should have the same share in what is trained as in what was dispatched.
+  [tinker-cookbook #822](https://github.com/thinking-machines-lab/tinker-cookbook/issues/822), 2026-07-13,
+  reports it, and [marin #8955](https://github.com/marin-community/marin/issues/8955), 2026-09-16.
+
+| system | skipped at a restart, % of the prompts | slowest tenth: dispatched → trained, % |
+|---|---|---|
+{runs}
+
+## Other kinds
+
+Two more kinds of bugs have no case here. A few rows cannot show them in the functions that were run:
+
+- **A filter that judges another number than the advantage.** With several rewards, each normalised alone, a
+  group of equal sums can have advantages that are not 0. Such filters are in the loops of trainers, which
+  were not run. A review of [huggingface/trl #7242](https://github.com/huggingface/trl/issues/7242),
+  2026-09-16, reports that a filter ranks rewards that are already normalised.
+- **Tool calls that count no token.** A reader of dumps that only reads the text of a message leaves out
+  tokens that were sampled as a tool call. The functions here get tokens and masks, and read no messages.
 
 ## How it was run
 
@@ -50,7 +82,7 @@ cases name these settings. headrace was run in the same way.
 |---|---|
 | miles, prime-rl, rLLM | They are not on the Python package index. |
 | slime, NeMo RL | The index only has version 0.0.0. NeMo RL also needs Python 3.13. |
-| SkyRL | Version 0.3.0 cannot be imported with Python before 3.12, because of pydantic. |
+| SkyRL | Version 0.4.0 needs Python 3.12. These runs had Python 3.11. |
 | torchtitan | Version 0.3.0 divides by a std with the divisor n. The correct results here have n − 1. |
 | verifiers | Version 0.4.0 only scores rollouts, and leaves the advantages to a trainer. |
 
@@ -60,6 +92,8 @@ Special settings:
   that were run do not need 3.12.
 - **OpenRLHF** imports `flash_attn` and `vllm`, which need a GPU. They were replaced by empty modules. The
   functions that were run do not call them.
+- **ms-swift** 4.6.0 computes its loss in its `GRPOTrainer`, which was not run. It imports
+  `trl.experimental.ppo`, which TRL 1.16.0 does not have.
 - **torchrl**: `MCAdvantage` got the documented options `prompt_key` and `trajectory_return="max"`. By
   default it groups by the text of the prompt. Then the case
   [a prompt drawn twice](field-bugs/prompt-drawn-twice.md) is wrong.
@@ -76,6 +110,10 @@ python benchmarks/field_bugs --only verl trl     # some of them
 Each project gets an environment in `build/field_bugs`, without a second torch. The command writes this page.
 """
 NAMES = {"micro": "micro-batch", "tokens": "tokens in the loss", "version": "policy version"}
+NAMES |= {"score": "entropy", "deviation": "deviation, of KL-Cov", "sampled": "sampled tokens"}
+ASKED = {"weight": "weight per token", "times": "number of times"}
+RUNS = Path(__file__).parent.parent / "results" / "lost_rollouts.json"
+PROMPTS = 2400  # ten runs of 240 prompts, each killed once
 
 
 def cell(peer: str, case: Case, result: dict[str, Any]) -> str:
@@ -88,6 +126,18 @@ def cell(peer: str, case: Case, result: dict[str, Any]) -> str:
         marked = f"**{verdict}**" if verdict == "wrong" else verdict
         return marked if case.asks == "paths" else f"{marked} {number(case, answer)}"
     return {"not seen": "not run"}.get(verdict, verdict)
+
+
+def runs() -> list[str]:
+    """What the simulation of whole runs has stored of the systems that it also restarts."""
+    stored = json.loads(RUNS.read_text())
+    lines = []
+    for system, restart in stored["restarts"].items():
+        world = stored["worlds"]["Lognormal"][system]
+        sent, trained = (100 * world[f"{what}_slow"] / world[what] for what in ("sent", "trained"))
+        skipped = 100 * restart["skipped"] / PROMPTS
+        lines.append(f"| {system} | {skipped:.0f} | {sent:.1f} → {trained:.1f} |")
+    return lines
 
 
 def table(results: dict[str, Any]) -> str:
@@ -112,6 +162,7 @@ def table(results: dict[str, Any]) -> str:
         names=" | ".join(there),
         dashes="|".join("---" for _ in there),
         rows="\n".join(lines),
+        runs="\n".join(runs()),
         projects="\n".join(projects),
         missing="".join(missing),
     )
@@ -132,7 +183,10 @@ def page(case: Case, results: dict[str, Any]) -> str:
         for each in case.threads
     ]
     names = [name for name in case.rows if name in case.columns or name == "tokens"]
-    asked = "weight per token" if case.asks == "weight" else "advantage"
+    asked = ASKED.get(case.asks, "advantage")
+    of_what = (
+        "how often the tokens of each turn train" if case.asks == "times" else f"the {asked} of each row"
+    )
     accepted = {
         f"also correct{' ' * (n - 1)}" if n else f"correct {asked}": each
         for n, each in enumerate(case.accepted)
@@ -176,7 +230,7 @@ def page(case: Case, results: dict[str, Any]) -> str:
             "## What each project does",
             "",
             "[Bugs of the field](../field-bugs.md) explains the verdicts. "
-            f"The result is the {asked} of each row.{zero if none else ''}",
+            f"The result is {of_what}.{zero if none else ''}",
             "",
             "| project | verdict | result | notes |",
             "|---|---|---|---|",

@@ -2,10 +2,11 @@
 
     python peers.py NAME        in the environment of that peer; prints JSON
 
-A function takes a case and returns one number a row: its advantage, or the weight of each of its tokens in
-the gradient of the step. None: the row does not train. It calls the peer with its defaults, or with the
-setting that the peer documents for such rows. Where the trainer around a function hands rows over in the
-order of their groups, so does the call here. `NOT_SEEN` says why a peer has nothing to do with a case.
+A function takes a case and returns one number a row: its advantage, the weight of each of its tokens in the
+gradient of the step, or how often the tokens of a turn train. None: the row does not train. It calls the peer
+with its defaults, or with the setting that the peer documents for such rows. Where the trainer around a
+function hands rows over in the order of their groups, so does the call here. `NOT_SEEN` says why a peer has
+nothing to do with a case.
 """
 
 from __future__ import annotations
@@ -53,7 +54,24 @@ NOT_SEEN = {
     },
 }
 NOT_SEEN["truncated-session"] = NOT_SEEN["fan-out"]
-GIVES_VERSIONS = ("headrace", "trl")
+NOT_SEEN["sum-over-ranks"] = {
+    "torchrl": "its losses are means",
+    "openrlhf": "its losses are means",
+    "agentlightning": "its loss is a mean",
+}
+NOT_SEEN["threshold"] = {
+    "": "the loss that was run chooses no tokens by a threshold",
+    "ms-swift": "it has `top_entropy_quantile`, but its `GRPOTrainer` cannot be imported beside TRL 1.16.0",
+}
+NOT_SEEN["shared-tokens"] = {
+    "": "the functions that were run get rows with their masks, and make no rows of turns"
+}
+# The peers that answer in a case in which "" stands for all others.
+ANSWER = {
+    "stale-group": ("headrace", "trl"),
+    "threshold": ("headrace", "trl", "verl", "verl v1"),
+    "shared-tokens": ("headrace", "trl", "agentlightning"),
+}
 
 
 @dataclass
@@ -64,7 +82,7 @@ class Peer:
         packages: the first is the peer; the others are what its import needs. Installed without what they
             require, so that torch stays that of the running environment. None at all: it is there already.
         calls: what is called, for the page.
-        advantages, weights: as above. `other`: its other path to advantages, and how that is called.
+        advantages, weights, times: as above. `other`: its other path to advantages, and how that is called.
     """
 
     calls: str
@@ -72,6 +90,7 @@ class Peer:
     packages: list[str] = field(default_factory=list)
     weights: Callable[[Case], list] | None = None
     other: tuple[str, Callable[[Case], list]] | None = None
+    times: Callable[[Case], list] | None = None
 
 
 # -- what several of them need ---------------------------------------------------------------------------
@@ -129,6 +148,37 @@ def total(case: Case) -> float:
     return float(sum(case.rows["tokens"]))
 
 
+def in_parts(values: Any) -> Callable[[int], Any]:
+    """Hand out the values of the next rows: `weights` goes through the rows in their order."""
+    at = 0
+
+    def take(number: int) -> Any:
+        nonlocal at
+        at += number
+        return values[at - number : at]
+
+    return take
+
+
+def turns(case: Case) -> list[tuple[list[int], list[int]]]:
+    """The prompt and the sampled tokens of each turn."""
+    texts = zip(case.rows["prompt"], case.rows["sampled"], strict=True)
+    return [([*map(int, prompt.split())], [*map(int, sampled.split())]) for prompt, sampled in texts]
+
+
+def times(case: Case, trained: list[tuple[list[int], list[int]]]) -> list:
+    """How often the sampled tokens of each turn are in the loss of rows, given as tokens and masks."""
+    return [
+        sum(
+            sum(mask[len(prompt) : len(prompt) + len(sampled)])
+            for tokens, mask in trained
+            if tokens[: len(prompt) + len(sampled)] == prompt + sampled
+        )
+        / len(sampled)
+        for prompt, sampled in turns(case)
+    ]
+
+
 class StandIn(MetaPathFinder, Loader):
     """Empty modules for packages that need a GPU to be built, and that nothing here calls."""
 
@@ -162,6 +212,9 @@ def decided(case: Case) -> Any:
 
     names = {"group": "group_id", "rollout": "rollout_id", "reward": "reward", "tokens": "tokens"}
     columns = {ours: case.rows[name] for name, ours in names.items()}
+    if case.name == "sum-over-ranks":
+        length = "pipeline.stages.weight.length=5"
+        return decide(columns, "dr_grpo", length, group_size=case.group_size, minibatches=1)
     if case.name != "stale-group":
         return decide(columns, "grpo", group_size=case.group_size, minibatches=1)
     criterion = "pipeline.stages.filter.criterion"
@@ -172,7 +225,53 @@ def decided(case: Case) -> Any:
 
 
 def headrace_weights(case: Case) -> list:
+    if case.name == "threshold":
+        return headrace_threshold(case)
     return decided(case).loss_weight.tolist()
+
+
+def headrace_threshold(case: Case) -> list:
+    """The weights of the tokens whose advantage is not 0. All rewards differ within their groups."""
+    import torch
+    from tensordict import TensorDict
+
+    from headrace import load_pipeline
+
+    mask = mask_of(case)
+    batch = TensorDict(
+        {
+            "group_id": case.rows["group"],
+            "rollout_id": case.rows["rollout"],
+            ("next", "reward"): torch.tensor(case.rows["reward"], dtype=torch.float64),
+            ("masks", "all_assistant_mask"): mask,
+            ("entropy", "full"): torch.tensor(case.rows["score"])[:, None].expand(mask.shape),
+            "place": torch.arange(len(mask)),
+        },
+        [len(mask)],
+    )
+    share = "pipeline.stages.forks.term.share=0.25"
+    pipeline = load_pipeline("high_entropy", share, group_size=case.group_size, minibatches=1)
+    for half in pipeline.halves():
+        batch = half.run(batch).batch
+    found = batch["loss_weight"] * (batch["advantage"][:, 0, 0] != 0)
+    return found[batch["place"].argsort()].tolist()  # the split has a new order
+
+
+def headrace_times(case: Case) -> list:
+    """`TrainSharedOnce` on a row for each branch."""
+    import torch
+    from tensordict import TensorDict
+
+    from headrace.transforms import TrainSharedOnce
+
+    wholes = [prompt + sampled for prompt, sampled in turns(case)]
+    branches = [one for one in wholes if not any(other[: len(one)] == one != other for other in wholes)]
+    tokens = torch.tensor(branches)
+    of_prompt = torch.arange(tokens.shape[1]) < 2
+    masks = {"all_attention_mask": tokens > 0, "all_assistant_mask": (tokens > 0) & ~of_prompt}
+    rows = {"tokens": {"full": tokens}, "masks": masks, "rollout_id": [0] * len(tokens)}
+    found = TrainSharedOnce()(TensorDict(rows, [len(tokens)]))["masks", "all_assistant_mask"]
+    return times(case, list(zip(branches, found.int().tolist(), strict=True)))
 
 
 def headrace_batch(case: Case) -> list:
@@ -299,14 +398,20 @@ def trl_weights(case: Case) -> list:
     import torch
 
     cuts, ranks = len(set(case.rows["micro"])), len(set(case.rows["rank"]))
+    options: dict[str, Any] = {
+        "sum-over-ranks": {"loss_type": "dr_grpo", "max_completion_length": 5},
+        "threshold": {"top_entropy_quantile": 0.25},
+    }.get(case.name, {})
     trainer = trl_trainer(
-        case, per_device_train_batch_size=max(2, 4 // cuts), gradient_accumulation_steps=cuts
+        case, per_device_train_batch_size=max(2, 4 // cuts), gradient_accumulation_steps=cuts, **options
     )
+    entropies = in_parts(torch.tensor(case.rows.get("score", [0.0] * len(case.rows["tokens"]))))
     trainer.current_gradient_accumulation_steps = cuts
     trainer.model.train()
 
     def loss_of(log_probs, mask, _):
-        logits = lambda *_, **__: (log_probs, torch.zeros_like(log_probs), None)  # noqa: E731
+        entropy = entropies(len(mask))[:, None].expand(mask.shape)
+        logits = lambda *_, **__: (log_probs, entropy, None)  # noqa: E731
         trainer._get_per_token_logps_and_entropies = logits
         ids = torch.zeros(log_probs.shape, dtype=torch.long)
         return trainer._compute_loss(
@@ -324,6 +429,16 @@ def trl_weights(case: Case) -> list:
     # What accelerate would say of so many processes.
     with mock.patch.object(type(trainer.accelerator), "num_processes", ranks):
         return weights(case, loss_of)
+
+
+def trl_times(case: Case) -> list:
+    """What its asynchronous trainer makes of the turns of a rollout, with its default threshold."""
+    from trl.experimental.async_grpo import AsyncGRPOConfig
+    from trl.experimental.async_grpo.async_rollout_worker import TurnRecord, _chain_to_sequences
+
+    records = [TurnRecord(prompt, sampled, [0.0] * len(sampled)) for prompt, sampled in turns(case)]
+    rows, _ = _chain_to_sequences(records, "0", AsyncGRPOConfig.fork_threshold_tokens)
+    return times(case, [(row.input_ids, row.completion_mask) for row in rows])
 
 
 # -- TorchRL ---------------------------------------------------------------------------------------------
@@ -461,7 +576,33 @@ def verl_weights(case: Case) -> list:
         "batch_num_tokens": total(case),
         "global_batch_size": len(case.rows["tokens"]),
     }
-    return weights(case, lambda lp, mask, _: agg_loss(-lp.exp(), mask.float(), "token-mean", **counts))
+    mode = "seq-mean-token-sum-norm" if case.name == "sum-over-ranks" else "token-mean"
+    if case.name == "threshold":
+        return verl_threshold(case, counts)
+    return weights(case, lambda lp, mask, _: agg_loss(-lp.exp(), mask.float(), mode, **counts))
+
+
+def verl_threshold(case: Case, counts: dict[str, Any]) -> list:
+    """The weight of KL-Cov's penalty: the loss without the penalty less the loss with it."""
+    import torch
+    from verl.trainer.ppo.core_algos import compute_policy_loss_kl_cov
+    from verl.workers.config.actor import PolicyLossConfig
+
+    deviations = in_parts(torch.tensor(case.rows["deviation"]))
+
+    def loss_of(log_probs, mask, _):
+        deviation = deviations(len(mask))[:, None].expand(mask.shape)
+        log_probs = log_probs + deviation - 5
+        older = log_probs.detach() - 0.01  # equal ones have no penalty
+
+        def loss(coefficient: float) -> Any:
+            options = {"kl_cov_ratio": 0.25, "ppo_kl_coef": coefficient}
+            config = types.SimpleNamespace(policy_loss=PolicyLossConfig(**options), global_batch_info=counts)
+            return compute_policy_loss_kl_cov(older, log_probs, deviation, mask.float(), config=config)[0]
+
+        return loss(0.0) - loss(1.0)
+
+    return weights(case, loss_of)
 
 
 # -- ms-swift --------------------------------------------------------------------------------------------
@@ -577,7 +718,8 @@ def trinity_weights(case: Case) -> list:
     import torch
     from trinity.algorithm.policy_loss_fn.ppo_policy_loss import PPOPolicyLossFn
 
-    loss = PPOPolicyLossFn(**PPOPolicyLossFn.default_args())
+    mode = {"sum-over-ranks": {"loss_agg_mode": "seq-mean-token-sum-norm"}}.get(case.name, {})
+    loss = PPOPolicyLossFn(**PPOPolicyLossFn.default_args() | mode)
     return weights(
         case, lambda lp, mask, _: loss(lp, lp.detach(), action_mask=mask, advantages=torch.ones_like(lp))[0]
     )
@@ -616,6 +758,8 @@ def rlinf_weights(case: Case) -> list:
     from rlinf.algorithms.losses import compute_ppo_actor_loss
     from rlinf.utils.utils import get_loss_agg_func
 
+    mode = "seq-mean-token-sum" if case.name == "sum-over-ranks" else "token-mean"
+
     def loss_of(log_probs, mask, cuts):
         found = compute_ppo_actor_loss(
             logprobs=log_probs,
@@ -624,7 +768,7 @@ def rlinf_weights(case: Case) -> list:
             clip_ratio_low=0.2,
             clip_ratio_high=0.2,
             loss_mask=mask,
-            loss_agg_func=get_loss_agg_func("token-mean"),
+            loss_agg_func=get_loss_agg_func(mode),
         )
         return found[0] / cuts
 
@@ -643,11 +787,13 @@ def twinkle(case: Case) -> list:
 def twinkle_weights(case: Case) -> list:
     """Its model divides the gradient by the number of micro-batches."""
     import torch
-    from twinkle.loss.grpo import GRPOLoss
+    from twinkle.loss.grpo import DRGRPOLoss, GRPOLoss
+
+    loss = DRGRPOLoss(max_completion_length=5) if case.name == "sum-over-ranks" else GRPOLoss()
 
     def loss_of(log_probs, mask, cuts):
         labels, ones = torch.where(mask, 1, -100), torch.ones(len(mask))
-        return GRPOLoss()({"labels": labels}, {"logps": log_probs}, advantages=ones)["loss"] / cuts
+        return loss({"labels": labels}, {"logps": log_probs}, advantages=ones)["loss"] / cuts
 
     return weights(case, loss_of)
 
@@ -699,6 +845,31 @@ def agentlightning_weights(case: Case) -> list:
     return weights(case, loss_of)
 
 
+def agentlightning_times(case: Case) -> list:
+    """The rows that its adapter makes of the turns of a rollout, by default one for each turn."""
+    import torch
+    from agentlightning.verl.agl_rollout_manager import CompletedRollout, Triplet
+    from agentlightning.verl.rollout_adapter import RolloutAdapter
+
+    triplets = [
+        Triplet(
+            prompt={"token_ids": prompt}, response={"token_ids": sampled, "log_probs": [0.0] * len(sampled)}
+        )
+        for prompt, sampled in turns(case)
+    ]
+    ids = {"rollout_id": "0", "data_id": "a", "step": 0, "sample_idx_in_step": 0, "enqueue_time": 0.0}
+    rollout = CompletedRollout(**ids, final_reward=1.0, triplets=triplets)
+    lengths = {"max_prompt_length": 8, "max_response_length": 8}
+    adapter = RolloutAdapter(**lengths, device=torch.device("cpu"), pad_token_id=0)
+    batch = adapter.get_train_data_batch([rollout])[0].batch
+    # Without a mask of its own, its trainer trains each token of the response that is not padding.
+    rows = []
+    for tokens, there in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
+        trains = torch.arange(len(there)) >= lengths["max_prompt_length"]
+        rows.append((tokens[there].tolist(), trains[there].int().tolist()))
+    return times(case, rows)
+
+
 VERL = ["verl==0.9.1", "codetiming==1.4.0", "cachetools==8.0.1", "torchdata==0.11.0", "peft==0.21.2"]
 VERL += ["fastapi==0.165.0", "starlette==1.10.0", "uvicorn==0.54.0"]
 OPENRLHF = ["openrlhf==0.11.2", "deepspeed==0.19.8", "hjson==3.1.0", "einops==0.8.2", "peft==0.21.2"]
@@ -733,10 +904,13 @@ PEERS = {
     "agentlightning": Peer(
         "`compute_rollout_level_advantage`; `compute_policy_loss_per_rollout_mean`",
         agentlightning,
-        ["agentlightning==1.0.2", *VERL],
+        ["agentlightning==1.0.2", "httpx-retries==0.6.0", *VERL],
         agentlightning_weights,
     ),
 }
+PEERS["headrace"].times = headrace_times
+PEERS["trl"].times = trl_times
+PEERS["agentlightning"].times = agentlightning_times
 PEERS["headrace"].other = ("a pipeline that gets the same rows as a TensorDict", headrace_batch)
 PEERS["torchrl"].other = ("a run without `trajectory_return`", mc_advantage)
 vectorised = "compute_grpo_vectorized_outcome_advantage"
@@ -750,13 +924,16 @@ PEERS["rlinf"].other = ('`adv_type="grpo_dynamic", advantage_mode="trajectory"`'
 def answer(name: str, case: Case) -> dict[str, Any]:
     """What comes out: numbers, a refusal in its own words, or why the peer has nothing to do with it."""
     peer, reasons = PEERS[name], NOT_SEEN.get(case.name, {})
-    if name in reasons or ("" in reasons and name not in GIVES_VERSIONS):
+    if name in reasons or ("" in reasons and name not in ANSWER[case.name]):
         return {"not_seen": reasons.get(name, reasons.get(""))}
     try:
         if case.asks == "weight":
             if peer.weights is None:
                 return {"not_seen": "its loss needs its whole trainer, which was not run"}
             return {"found": peer.weights(case)}
+        if case.asks == "times":
+            assert peer.times is not None
+            return {"found": peer.times(case)}
         if case.asks == "paths":
             if peer.other is None:
                 return {"not_seen": "it has only one function"}

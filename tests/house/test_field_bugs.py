@@ -10,6 +10,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -25,11 +26,16 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 @cache
-def of_headrace() -> dict[str, dict]:
+def peers_module() -> ModuleType:
     spec = importlib.util.spec_from_file_location("field_bugs_peers", SUITE / "peers.py")
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return dict(module.answers("headrace"))
+    return module
+
+
+@cache
+def of_headrace() -> dict[str, dict]:
+    return dict(peers_module().answers("headrace"))
 
 
 def test_headrace_is_right_or_refuses_in_every_case():
@@ -113,6 +119,37 @@ def by_the_formula(case: Case) -> list[float | None]:
 @pytest.mark.parametrize("case", [c for c in CASES if c.asks == "advantage" and c.name != "stale-group"])
 def test_answers_by_hand_equal_the_formula(case):
     assert near(by_the_formula(case), case.accepted[0])
+
+
+def test_a_quarter_of_the_tokens_of_the_step_and_not_of_each_micro_batch_trains():
+    case = BY_NAME["threshold"]
+    score, micro = case.rows["score"], case.rows["micro"]
+    assert [value**2 for value in case.rows["deviation"]] == score
+    pairs = list(zip(micro, case.rows["deviation"], strict=True))
+    assert [sum(value for cut, value in pairs if cut == which) for which in (0, 1)] == [0, 0]
+    largest = sorted(score)[-len(score) // 4 :]
+    for answer, weight in zip(case.accepted, (1 / len(score), 1 / len(largest)), strict=True):
+        assert answer == [weight if value in largest else 0.0 for value in score]
+    wrong = [1 / 8, 0.0, 0.0, 0.0, 1 / 8, 0.0, 0.0, 0.0]  # the largest of each micro-batch
+    assert judge("x", case, {"found": wrong})[0] == "wrong"
+
+
+def test_half_of_a_sum_is_not_a_sum():
+    case = BY_NAME["sum-over-ranks"]
+    rows, length = len(case.rows["group"]), 5
+    assert [answer[0] for answer in case.accepted] == [1 / (rows * length), 1 / rows, 1 / length, 1.0]
+    for answer in case.accepted:
+        assert judge("x", case, {"found": answer})[0] == "right"
+        assert judge("x", case, {"found": [weight / 2 for weight in answer]})[0] == "wrong"
+
+
+def test_without_the_stage_the_tokens_that_branches_share_train_twice():
+    peers = peers_module()
+    case = BY_NAME["shared-tokens"]
+    branches = [([1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 1, 1]), ([1, 2, 3, 4, 7, 8], [0, 0, 1, 1, 1, 1])]
+    assert peers.times(case, branches) == [2.0, 1.0, 1.0]
+    assert peers.times(case, branches[1:]) == [1.0, 0.0, 1.0]  # a branch was removed
+    assert of_headrace()["shared-tokens"]["found"] == [1.0, 1.0, 1.0]
 
 
 def test_a_wrong_nan_or_missing_number_is_not_right():
