@@ -82,7 +82,7 @@ cases name these settings. headrace was run in the same way.
 |---|---|
 | miles, prime-rl, rLLM | They are not on the Python package index. |
 | slime, NeMo RL | The index only has version 0.0.0. NeMo RL also needs Python 3.13. |
-| SkyRL | Version 0.4.0 needs Python 3.12. These runs had Python 3.11. |
+| SkyRL | Version 0.4.0 cannot be imported with Python before 3.12, because of pydantic. |
 | torchtitan | Version 0.3.0 divides by a std with the divisor n. The correct results here have n − 1. |
 | verifiers | Version 0.4.0 only scores rollouts, and leaves the advantages to a trainer. |
 
