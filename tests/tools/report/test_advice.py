@@ -438,7 +438,8 @@ def test_the_first_remedy_fits_to_which_groups_have_equal_rewards():
     for solved, unsolved in ((0.81, 0.09), (0.09, 0.81), (0.45, 0.45)):
         numbers = QUIET | {"frac_reward_zero_std": 0.9, "solve_all": solved, "solve_none": unsolved}
         (found,) = advise(numbers)
-        assert f"{solved * 100:.0f} % are solved by every rollout" in found.text
+        among = "Of all groups, also those with different rewards"
+        assert f"{among}, {solved * 100:.0f} % are solved by every rollout" in found.text
         told[solved, unsolved] = found.name, symptoms()[found.name].remedies[0].text
         assert str(show_advisories([found])[0]).count(told[solved, unsolved][1].split(".")[0]) == 1
     assert told[0.81, 0.09][0] == "groups-solved"
