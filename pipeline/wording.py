@@ -72,7 +72,8 @@ SYNONYMS = {
 def closest(word: str, words: Iterable[str], most: int = 2, least: float = 0.5) -> list[str]:
     """The words that are probably meant, best first; the arguments are those of :func:`suggest`.
 
-    Case, dashes and underscores make no difference: ``Dr-GRPO`` is ``dr_grpo``, and nothing else.
+    Case, dashes and underscores make no difference: ``Dr-GRPO`` is ``dr_grpo``, and nothing else. A plus is
+    a p: ``REINFORCE++`` is ``reinforce_pp``.
     """
     known = list(words)
     folded = {_folded(each): each for each in known}
@@ -86,7 +87,7 @@ def closest(word: str, words: Iterable[str], most: int = 2, least: float = 0.5) 
 
 
 def _folded(word: str) -> str:
-    return re.sub(r"[-_ .]", "", word).lower()
+    return re.sub(r"[-_ .]", "", word).replace("+", "p").lower()
 
 
 def suggest(word: str, words: Iterable[str], most: int = 2, least: float = 0.5) -> str:

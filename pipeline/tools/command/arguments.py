@@ -42,6 +42,12 @@ DUMPS = (
 )  # suffixes of files that may be meant by an argument alone
 SHOWN = ("--help", "-h", "--version", "-m", "--multirun", "--cfg", "--resolve", "--hydra-help")
 OF_ANY_RECIPE = r"pipeline\.stages\.\w+(\.|=null$)"  # composed with a ++, as the usual recipe may lack it
+BASES = {  # of classes that users write, with the title of their section in CONTRIBUTING.md
+    "BatchTransform": "A new stage",
+    "Criterion": "A new criterion",
+    "RewardShaping": "A new reward shaping",
+    "TokenTerm": "A new token term",
+}
 INSTEAD = {  # what to use here instead of flags of other commands
     "list": "headrace recipes",
     "verbose": "hydra.verbose=true",
@@ -362,6 +368,13 @@ def read_file(kind: str, name: str) -> str:
     }
     texts = {each: path.read_text(encoding="utf-8").rstrip() for each, path in found.items()}
     of_class = [text for text in texts.values() if f"_target_: headrace.transforms.{name}\n" in text]
+    if name == "NAME":
+        raise ConfigError(f"NAME stands for the name of a {kind}; headrace {kind}s lists all")
+    if kind == "stage" and name in BASES:
+        raise ConfigError(
+            f"{name} has no options: it is a base class, from which you derive classes of your own. "
+            f"CONTRIBUTING.md says how, under '{BASES[name]}'"
+        )
     if name not in texts and not of_class:
         raise ConfigError(f"unknown {kind} {name!r}{suggest(name, found)}; headrace {kind}s lists all")
     return texts.get(name) or of_class[0]
@@ -373,11 +386,8 @@ def list_files(paths: Mapping[str, Path]) -> str:
     room = max(min(shutil.get_terminal_size((100, 24)).columns, 120) - width - 4, 20)
     lines = []
     for name, path in paths.items():
-        head = [
-            line[1:].strip()
-            for line in path.read_text(encoding="utf-8").splitlines()
-            if line.startswith("#") and not line.startswith(("# @package", "# Generated"))
-        ]
+        top = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+        head = [line[1:].strip() for line in top if not line.startswith(("# @package", "# Generated"))]
         first, *more = textwrap.wrap(" ".join(takewhile(bool, head)), room, break_on_hyphens=False)
         lines += [f"  {name:{width}}  {first}", *(f"{'':{width + 4}}{line}" for line in more)]
     return "\n".join(lines)

@@ -79,13 +79,14 @@ def test_recipes_and_stages_are_listed_with_a_description(tmp_path):
     shown = headrace_here(tmp_path, "stages").stdout
     for word in ("gate ", "rewards_vary ", "log_ratio "):
         assert f"  {word}" in shown
+    assert "key of the column" not in shown, "of an option"
     assert "\ngroup_size: null" in headrace_here(tmp_path, "stages", "gate").stdout
     assert "scale: none" in headrace_here(tmp_path, "recipes", "dr_grpo").stdout
 
 
 def paragraphs(name: str) -> str:
-    """The first paragraph of the comment of a file in conf/, in one line."""
-    lines = (CONF / name).read_text().splitlines()
+    """The first paragraph of the comment at the head of a file in conf/, in one line."""
+    lines = takewhile(re.compile("#").match, (CONF / name).read_text().splitlines())
     lines = [line[1:].strip() for line in lines if re.match("#(?! @package| Generated)", line)]
     return " ".join(takewhile(bool, lines))
 
@@ -95,7 +96,7 @@ def test_no_text_of_a_recipe_or_a_stage_is_cut(tmp_path):
         listing = " ".join(headrace_here(tmp_path, kind).stdout.split())
         for path in (path for folder in folders for path in sorted((CONF / folder).rglob("*.yaml"))):
             name = path.relative_to(CONF)
-            assert paragraphs(name) in listing
+            assert f"{name.stem} {paragraphs(name)}" in listing
             text = answer_of(kind, "/".join(name.with_suffix("").parts[1:]))
             assert not re.search(" …$", text, re.MULTILINE), name
 

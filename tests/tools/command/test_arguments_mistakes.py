@@ -31,6 +31,9 @@ MISTAKES = {
     "recipes dr-grpo": "unknown recipe 'dr-grpo' (did you mean 'dr_grpo'?)",
     "pipeline=Dr.GRPO": "unknown recipe 'Dr.GRPO' (did you mean 'dr_grpo'?)",
     "GRPO": "did you mean pipeline=grpo?",
+    "recipes reinforce++": "unknown recipe 'reinforce++' (did you mean 'reinforce_pp'?)",
+    "pipeline=REINFORCE++-baseline": "did you mean 'reinforce_pp_baseline'?",
+    "recipes NAME": "NAME stands for the name of a recipe; headrace recipes lists all",
     "recipes grop": "unknown recipe 'grop' (did you mean 'grpo'",
     # -- the task
     "replay": "did you mean task=replay?",
@@ -71,6 +74,8 @@ MISTAKES = {
     "pipeline.stages.gate.scale=mad": "did you mean pipeline.stages.advantage.scale=mad?",
     "~filter": "did you mean ~pipeline.stages.filter?",
     "~pipeline.stages.fliter": "did you mean pipeline.stages.filter=null?",
+    "stages NAME": "NAME stands for the name of a stage; headrace stages lists all",
+    "stages RewardShaping": "CONTRIBUTING.md says how, under 'A new reward shaping'",
     "stages gaet": "unknown stage 'gaet' (did you mean 'gate' or 'gae'?)",
     "criterion@pipeline.stages.filter.criterion=rewards_varry": "unknown criterion 'rewards_varry' (did",
     "criterion@pipeline.stages.filter.also=fresh": "you mean +criterion@pipeline.stages.filter.also=fresh",
