@@ -287,8 +287,8 @@ class CompletenessGate(
     """Let only complete groups pass, which are groups with all their rollouts (:func:`incomplete_groups`).
 
     The gate counts unique rollouts, never rows. Rollouts that failed, were aborted or are unfinished do not
-    count. They never pass, not even if their group is kept. The gate does not see other batches: a group that
-    is split over two batches is incomplete in both.
+    count, and the gate always takes them out, also if ``on_incomplete="keep"`` keeps the others of their group.
+    The gate does not see other batches: a group that is split over two batches is incomplete in both.
 
     A rollout is finished if its last row is done. A rollout that ends twice is an error. Segments may have
     their own ends, such as those of sub-agents, if `expected_segments_key` gives their number, or if they
