@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.faces import lazy
-
-from .public_names import hint
+from headrace.faces import hint, lazy
 
 if TYPE_CHECKING:
     from .collect.assembling import assembled

@@ -57,13 +57,14 @@ def hint(name: str) -> str:
     for package in INNER:
         if name in exported(f"headrace.{package}"):
             return f": it is headrace.{package}.{name}"
-    for module, names in OF_OTHERS.items():
-        if name in names:
-            return f": it is {module}.{name}"
+    other = next((f"{module}.{name}" for module, names in OF_OTHERS.items() if name in names), "")
     conf, own = FOLDER / "conf", spelt(name)
     for path in sorted(conf.glob("pipeline/*.yaml")):
         if spelt(path.stem) == own:
-            return f": it is a recipe, headrace.load_pipeline({path.stem!r})"
+            loss = f"; the loss is {other}" if other else ""
+            return f": it is a recipe, headrace.load_pipeline({path.stem!r}){loss}"
+    if other or name in HOMES:  # the latter is asked of the package that does not have it
+        return f": it is {other or f'headrace.{name}'}"
     for line in (FOLDER / "pipeline" / "guesses.txt").read_text(encoding="utf-8").splitlines():
         guesses, _, answer = line.partition(": ")
         if own in guesses.split():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.faces import lazy
+from headrace.faces import hint, lazy
 
 if TYPE_CHECKING:
     from .split.gather import split_microbatches, split_minibatches
@@ -197,4 +197,4 @@ __all__ = [
     "whiten",
 ]
 
-__getattr__, __dir__ = lazy(__name__, __all__)
+__getattr__, __dir__ = lazy(__name__, __all__, hint)

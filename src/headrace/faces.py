@@ -6,6 +6,7 @@ To import a package may bring torch along. So its names are read from its text.
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -36,6 +37,14 @@ def _modules_of(package: str) -> dict[str, str]:
     """The module of each name that a package imports from its own, for type checkers."""
     imports = [node for node in ast.walk(_text_of(package)) if isinstance(node, ast.ImportFrom)]
     return {alias.name: f".{node.module or ''}" for node in imports if node.level for alias in node.names}
+
+
+def hint(name: str) -> str:
+    """What :mod:`headrace.pipeline.public_names` says of an unknown name.
+
+    `headrace` imports that module before any other, so no package has to import it.
+    """
+    return sys.modules["headrace.pipeline.public_names"].hint(name)
 
 
 def lazy(

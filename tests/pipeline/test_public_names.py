@@ -89,6 +89,7 @@ def test_importing_a_stage_does_not_import_hydra():
         ("GRPOLoss", ": it is torchrl.objectives.llm.GRPOLoss"),
         ("TensorDict", ": it is tensordict.TensorDict"),
         ("grpo", ": it is a recipe, headrace.load_pipeline('grpo')"),
+        ("DAPO", ": it is a recipe, headrace.load_pipeline('dapo'); the loss is torchrl.objectives.llm.DAPO"),
         ("load_pipelines", " (did you mean 'load_pipeline' or 'build_pipeline'?)"),
         ("CompletnessGate", " (did you mean 'CompletenessGate' or 'IncompleteGroups'?)"),
         ("qqq", "; dir(headrace) lists the names to begin with"),
@@ -96,10 +97,16 @@ def test_importing_a_stage_does_not_import_hydra():
     ],
 )
 def test_an_unknown_name_is_refused_with_its_module_or_nearest_name(name, hint):
-    for module in (headrace, headrace.pipeline):
+    for module in (headrace, headrace.pipeline, headrace.transforms):
         with pytest.raises(AttributeError) as refused:
             getattr(module, name)
         assert str(refused.value) == f"module {module.__name__!r} has no attribute {name!r}{hint}"
+
+
+def test_a_package_says_which_name_is_in_the_other_one():
+    for package, name in ((headrace.transforms, "load_pipeline"), (headrace.pipeline, "ShuffleSplit")):
+        with pytest.raises(AttributeError, match=rf"has no attribute '{name}': it is headrace\.{name}$"):
+            getattr(package, name)
 
 
 # What three people guess after reading the README, and a word of the answer; "": headrace has the name.
@@ -114,6 +121,7 @@ GUESSES = {
         "list_recipes": "headrace.recipes",
         "RLOOAdvantage": "baseline='leave_one_out'",
         "GRPOAdvantage": "GroupRelativeAdvantage",
+        "Advantage": "GroupRelativeAdvantage",
         "compute_advantages": "headrace.decide",
         "normalize": "GroupRelativeAdvantage",
         "DynamicSampling": "headrace.informative",
