@@ -48,6 +48,7 @@ PUBLIC_MODULES = {
 PUBLIC_IN_HEADRACE = {
     "faces",
     "installed",
+    "spelling",
     "transforms.table.torchrl_base",
     *(f"pipeline.{name}" for name in ("account_keys", "conversations", "error_overrides", "halves")),
     *(f"pipeline.{name}" for name in ("ledger", "load", "order", "pipeline", "run", "stage", "wording")),

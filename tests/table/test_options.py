@@ -28,6 +28,7 @@ from headrace.transforms import (
     GroupRelativeAdvantage,
     LossWeight,
     RolloutCorrection,
+    SampleFilter,
     ScoreRows,
     ShuffleSplit,
     TurnAdvantage,
@@ -334,3 +335,25 @@ def test_the_options_that_pages_set_later_may_be_set_again():
         for value in ([3], [4]):
             setattr(stage, option, value)
             assert getattr(stage, option) == value
+
+
+@pytest.mark.parametrize(
+    ("call", "meant"),
+    [
+        (lambda: GroupRelativeAdvantage(scale="std"), "'group'"),
+        (lambda: GroupRelativeAdvantage(baseline="loo"), "'leave_one_out'"),
+        (lambda: SampleFilter(criterion="rewards_vary"), r"RewardsVary\(\)"),
+        (lambda: SampleFilter("rewards_vary"), r"RewardsVary\(\)"),
+        (lambda: ShuffleSplit(num_minibatches=2), "'minibatches'.*"),
+        (lambda: CompletenessGate(expected_rollouts=2), "'group_size'"),
+        (lambda: load_pipeline("grpo", normalize=False), "'scale'"),
+    ],
+)
+def test_a_wrong_value_or_option_is_answered_with_the_nearest_one(call, meant):
+    with pytest.raises((ValueError, TypeError), match=rf" \(did you mean {meant}\?\)"):
+        call()
+
+
+def test_a_value_that_is_near_no_other_gets_no_guess():
+    with pytest.raises(ValueError, match=r"criterion must be a callable; got 'qqq'$"):
+        SampleFilter(criterion="qqq")

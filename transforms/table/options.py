@@ -19,6 +19,9 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import torch
 from tensordict.utils import NestedKey
 
+from headrace.faces import exported
+from headrace.spelling import closest, suggest
+
 __all__ = [
     "INF",
     "LowerBound",
@@ -79,7 +82,8 @@ def takes_options(thing: T) -> T:
         hints = annotations_of(thing)
         for name, value in (dict(zip(defaults, args, strict=False)) | kwargs).items():  # most are defaults
             if value is not defaults.get(name) and not fits(value, hints.get(name, Any)):
-                raise ValueError(f"{name} must be {described(hints[name])}; got {value!r:.200}")
+                meant = _meant(value, hints[name]) if isinstance(value, str) else ""
+                raise ValueError(f"{name} must be {described(hints[name])}{meant}; got {value!r:.200}")
         return thing(*args, **kwargs)
 
     return checked  # type: ignore[return-value]
@@ -199,6 +203,17 @@ def described(hint: Any, words: Mapping[Any, str] = PYTHON) -> str:
         return "a mapping, as {'name': value}" if words is PYTHON else "names and values in braces"
     of = f" of {len(inner)}" if origin is tuple and inner and inner[-1] is not Ellipsis else ""
     return f"a list{of}" + (f" (each {described(inner[0], words)})" if inner else "")
+
+
+def _meant(word: str, hint: Any) -> str:
+    """Which of the listed values a word probably means, or which class where a callable is needed."""
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if any(Callable in (get_origin(part), part) for part in parts):
+        classes = [name for name in exported("headrace.transforms") if name[0].isupper()]
+        return "".join(f" (did you mean {name}()?)" for name in closest(word, classes, 1, 0.7))
+    return suggest(
+        word, [str(each) for part in parts if get_origin(part) is Literal for each in get_args(part)]
+    )
 
 
 def _is_opaque(hint: Any) -> bool:

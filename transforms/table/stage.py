@@ -93,7 +93,7 @@ class BatchTransform(TakesColumns, Transform):
 
     def apply(self, batch: TensorDictBase) -> TensorDictBase:
         """Transform a flat batch, which is a shallow copy that the stage may change."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define decide(rows), or apply(batch, rows)")
 
     def apply_to_nothing(self, batch: TensorDictBase) -> None:
         """Handle a batch without rows. Raise if rows were required."""
@@ -112,6 +112,16 @@ class BatchTransform(TakesColumns, Transform):
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
         """Token counts that this stage reads: pairs of a loss mask and log-probabilities (or None)."""
         return []
+
+    def __getattr__(self, name: str) -> Any:
+        """Say which call is missing in the class, instead of that `_forward_hooks` is."""
+        kind = type(self)
+        if name.startswith("_") and not name.startswith("__") and "_modules" not in self.__dict__:
+            owner = next(each for each in kind.__mro__ if "__init__" in vars(each))
+            taken = inspect.signature(super(owner, self).__init__).parameters.values()  # type: ignore[misc]
+            names = "".join(f"**{each.name}" for each in taken if each.kind is each.VAR_KEYWORD)
+            raise AttributeError(f"{owner.__name__}.__init__ must call super().__init__({names}) first")
+        return super().__getattr__(name)
 
     # -- how it is run ------------------------------------------------------------------------------------
 

@@ -1,0 +1,70 @@
+"""The words that are probably meant by a misspelt one, or by one of another library."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+
+__all__ = ["closest", "suggest"]
+
+# Values and options as other libraries call them.
+SYNONYMS = {
+    "loo": "leave_one_out",
+    "std": "group",
+    "sequence": "sample",
+    "seq-mean-token-mean": "sample",
+    "token-mean": "token",
+    # Reasons for which vLLM, SGLang, OpenAI, Anthropic and transformers stop.
+    **dict.fromkeys(["stop", "eos", "eos_token", "stop_sequence", "end_turn"], "completed"),
+    **dict.fromkeys(["tool_calls", "tool_use", "finished", "done"], "completed"),
+    **dict.fromkeys(["length", "max_tokens", "max_length"], "truncated"),
+    **dict.fromkeys(["abort", "cancelled"], "aborted"),
+    "error": "failed",
+    **dict.fromkeys(["normalize", "norm_adv_by_std_in_grpo", "scale_rewards"], "scale"),
+    **dict.fromkeys(["num_generations", "expected_rollouts"], "group_size"),
+}
+
+
+def closest(word: str, words: Iterable[str], most: int = 2, least: float = 0.5) -> list[str]:
+    """The words that are probably meant, best first; the arguments are those of :func:`suggest`.
+
+    Case, dashes and underscores make no difference: ``Dr-GRPO`` is ``dr_grpo``, and nothing else. A plus is
+    a p: ``REINFORCE++`` is ``reinforce_pp``.
+    """
+    known = list(words)
+    folded = {_folded(each): each for each in known}
+    for same in (SYNONYMS.get(word), folded.get(_folded(word))):
+        if same in known and same is not None:
+            return [same]
+    close = difflib.get_close_matches(word, known, n=9, cutoff=least)
+    if not close:
+        close = [folded[each] for each in difflib.get_close_matches(_folded(word), folded, n=9, cutoff=least)]
+    return sorted(close, key=lambda each: sorted(each) != sorted(word))[:most]  # swapped letters first
+
+
+def _folded(word: str) -> str:
+    return re.sub(r"[-_ .]", "", word).replace("+", "p").lower()
+
+
+def suggest(word: str, words: Iterable[str], most: int = 2, least: float = 0.5) -> str:
+    """Return close matches as the end of a sentence; an empty string if there are none.
+
+    Args:
+        word: as it was typed.
+        words: those that there are.
+        most: matches at most.
+        least: similarity of a match, from 0 to 1.
+
+    Example:
+        >>> suggest("gprpo", ["grpo", "dapo"])
+        " (did you mean 'grpo'?)"
+        >>> suggest("gpro", ["mgpo", "gtpo", "grpo"], most=1)
+        " (did you mean 'grpo'?)"
+        >>> suggest("Dr-GRPO", ["grpo", "dr_grpo"])
+        " (did you mean 'dr_grpo'?)"
+        >>> suggest("loo", ["mean", "leave_one_out"])
+        " (did you mean 'leave_one_out'?)"
+    """
+    close = closest(word, words, most, least)
+    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
