@@ -278,7 +278,9 @@ def _built(config: DictConfig) -> Pipeline:
     stages |= of_values
     for name, node in stages.items():
         if not (node is None or callable(node) or (isinstance(node, dict) and "_target_" in node)):
-            meant = suggest(name, [other for other in stages if other != name])
+            own = isinstance(node, str) and "." in node  # the path of a class
+            others = [other for other in stages if other != name]
+            meant = f" (did you mean {{_target_: {node}}}?)" if own else suggest(name, others)
             raise ConfigError(
                 f"pipeline.stages.{name} must be a node with a _target_, or null{meant}; got {as_typed(node)}"
             )

@@ -253,6 +253,10 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
         base = compose_config(config_name, *groups)
     except ConfigError:
         return None
+    if re.fullmatch(r"pipeline\.stages\.\w+", typed) and re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", value):
+        return (
+            f"{typed}={value}: a stage of your own is a node (did you mean '{typed}={{_target_: {value}}}'?)"
+        )
     sign = "~" if f"~{typed}" in overrides else ""
     found = options_meant(typed, base)
     if "-" in typed and OmegaConf.select(base, typed.replace("-", "_"), default=ABSENT) is not ABSENT:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+import sys
 import types
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -239,6 +240,9 @@ def _imported(where: str, target: str) -> Callable[..., Any]:
         reason: BaseException = err
         while reason.__cause__ is not None:
             reason = reason.__cause__
+        module, _, name = target.rpartition(".")
+        if getattr(reason, "name", None) == target and module in sys.modules:  # its module was imported
+            reason = AttributeError(f"{module} has no {name}{suggest(name, dir(sys.modules[module]), 1)}")
         raise ConfigError(f"{where}: _target_ {target!r} cannot be imported: {reason}") from err
     finally:
         log.disabled = before

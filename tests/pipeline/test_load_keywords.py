@@ -361,3 +361,19 @@ def test_the_place_that_is_advised_is_one_that_is_taken(stage, place):
     assert f"(in Python after={{'signs': '{place}'}})" in str(info.value)
     order = load_pipeline("grpo", stages={"signs": stage}, after={"signs": place}).order
     assert order[order.index(place) + 1] == "signs"
+
+
+def test_a_class_of_ones_own_is_answered_with_its_name_or_its_node(tmp_path, monkeypatch):
+    (tmp_path / "own_bonus.py").write_text("class LengthBonus:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for stage, meant in (
+        (
+            "bonus={_target_: own_bonus.LengthBonu}",
+            "own_bonus has no LengthBonu (did you mean 'LengthBonus'?)",
+        ),
+        ("bonus=own_bonus.LengthBonus", "'pipeline.stages.bonus={_target_: own_bonus.LengthBonus}'?)"),
+        ("filter=own_bonus.LengthBonus", "null (did you mean {_target_: own_bonus.LengthBonus}?)"),
+    ):
+        place = ["pipeline.after.bonus=collapse"] * stage.startswith("bonus")
+        with pytest.raises(ConfigError, match=re.escape(meant)):
+            load_pipeline("grpo", f"pipeline.stages.{stage}", *place)

@@ -118,6 +118,56 @@ def test_shape_must_return_one_reward_for_each_rollout(returned):
         Odd()(batch)
 
 
+def test_a_reward_that_becomes_nan_is_refused_with_its_stage_and_rollout():
+    class Odd(RewardShaping):
+        def shape(self, reward, rollouts):
+            return torch.where(rollouts["rollout"] == 5, reward.log(), reward)
+
+    chain = Pipeline({"collapse": FanOutCollapse(), "odd": Odd()})
+    said = r"^stage 'odd', Odd\(\).*returned {} for rollout_id 5, whose reward was {}$"
+    for reward, returned in ((0.0, "-inf"), (-1.0, "nan")):
+        with pytest.raises(BatchError, match=said.format(returned, reward)):
+            chain(batch_of([1.0, 1.0, reward], [0, 0, 0], [4, 4, 5]))
+
+
+def test_a_class_without_shape_is_refused_with_its_methods():
+    class Odd(RewardShaping):
+        def shap(self, reward, rollouts):
+            return reward
+
+    with pytest.raises(TypeError, match=r"^Odd must define shape\(reward, rollouts\); it defines shap$"):
+        Odd()
+
+
+def test_a_class_that_does_not_call_its_base_class_is_told_the_call():
+    class Bare(RewardShaping):
+        def __init__(self, *, by: float = 1.0, **names):
+            self.by = by
+
+        def shape(self, reward, rollouts):
+            return reward
+
+    class BareStage(BatchTransform):
+        def __init__(self):
+            self.by = 1.0
+
+    said = r"^Bare.__init__ must call super\(\).__init__\(\*\*names\) first$"
+    for use in (lambda: Bare()(batch_of([1.0], [0])), lambda: Pipeline({"bare": Bare()})):
+        with pytest.raises(AttributeError, match=said):
+            use()
+    with pytest.raises(AttributeError, match=r"^BareStage.__init__ must call super\(\).__init__\(\) first$"):
+        BareStage()(batch_of([1.0], [0]))
+
+
+def test_a_stage_without_a_method_is_told_which_to_define():
+    class Odd(BatchTransform):
+        def aply(self, batch):
+            return batch
+
+    with pytest.raises(NotImplementedError, match=r"^Odd must define decide\(rows\), or apply"):
+        Odd()(batch_of([1.0], [0]))
+
+
 def test_a_class_adds_its_columns_to_those_of_the_base_class():
     assert Bonus().in_keys == [REWARD, "rollout_id"]
     assert Seen(group_key="uid").in_keys == [REWARD, "rollout_id", "uid", MASK, "tone"]

@@ -170,6 +170,12 @@ class RewardShaping(BatchTransform, columns=("rollout",)):
         super().__init_subclass__(columns=[*dict.fromkeys(["rollout", *columns])], **others)
 
     def __init__(self, **names: Unpack[ColumnNames]):
+        kind = type(self)
+        if kind.shape is RewardShaping.shape:
+            has = ", ".join(name for name, each in vars(kind).items() if callable(each) and name[0] != "_")
+            raise TypeError(
+                f"{kind.__name__} must define shape(reward, rollouts); it defines {has or 'no method'}"
+            )
         self.name_columns(names)
         own = [getattr(self, f"{role}_key") for role in self._columns]
         super().__init__([REWARD, *own, *self.reads], [REWARD])
@@ -204,6 +210,15 @@ class RewardShaping(BatchTransform, columns=("rollout",)):
         known = ~reward.isnan()
         # Rounded here, so that rewards that are equal in the batch are also equal in the table.
         shaped = shaped.to(rows.dtype(REWARD)).double().masked_fill(~known, float("nan"))
+        rollouts.require(
+            shaped.isfinite() | ~reward.isfinite(),
+            "{reader}.shape must return finite rewards; it returned {found}",
+            lambda row: (
+                f"{float(shaped[row])} for rollout_id {rollouts.name('rollout', row)}, whose reward "
+                f"was {float(reward[row])}"
+            ),
+            reader=type(self).__name__,
+        )
         changed = rows.from_voters(shaped)
         rows.put(REWARD, changed if rows.counted is None else torch.where(rows.counted, changed, every))
         rewarded = known.double().sum().clamp_min(1)
