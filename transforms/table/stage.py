@@ -118,7 +118,7 @@ class BatchTransform(TakesColumns, Transform):
         kind = type(self)
         if name.startswith("_") and not name.startswith("__") and "_modules" not in self.__dict__:
             owner = next(each for each in kind.__mro__ if "__init__" in vars(each))
-            taken = inspect.signature(super(owner, self).__init__).parameters.values()  # type: ignore[misc]
+            taken = inspect.signature(super(cast(Any, owner), self).__init__).parameters.values()
             names = "".join(f"**{each.name}" for each in taken if each.kind is each.VAR_KEYWORD)
             raise AttributeError(f"{owner.__name__}.__init__ must call super().__init__({names}) first")
         return super().__getattr__(name)
