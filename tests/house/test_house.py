@@ -102,7 +102,8 @@ INNER = {
 }
 
 
-ROOTS = [ROOT / "src" / "headrace" / f"{name}.py" for name in ("__init__", "__main__", "faces", "installed")]
+ROOT_MODULES = ("__init__", "__main__", "faces", "installed", "spelling")
+ROOTS = [ROOT / "src" / "headrace" / f"{name}.py" for name in ROOT_MODULES]
 NAMES |= {path: f"headrace.{path.stem}".removesuffix(".__init__") for path in ROOTS}
 MODULES |= {NAMES[path]: path for path in ROOTS}
 
