@@ -6,7 +6,7 @@ that of the environment, see :func:`recipe_of_environment`. docs/coming-from/ ha
 may import the package of its trainer; this one imports none of them.
 """
 
-from .attaching import attach
+from .attaching import FewerRowsWarning, attach
 from .environment import recipe_of_environment
 
-__all__ = ["attach", "recipe_of_environment"]
+__all__ = ["FewerRowsWarning", "attach", "recipe_of_environment"]

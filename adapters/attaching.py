@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import logging
+import warnings
 from importlib import import_module
 from typing import Any, TypeVar
 
+from tensordict import NestedKey
 from typing_extensions import Unpack
 
 from headrace.pipeline import Pipeline, Run
+from headrace.pipeline.halves import before_the_split
 from headrace.pipeline.load import KEYWORDS, PipelineOptions, settings_of, shows_options
 from headrace.pipeline.tools.decide import pipeline_of
-from headrace.transforms import SampleFilter
+from headrace.transforms import CompletenessGate, SampleFilter
+from headrace.transforms.table import COLUMNS, listing
 
 from .environment import sets_option
 from .over_generation import check_over_generation
-
-log = logging.getLogger(__name__)
 
 DEFAULT = "as/trl"
 TRAINERS = {  # by package and class: the adapter's variant
@@ -27,11 +28,29 @@ TRAINERS = {  # by package and class: the adapter's variant
     ("trl", "_UnslothGRPOTrainer"): "RecipeAdvantagesOfUnsloth",  # Unsloth's rewritten copy of TRL's
 }
 
+GIVEN: frozenset[NestedKey | None] = frozenset(
+    ["status", *(COLUMNS[role].default for role in ("group", "rollout", "expected", "reward", "loss_mask"))]
+)
+IF_THERE = frozenset(COLUMNS[role].default for role in ("done", "init", "expected_segments"))
+
 Trainer = TypeVar("Trainer")
+
+
+class FewerRowsWarning(UserWarning):
+    """A trainer trains fewer rows than it generates, because a recipe takes some out."""
 
 
 class Follows:
     """What the default recipe takes from a trainer's settings; adapters derive from it."""
+
+    gives: frozenset[NestedKey | None] | None = None
+    """Columns that the recipe gets; None: a stage that lacks one says so at the first step."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a recipe is checked, since it may be changed during training."""
+        if name == "pipeline":
+            check_recipe(self, value, self.gives)
+        super().__setattr__(name, value)
 
     @staticmethod
     def check(trainer: Any) -> None:
@@ -92,7 +111,8 @@ def attach(
     Raises:
         TypeError: a trainer that has no such hook; docs/coming-from/ has the way for others.
         ValueError: the trainer has a recipe already or weighs rewards itself, a pipeline comes with options,
-            or a setting of the trainer would have no effect.
+            a setting of the trainer would have no effect, the recipe reads columns that the trainer does not
+            give, or its `group_size` is not `num_generations`.
         ConfigError: as :func:`load_pipeline`.
 
     Example:
@@ -139,6 +159,7 @@ def attach(
             "the recipe weighs rewards: remove reward_weights from the trainer, and give attach "
             f"'pipeline.stages.collapse.columns={rewards}', 'pipeline.stages.collapse.weights={listed}'"
         )
+    check_recipe(trainer, pipeline, variant.gives)
     if over_generation != 1 and (package != "trl" or asynchronous):
         raise ValueError(
             "over_generation is an option for TRL's GRPOTrainer and RLOOTrainer; the others sample new "
@@ -161,19 +182,77 @@ INSTEAD = {
 
 
 def warn_of_fewer_rows(kind: str, package: str, pipeline: Pipeline) -> None:
-    """Log a warning if a filter drops rows, for which the trainer samples no others."""
+    """Warn if a filter drops rows, for which the trainer samples no others."""
     drops = [
         name
         for name, stage in pipeline.stages.items()
         if isinstance(stage, SampleFilter) and stage.action == "drop"
     ]
     if drops:
-        log.warning(
-            "the recipe drops rows (%s), and %s samples no new prompts in their place: a step trains fewer "
-            "rows, see headrace/rows/trained in its log. %s",
-            ", ".join(drops),
-            kind,
-            INSTEAD[package],
+        warnings.warn(
+            f"the recipe drops rows ({', '.join(drops)}), and {kind} samples no new prompts in their place: "
+            f"a step trains fewer rows, see headrace/rows/trained in its log. {INSTEAD[package]}",
+            FewerRowsWarning,
+            stacklevel=3,
+        )
+
+
+def warn_of_no_rows(trainer: Any) -> None:
+    """Warn, once for each trainer, that no row of a batch trains."""
+    if not getattr(trainer, "_warned_of_no_rows", False):
+        trainer._warned_of_no_rows = True
+        warnings.warn(
+            f"no row of the batch of step {trainer.state.global_step} trains: the recipe took out all. "
+            "trainer.last_run.report() has the reasons. This is said once; headrace/rows/trained in the log "
+            "is the number of rows of each step",
+            FewerRowsWarning,
+            stacklevel=3,
+        )
+
+
+def check_recipe(trainer: Any, recipe: Any, gives: frozenset[NestedKey | None] | None) -> None:
+    """Check that a trainer can run a recipe.
+
+    Args:
+        trainer: the trainer.
+        recipe: what its user gives as a recipe.
+        gives: columns that the recipe gets; None: not known.
+
+    Raises:
+        TypeError: it is no pipeline.
+        ValueError: its `group_size` is not the trainer's `num_generations`, or a stage reads another column.
+    """
+    if not isinstance(recipe, Pipeline):
+        name = recipe if isinstance(recipe, str) else "grpo"
+        raise TypeError(
+            f"trainer.pipeline must be a pipeline; got {recipe!r:.200}. "
+            f"Set trainer.pipeline = headrace.load_pipeline({name!r})"
+        )
+    size = getattr(
+        trainer, "num_generations", getattr(getattr(trainer, "args", None), "num_generations", None)
+    )
+    for name, stage in recipe.stages.items():
+        if isinstance(stage, CompletenessGate) and size and stage.group_size not in (None, size):
+            raise ValueError(
+                f"groups have one size: stage {name!r} has group_size={stage.group_size}, and the trainer "
+                f"num_generations={size}. Leave group_size out: the adapter gives the stage the trainer's"
+            )
+    if gives is None:
+        return
+    stages = before_the_split(recipe).stages
+    there = gives | IF_THERE | {key for stage in stages.values() for key in getattr(stage, "out_keys", ())}
+    lacks = dict[str, list[str]]()
+    for name, stage in stages.items():
+        votes = ["votes_only"] * (getattr(stage, "baseline_of", "") == "votes_only")
+        for key in dict.fromkeys([*getattr(stage, "in_keys", ()), *votes]):
+            if key not in there and key[0] != "headrace":  # those are the pipeline's own
+                lacks.setdefault(name, []).append(repr(key))
+    if lacks:
+        found = "; ".join(f"stage {name!r} reads {', '.join(keys)}" for name, keys in lacks.items())
+        raise ValueError(
+            f"the trainer cannot run this recipe: {found}. The adapter gives only "
+            f"{listing(sorted(map(repr, gives)))}. Attach a recipe without these stages, or take them out: "
+            f"attach(trainer, ..., stages={{{next(iter(lacks))!r}: None}})"
         )
 
 

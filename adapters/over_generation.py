@@ -11,6 +11,7 @@ from headrace.pipeline import Pipeline
 from headrace.pipeline.halves import before_the_split, part_of
 from headrace.transforms import Criterion, SampleFilter
 from headrace.transforms.table import Rows
+from headrace.transforms.table.options import fits
 
 STAGE = "over_generation"
 
@@ -94,10 +95,10 @@ def check_over_generation(trainer: Any, pipeline: Pipeline, factor: int) -> None
     Raises:
         ValueError: it cannot.
     """
+    if not fits(factor, int) or factor < 1:
+        raise ValueError(f"over_generation must be an integer ≥ 1; got {factor!r:.200}")
     if factor == 1:
         return
-    if factor < 1:
-        raise ValueError(f"over_generation must be ≥ 1; got {factor}")
     rows, size = trainer.args.per_device_train_batch_size, trainer.num_generations
     generated = rows * trainer.args.steps_per_generation
     if rows % factor or generated % (factor * size):

@@ -6,21 +6,24 @@ returns the rewards of all ranks, ``_generate_and_score_completions`` what the l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline, advantages_of
-from headrace.transforms import Status
+from headrace.transforms import BatchError, Status
+from headrace.transforms.table import listing
 
-from .attaching import Follows, log_run
+from .attaching import GIVEN, Follows, log_run, warn_of_no_rows
 from .over_generation import rows_of, rows_to_train, train_first
 
 
 class RecipeAdvantages(Follows):
     """What TRL's ``GRPOTrainer`` does otherwise with a recipe attached."""
 
+    gives = GIVEN
     pipeline: Pipeline
     over_generation: int
 
@@ -48,9 +51,16 @@ class RecipeAdvantages(Follows):
         batch["masks", "all_assistant_mask"] = (output["completion_mask"] * output.get("tool_mask", 1)).bool()
         kept = len(inputs) // self.over_generation if training else len(inputs)
         chooses = kept < len(inputs)
-        result = advantages_of(train_first(self.pipeline, kept // size) if chooses else self.pipeline, batch)
+        pipeline = train_first(self.pipeline, kept // size) if chooses else self.pipeline
+        try:
+            result = advantages_of(pipeline, batch)
+        except BatchError as error:
+            error.more += say_without_reward(self.reward_func_names, batch["next", "reward"])
+            raise
         self._put_advantages(output, result)
         log_run(self, result.run)
+        if training and not self.accelerator.gather(result.in_loss.any(1)).any():
+            warn_of_no_rows(self)
         logged, found = self._logs["advantages"], self.accelerator.gather(result.advantage.mean(1)).tolist()
         for _ in range(min(len(logged), len(found))):  # in the place of TRL's own
             logged.pop()
@@ -62,6 +72,12 @@ class RecipeAdvantages(Follows):
         output["advantages"] = result.advantage
         output["tool_mask"] = result.in_loss.int()
         output["num_items_in_batch"] = self.accelerator.gather(result.in_loss.sum()).sum()
+
+
+def say_without_reward(names: Sequence[str], rewards: torch.Tensor) -> str:
+    """Which reward functions gave None; empty if none did. `rewards`: (N, K), a column for each."""
+    lacking = [name for name, lacks in zip(names, rewards.isnan().any(0).tolist(), strict=True) if lacks]
+    return f". Reward functions that gave None or NaN: {listing(lacking)}" if lacking else ""
 
 
 class RecipeAdvantagesOfRows(RecipeAdvantages):

@@ -18,8 +18,9 @@ from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline, advantages_of
 from headrace.transforms import GroupAssembler, Status
+from headrace.transforms.table import COLUMNS
 
-from .attaching import Follows, log_run
+from .attaching import GIVEN, Follows, log_run
 
 ROLLOUT, LAST = "headrace/rollout", "headrace/last"  # in a sample's metrics, on its way to the trainer
 
@@ -244,6 +245,7 @@ class WholeGroups:
 class RecipeAdvantagesOfQueue(Follows):
     """What TRL's ``AsyncGRPOTrainer`` does otherwise with a recipe attached."""
 
+    gives = GIVEN | {COLUMNS["version"].default}
     pipeline: Pipeline
     queued: WholeGroups
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import product
-from typing import Any
+from math import nan
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 import torch
+from tensordict import TensorDict
 
-from headrace.adapters import attach
+from headrace.adapters import FewerRowsWarning, attach
+from headrace.adapters.attaching import warn_of_no_rows
 from headrace.adapters.environment import scale_overrides
-from headrace.adapters.trl import RecipeAdvantagesOfUnsloth
-from headrace.pipeline import load_pipeline
-from headrace.transforms import GroupRelativeAdvantage
+from headrace.adapters.trl import RecipeAdvantagesOfUnsloth, say_without_reward
+from headrace.pipeline import advantages_of, load_pipeline
+from headrace.pipeline.composing.recipe_names import Recipe
+from headrace.transforms import GroupRelativeAdvantage, MissingKeyError
 
 SCALES = {"group": "group", True: "group", "batch": "batch", "none": "none", False: "none"}
 CLIP = "pipeline.stages.advantage.clip=[-5,5]"
@@ -104,3 +110,87 @@ def test_unsloths_patched_trainer_is_known_by_name_and_its_others_are_refused():
     for name in ("UnslothRLOOTrainer", "UnslothSFTTrainer"):
         with pytest.raises(TypeError, match=f"of trl, unsloth or swift, .*; got a {name}\\.{name}"):
             attach(of_unsloth(name), "grpo")
+
+
+CANNOT_RUN = {
+    **dict.fromkeys(("tis", "icepop"), r"'correction' reads \('old_log_probs', 'full'\)"),
+    **dict.fromkeys(("mis",), r"'reject' reads .*; stage 'correction' reads \('old_log_probs', 'full'\)"),
+    **dict.fromkeys(("opsm", "mlperf"), r"'mask' reads \('old_log_probs', 'full'\)"),
+    "high_entropy": r"'forks' reads \('entropy', 'full'\)",
+    "gtpo": r"'entropy' reads \('entropy', 'full'\)",
+    "kl_in_advantage": r"'kl' reads .*'ref_log_probs'",
+    **dict.fromkeys(("opd", "rlsd"), "'teacher' reads .*'teacher_log_probs'"),
+    "otb": "'otb' reads .*'sum_pi_squared'",
+    "ppo": r"'gae' reads \('values', 'full'\)",
+    "gigpo": "'states' reads 'state_id'",
+    "mt_grpo": "'turns' reads 'turn_index', 'turn_reward'",
+    "tree_grpo": r"'tree' reads .*\('tokens', 'full'\)",
+    "roles": "'peers' reads 'role'",
+    **dict.fromkeys(("remax", "a_star_po"), "'advantage' reads 'votes_only'"),
+}
+
+
+def given_by_trl(columns: int) -> TensorDict:
+    """What the adapter of TRL gives a recipe."""
+    at = torch.arange(8)
+    batch = TensorDict({"rollout_id": at, "group_id": at // 4, "status": torch.zeros_like(at)}, [8])
+    reward = torch.tensor([[0.0, 1.0], [1.0, 1.0]]).repeat(4, 1)[:, :columns]
+    batch["next", "reward"] = reward if columns > 1 else reward.flatten()
+    batch["expected_rollouts"] = torch.full_like(at, 4)
+    batch["masks", "all_assistant_mask"] = torch.ones(8, 3, dtype=torch.bool)
+    return batch
+
+
+@pytest.mark.parametrize("recipe", get_args(Recipe))
+def test_a_recipe_is_refused_if_and_only_if_it_lacks_a_column_of_trl(recipe):
+    pipeline = load_pipeline(recipe)
+    batch, trainer = given_by_trl(getattr(dict(pipeline.stages).get("collapse"), "columns", 1)), trainer_of()
+    if recipe not in CANNOT_RUN:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FewerRowsWarning)
+            attach(trainer, pipeline)
+        advantages_of(pipeline, batch)
+        return
+    with pytest.raises(ValueError, match=f"the trainer cannot run this recipe: stage {CANNOT_RUN[recipe]}"):
+        attach(trainer, pipeline)
+    assert type(trainer).__module__ == "trl.trainer"  # as it was
+    with pytest.raises(MissingKeyError):
+        advantages_of(pipeline, batch)
+
+
+def test_a_group_size_that_is_not_num_generations_is_refused():
+    said = "'gate' has group_size=8, and the trainer num_generations=4"
+    with pytest.raises(ValueError, match=said):
+        attach(trainer_of(num_generations=4), "grpo", group_size=8)
+    trainer = attach(trainer_of(num_generations=4), "grpo", group_size=4)
+    with pytest.raises(ValueError, match=said):
+        trainer.pipeline = load_pipeline("grpo", group_size=8)
+
+
+def test_a_recipe_that_is_set_later_is_checked_and_the_one_before_stays():
+    trainer = attach(trainer_of(), "grpo")
+    before = trainer.pipeline
+    with pytest.raises(
+        TypeError, match=r"got 'rloo'\. Set trainer\.pipeline = headrace\.load_pipeline\('rloo'\)"
+    ):
+        trainer.pipeline = "rloo"
+    with pytest.raises(TypeError, match=r"got None\. .*load_pipeline\('grpo'\)"):
+        trainer.pipeline = None
+    with pytest.raises(ValueError, match="'correction' reads"):
+        trainer.pipeline = load_pipeline("tis")
+    assert trainer.pipeline is before
+    trainer.pipeline = after = load_pipeline("rloo")
+    assert trainer.pipeline is after
+
+
+def test_the_first_batch_of_which_no_row_trains_is_a_warning():
+    trainer = trainer_of(state=SimpleNamespace(global_step=7))
+    with pytest.warns(FewerRowsWarning, match="no row of the batch of step 7 trains"):
+        warn_of_no_rows(trainer)
+    warn_of_no_rows(trainer)  # warnings are errors here
+
+
+def test_the_reward_functions_without_a_reward_are_named():
+    rewards = torch.tensor([[1.0, nan, 0.0], [1.0, 2.0, nan]])
+    assert say_without_reward(["a", "b", "c"], rewards).endswith(": b and c")
+    assert say_without_reward(["a"], rewards[:, :1]) == ""

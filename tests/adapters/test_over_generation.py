@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from headrace.adapters import attach
+from headrace.adapters import FewerRowsWarning, attach
 from headrace.adapters.over_generation import (
     FirstGroups,
     check_over_generation,
@@ -80,7 +78,9 @@ def test_rows_without_a_number_for_each_completion_are_refused():
 @pytest.mark.parametrize(
     ("factor", "rows", "steps", "recipe", "message"),
     [
-        (0, 8, 1, "grpo", "over_generation must be ≥ 1; got 0"),
+        (0, 8, 1, "grpo", "over_generation must be an integer ≥ 1; got 0"),
+        (1.5, 12, 1, "grpo", r"over_generation must be an integer ≥ 1; got 1\.5"),
+        (2.0, 8, 1, "grpo", r"over_generation must be an integer ≥ 1; got 2\.0"),
         (3, 8, 1, "grpo", r"a multiple of 3, .*3 \* num_generations = 12; got 8 and 8"),
         (2, 4, 1, "grpo", r"2 \* num_generations = 8; got 4 and 4"),
         (2, 8, 1, "as/trl", "the recipe's filter, and it has none"),
@@ -109,18 +109,19 @@ def stand_in(**options: Any) -> Any:
     return made
 
 
-def test_a_recipe_that_drops_rows_says_that_no_new_prompts_are_sampled(caplog):
+def test_a_recipe_that_drops_rows_says_that_no_new_prompts_are_sampled():
     drops = {"filter": {"action": "drop"}}
-    with caplog.at_level(logging.WARNING):
-        attach(stand_in(), "grpo")
-        attach(stand_in(), "dapo", over_generation=2)
-        assert not caplog.messages
-        attach(stand_in(), "dapo")
-        attach(stand_in(), "grpo", stages=drops)
-        attach(stand_in(swift=True), "dapo")
+    attach(stand_in(), "grpo")  # warnings are errors here
+    attach(stand_in(), "dapo", over_generation=2)
     of_trl = r"drops rows \(filter\), and GRPOTrainer samples no new prompts .*over_generation=2"
-    assert [bool(re.search(of_trl, each)) for each in caplog.messages] == [True, True, False]
-    assert "dynamic_sample=true" in caplog.messages[2]
+    for trainer, recipe, options, said in (
+        (stand_in(), "dapo", {}, of_trl),
+        (stand_in(), "grpo", {"stages": drops}, of_trl),
+        (stand_in(swift=True), "dapo", {}, "dynamic_sample=true"),
+    ):
+        with pytest.warns(FewerRowsWarning, match=said) as found:
+            attach(trainer, recipe, **options)
+        assert [each.filename for each in found] == [__file__]
 
 
 def test_over_generation_is_an_option_for_trl():
