@@ -192,5 +192,5 @@ def test_the_first_batch_of_which_no_row_trains_is_a_warning():
 
 def test_the_reward_functions_without_a_reward_are_named():
     rewards = torch.tensor([[1.0, nan, 0.0], [1.0, 2.0, nan]])
-    assert say_without_reward(["a", "b", "c"], rewards).endswith(": b and c")
+    assert say_without_reward(["a", "b", "c"], rewards).endswith(": b, c")
     assert say_without_reward(["a"], rewards[:, :1]) == ""

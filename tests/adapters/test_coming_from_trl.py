@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from headrace.adapters import attach
+from headrace.adapters import FewerRowsWarning, attach
 from headrace.pipeline import Pipeline, load_pipeline
-from headrace.transforms import IncompleteGroupsError, TokenAdvantage
+from headrace.transforms import BatchError, IncompleteGroupsError, TokenAdvantage
 
 pytest.importorskip("transformers", reason="the extra `llm` is not installed")
 pytestmark = [
@@ -151,6 +151,19 @@ def test_missing_rewards_are_summed_as_trl_does(make_trainer, theirs):
     assert missing.all(1).any()
     assert (missing.any(1) & ~missing.all(1)).any()
     assert_equal(run, theirs)
+
+
+def test_an_error_of_a_reward_of_none_names_its_function(make_trainer):
+    run = make_trainer("pipeline=grpo", "pipeline.stages.collapse.columns=2", rewards=(ones, short_or_none))
+    with pytest.raises(BatchError, match=r"Reward functions that gave None or NaN: short_or_none$"):
+        run.trainer.train()
+
+
+def test_the_first_step_of_which_no_row_trains_is_a_warning(make_trainer):
+    run = make_trainer("pipeline=grpo", rewards=(lambda completions, **others: [1.0] * len(completions),))
+    with pytest.warns(FewerRowsWarning, match="no row of the batch of step 0 trains") as found:
+        run.trainer.train()
+    assert len([each for each in found if each.category is FewerRowsWarning]) == 1  # of two steps
 
 
 def test_reward_weights_are_set_in_one_option(make_trainer):
