@@ -51,7 +51,7 @@ class RolloutStream(OverSource):
             step that trains. With ``journal=PATH`` the run goes on after a crash.
 
     Raises:
-        ValueError: an option has an invalid value.
+        ValueError: an option has an invalid value, or `group_size` is not that of the sampler.
         StalledError: while iterating: there was no batch in time; or too few groups are informative.
 
     Example:
@@ -87,6 +87,12 @@ class RolloutStream(OverSource):
         check_patience(patience, worker_patience)
         self.sampler, self.epochs = sampler, at_least("epochs", epochs, 1)
         self._source = source
+        size = options.get("group_size")
+        if size is not None and size != sampler.group_size:
+            raise ValueError(
+                f"group_size must be that of the sampler: it draws {sampler.group_size} rollouts of a "
+                f"prompt, and group_size={size} here. Leave it out, or change it where you make the sampler"
+            )
         own = {"groups": sampler.prompts_per_batch // sampler.ranks, "group_size": sampler.group_size}
         if not any(options.get(name) is not None for name in LIMITS):
             own["steps_ahead"] = 0

@@ -263,6 +263,13 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
         found = [typed.replace("-", "_")]
     stages = [name for name, node in (OmegaConf.select(base, "pipeline.stages") or {}).items() if node]
     of_stage = re.match(r"(?:pipeline\.)?(?:stages\.)?(\w+)(\.[\w.]+)?", typed)
+    if of_stage and of_stage[1] not in base and of_stage[2]:  # `sorce.path`, nearer to `score` by its letters
+        for name in closest(of_stage[1], dict.fromkeys(["source", *map(str, base)]), 1, 0.75):
+            near = f"{name}{of_stage[2]}"
+            if OmegaConf.select(base, near, default=ABSENT) is not ABSENT:
+                return f"unknown option {typed!r} (did you mean {sign}{near}{equals}{value}?)"
+            if name == "source" and _has_option(near, [*groups, "task=replay"]):
+                return f"unknown option {typed!r} (did you mean task=replay {near}{equals}{value}?)"
     if of_stage and of_stage[1] not in base:  # the name of a stage, perhaps misspelled
         for stage in closest(of_stage[1], dict.fromkeys([*stages, *known_stages()]), 1, 0.75):
             if stage not in stages:

@@ -139,6 +139,31 @@ def test_a_stream_without_rows_raises_in_time(make):
         next(iter(stream))
 
 
+def test_a_stream_without_dispatch_says_what_to_do(make):
+    with pytest.raises(
+        StalledError, match=r"none arrived\. No prompt was announced .*check that draws\(\) is c"
+    ):
+        next(iter(make(sampler(), patience=0.05)))
+
+
+def test_a_group_size_other_than_that_of_the_sampler_is_refused():
+    with pytest.raises(
+        ValueError, match=r"it draws 2 rollouts of a prompt, and group_size=4 here\. Leave it"
+    ):
+        RolloutStream(sampler(), group_size=4)
+    assert RolloutStream(sampler(), group_size=2).assembler.group_size == 2
+
+
+def test_a_missing_version_says_where_it_is_from():
+    stream = RolloutStream(sampler(), max_staleness=4, steps_ahead=2)
+    rows = next(iter(stream.draws()))
+    rows["next", "done"] = torch.ones(len(rows), dtype=torch.bool)
+    with pytest.raises(
+        MissingKeyError, match=r"'policy_version'.*the workers write it .* in stream\.version"
+    ):
+        stream.put(rows)
+
+
 @pytest.mark.parametrize("informative", [False, True])
 def test_a_state_goes_on_with_the_same_batches(make, informative):
     """Saved between two steps, with rollouts in flight, and loaded into new objects."""

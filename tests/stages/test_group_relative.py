@@ -289,7 +289,10 @@ def test_rewards_may_be_lists_or_column_vectors():
         ({"rollout_id": [5, 5, 6]}, r"rollout 5 \(rows \[0, 1\]: \[1.0, 2.0\]\)"),
         ({"rollout_id": [5, 6, 5], "group_id": [0, 0, 3]}, r"rollout 5 in groups \[0, 3\] \(rows \[0, 2\]\)"),
         ({"group_id": [0, 0]}, r"same length.*reward 3 .*group_id 2"),
-        ({"group_id": torch.tensor([0.0, 0.0, 0.0])}, r"group_id must be integers, got torch.float32"),
+        (
+            {"group_id": torch.tensor([0.0, 0.0, 0.0])},
+            r"group_id must be integers, got torch.float32.*\.long\(\)",
+        ),
         ({"group_id": torch.zeros(3, 2, dtype=torch.int64)}, r"one integer per row.*\(3, 2\)"),
         ({"reward": torch.zeros(3, 4)}, r"each row needs one reward.*\(3, 4\)"),
         ({"group_id": [0, 0, 2**70]}, r"group_id must be integers, at most 63 bits"),

@@ -346,9 +346,10 @@ def test_a_journal_of_another_assembler_and_other_files_are_refused(tmp_path):
     GroupAssembler(journal=path, group_size=2)
     with pytest.raises(
         ValueError, match=r"other options: group_size is 2 in the file and 3 here.*load its state_d"
-    ):
+    ) as raised:
         GroupAssembler(journal=path, group_size=3)
-    with pytest.raises(FileNotFoundError):
+    assert raised.type is ValueError  # a public class, whose name the user can catch
+    with pytest.raises(FileNotFoundError, match=r"nowhere/rows' must exist.*Path\('.*nowhere'\)\.mkdir"):
         GroupAssembler(journal=tmp_path / "nowhere" / "rows")
     with pytest.raises(ValueError, match=r"commit\(\) needs a journal"):
         GroupAssembler().commit()

@@ -263,3 +263,14 @@ def test_weights_are_finite_and_one_per_reward(make_batch):
         FanOutCollapse(columns=2, weights=[1.0, NAN])
     with pytest.raises(ValueError, match="needs a weight; got 1 for 2 columns"):
         pair(None, weights=[1.0])(table(make_batch, [[1.0, 4.0], [3.0, 0.0]]))
+
+
+def test_rewards_that_are_text_are_refused_with_their_ids():
+    batch = batch_of([0.0, 0.0], [3, 3], [70, 71])
+    batch["next", "reward"] = ["right", "1.0"]
+    told = r"must be a number; .* has texts: 'right' at row 0, rollout 70, '1.0' at row 1, rollout 71"
+    with pytest.raises(BatchError, match=told):
+        FanOutCollapse()(batch)
+    batch["next", "reward"] = ["", ""]  # were the rewards -1
+    with pytest.raises(BatchError, match="has texts: '' at row 0, rollout 70"):
+        FanOutCollapse()(batch)

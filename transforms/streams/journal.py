@@ -185,7 +185,13 @@ class Journal:
 
         Raises:
             ValueError: the file is no journal, is damaged before its end, or has other options.
+            FileNotFoundError: the folder of the file does not exist.
         """
+        if not (folder := self.path.parent).is_dir():
+            raise FileNotFoundError(
+                f"the folder of journal={str(self.path)!r} must exist, and does not. Make it first: "
+                f"Path({str(folder)!r}).mkdir(parents=True)"
+            )
         opened = {"version": assembler.version, "clock": 0.0, "options": self._options}
         if not self.path.exists() or not self.path.stat().st_size:
             self._begin("open", opened)
@@ -193,6 +199,8 @@ class Journal:
         self._open()
         version = 0
         for offset, event, details in self._events():
+            if "options" in details:
+                self._check_options(details["options"])
             assembler.restored |= event != "open"
             self.replaying, self._seconds = details, details["clock"]
             assembler._version = details["version"]
@@ -200,8 +208,6 @@ class Journal:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", StreamWarning)  # shown when the event first happened
                     self._do(event, details, assembler)
-            except _OtherOptionsError:
-                raise
             except Exception as err:
                 raise ValueError(
                     f"the journal {self.path} cannot be replayed: event {event!r} at byte {offset} raised "
@@ -217,8 +223,6 @@ class Journal:
 
     def _do(self, event: str, details: dict[str, Any], assembler: Any) -> None:
         """Replay an event."""
-        if "options" in details:
-            self._check_options(details["options"])
         if event == "put":
             rows = from_plain(details["rows"])
             assembler.put(TensorDict({}, batch_size=[0]) if rows is None else rows)
@@ -273,7 +277,7 @@ class Journal:
                 for name in {**options, **self._options}
                 if options.get(name) != self._options.get(name)
             ]
-            raise _OtherOptionsError(
+            raise ValueError(
                 f"the journal {self.path} was written with other options: {', '.join(differ)}. Open it with "
                 "the same options. To change them, load its state_dict() into an assembler with a new file"
             )
@@ -315,10 +319,6 @@ class Journal:
         )
         os.ftruncate(self._descriptor, at)
         self._end = at
-
-
-class _OtherOptionsError(ValueError):
-    """A journal was written with other options."""
 
 
 def options_that_decide(assembler: Any, names: Iterable[str]) -> dict[str, Any]:

@@ -220,9 +220,13 @@ def stalled(
         " Check that all rollouts of a group are put into this assembler, with done=True on their last rows. "
         "To continue without those that are not, set timeout or max_pending_groups"
     )
+    if not words:
+        advice = (
+            " No prompt was announced and no row was put: check that draws() is called, that the workers "
+            "have started, and that they put their rows into this assembler"
+        ) * (not rows["arrived"])
     return StalledError(
-        f"{why.rstrip('.')}. Waiting: {listing(words) or 'no group'}. Rows: {counts}."
-        f"{advice if words else ''}"
+        f"{why.rstrip('.')}. Waiting: {listing(words) or 'no group'}. Rows: {counts}.{advice}"
     )
 
 

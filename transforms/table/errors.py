@@ -179,6 +179,11 @@ def who_stamps(name: str) -> str:
     """
     if name == "old_log_prob_key":
         return '. ScoreRows(log_prob_key=("old_log_probs", "full")) in front of it computes the column'
+    if name == "version_key":
+        return (
+            ". It is the version of the policy that sampled the row: the workers write it on each row, and "
+            "the trainer counts it up in stream.version (or assembler.version)"
+        )
     if name not in ("group_id", "rollout_id", "unit_id", "group_key", "rollout_key"):
         return ""
     return (

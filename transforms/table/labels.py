@@ -39,7 +39,10 @@ def number_labels(labels: Sequence[str]) -> Tensor:
         odd = [
             f"{label!r:.60} at row {row}" for row, label in enumerate(labels) if isinstance(label, odd_types)
         ]
-        raise BatchError("labels must be one string per row; found {found}", found=listing(odd))
+        raise BatchError(
+            "labels must be one string per row; found {found}: write texts alone, or numbers alone",
+            found=listing(odd),
+        )
     distinct, of = _distinct(labels)
     if "" in distinct:
         empty = [str(row) for row, label in enumerate(labels) if not label]
@@ -95,7 +98,10 @@ def as_ids(
             message = "{ids} must be integers, at most 63 bits, or strings: {why}"
             raise BatchError(message, ids=name, why=str(err)) from err
     if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
-        raise BatchError(f"{name} must be integers, got {ids.dtype}")
+        raise BatchError(
+            f"{name} must be integers, got {ids.dtype}. If these are whole numbers, convert them with "
+            ".long(); ids may also be strings"
+        )
     if ids.dtype is torch.uint64 and bool((ids.long() < 0).any()):
         raise BatchError(f"{name} must be integers of at most 63 bits; found {int(ids.long().min()) + 2**64}")
     if ids.ndim == 0 or ids.numel() != ids.shape[0]:

@@ -221,8 +221,21 @@ class Rows:
         """(M,) or (M, K) rewards as float64.
 
         Raises:
-            BatchError: a whole number is so large that float64 does not hold it.
+            BatchError: the rewards are texts, or a whole number is so large that float64 does not hold it.
         """
+        if (texts := self.table.texts.get(self.key("reward"))) is not None:
+            texts = [each for each in texts if each]
+            names = dict(zip(as_ids(texts, "reward").tolist(), texts, strict=True))
+            self.require(
+                torch.zeros(len(self), dtype=torch.bool),
+                "every reward must be a number; {column} has texts: {found}. Convert them with float(), or "
+                "name the column that has the rewards",
+                lambda row: (
+                    f"{names.get(int(rewards[row]), '')!r} at row {self.at(row)}, "
+                    f"rollout {self.name('rollout', row)}"
+                ),
+                "reward",
+            )
         if rewards.dtype is torch.int64:
             per_row = rewards.reshape(len(self), -1)
             self.require(

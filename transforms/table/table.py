@@ -109,6 +109,7 @@ class Table:
         self.batch: Any = batch
         self.columns: dict[Any, Tensor] = {}
         self.dtypes: dict[Any, torch.dtype] = {}
+        self.texts: dict[Any, list[Any]] = {}  # columns that the batch has as text
         self.written: dict[NestedKey, Written] = {}
         self.late: list[Late] = []
         self.metrics: dict[str, float] = {}
@@ -235,6 +236,7 @@ class Table:
             if column is None:
                 self.lacking.keys.add(key)
             if isinstance(column, list):  # text ids, some of which may be missing
+                self.texts[key] = column
                 there = [row for row, label in enumerate(column) if label not in ("", None)]
                 numbers = torch.full((len(column),), -1)
                 numbers[there] = as_ids([column[row] for row in there], last_of(key))

@@ -60,6 +60,8 @@ MISTAKES = {
     "gate.group_size=8": "did you mean pipeline.stages.gate.group_size=8?",
     "gaet.group_size=8": "did you mean pipeline.stages.gate.group_size=8?)",
     "filter.criterion=fresh": "did you mean pipeline.stages.filter.criterion=fresh?",
+    "sorce.group_by=prompt": "(did you mean task=replay source.group_by=prompt?)",
+    f"{REPLAY} sorce.group_by=prompt": "'sorce.group_by' (did you mean source.group_by=prompt?)",
     "overlnog.max_length=8": "pipeline=grpo has no stage 'overlong'; it has gate, collapse",
     "seed=1 doctor": "headrace doctor is a command of its own, without options\n",
     "doctor seed=1": "headrace doctor is a command of its own, without options\n",
