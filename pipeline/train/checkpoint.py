@@ -131,7 +131,7 @@ class Checkpoint:
                 f"{self._path(step)} must have the parts of this Checkpoint: the file has "
                 f"{', '.join(state) or 'none'}, and the Checkpoint {', '.join(self.states) or 'none'}; only "
                 f"one of both has {', '.join(sorted(odd))}. Construct the Checkpoint with the parts of the "
-                "file; to take some of them, read the file with torch.load, which returns a dict of states by part"
+                "file; to take some of them, read it with torch.load, which returns a dict of states by part"
             )
         for name, part in self.states.items():
             part.load_state_dict(state[name])

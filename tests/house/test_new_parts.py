@@ -56,7 +56,11 @@ def lacking_stages() -> list[str]:
     unjudged = sorted({part.__name__ for part in classes_of(Criterion)} - criteria)
     return (
         [f"{name}: a line of STAGES and of NEEDED in tests/stages/test_contract.py" for name in untried]
-        + [f"{name}: a line of CRITERIA in tests/stages/test_criteria.py" for name in unjudged]
+        + [
+            f"{name}: a line of CRITERIA in tests/stages/test_criteria.py, whose batch() needs the columns that "
+            "it reads"
+            for name in unjudged
+        ]
         + [
             f"{name}: a line of NEEDED in tests/stages/test_contract.py, the columns that it requires"
             for name in STAGES.keys() - NEEDED
@@ -74,7 +78,20 @@ def lacking_pages_and_tests() -> list[str]:
     glossary = (ROOT / "docs" / "glossary.md").read_text()
     unsaid = [f"{name}: a word of docs/glossary.md" for name in parts if f"`{name}`" not in glossary]
     tested = set[str]().union(*map(used_in, tests))
-    return unsaid + [f"{name}: a test of its numbers" for name in parts if name not in tested]
+    stages = (ROOT / "docs" / "stages.md").read_text()
+    unlisted = sorted(part.__name__ for part in classes_of(BatchTransform) - {headrace.pipeline.Pipeline})
+    unsaid += [
+        f'{name}: a line in "Further stages" of docs/stages.md' for name in unlisted if name not in stages
+    ]
+    untested = [part for part in parts if part not in tested]
+    return unsaid + [f"{name}: a test of its numbers, in {file_of_test(name)}" for name in untested]
+
+
+def file_of_test(name: str) -> str:
+    """Where a test of a part's numbers goes: for a criterion with the filter, else by the file of the part."""
+    part = getattr(headrace.transforms, name, None) or getattr(headrace.pipeline, name)
+    file = "filter" if issubclass(part, Criterion) else part.__module__.rpartition(".")[2]
+    return f"tests/stages/test_{file}.py, which imports the class"
 
 
 def used_in(text: str) -> set[str]:
