@@ -59,12 +59,18 @@ def with_places(
                 f"{option}.{name}={other} places a stage that pipeline.order names, too. Take {name!r} "
                 f"out of the order, or set pipeline.{option}.{name}=null"
             )
+    if twice := [name for name in before if name in after]:
+        name = twice[0]
+        raise ValueError(
+            f"{name!r} has two places, after.{name}={after[name]} and before.{name}={before[name]}. Keep one "
+            f"of them: set pipeline.after.{name}=null or pipeline.before.{name}=null"
+        )
     placed = before | after
     if not placed:
         return order
 
     def around(name: str) -> list[str]:
-        ahead = [each for each, other in before.items() if other == name and each not in after]
+        ahead = [each for each, other in before.items() if other == name]
         behind = [each for each, other in after.items() if other == name]
         return [*chain(*map(around, ahead)), name, *chain(*map(around, behind))]
 
@@ -75,11 +81,6 @@ def with_places(
             f"after and before give {', '.join(map(repr, lost))} no place: each is next to another of them, "
             "or next to a stage that pipeline.order lacks"
         )
-    for name, other in before.items():
-        if found.index(name) > found.index(other):
-            raise ValueError(
-                f"before.{name}={other} contradicts pipeline.after.{name}={placed[name]}. Set one of them"
-            )
     return found
 
 
