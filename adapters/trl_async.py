@@ -45,7 +45,7 @@ class Paced:
 
     async def _generate_one(self: Any, *args: Any, group_id: int = 0, **options: Any) -> Any:
         while group_id >= self._allowed.value:
-            if self._stop_event.is_set():  # nobody scores the group; TRL waits for its tasks before it ends
+            if self._stop_event.is_set():  # TRL waits for its tasks before it ends
                 return [], [], [], 0, 0, None
             await asyncio.sleep(0.01)
         if group_id not in self._began:
@@ -61,6 +61,8 @@ class Paced:
     async def _score_group(self: Any, group: Any) -> list[Any]:
         from trl.experimental.async_grpo.async_rollout_worker import TrainingSequence
 
+        if group.group_id not in self._began:  # the training ended before the group began
+            return []
         group.model_version = self._began.pop(group.group_id)
         for sequences in group.completions_sequences:
             if not sequences:  # a rollout without a token still counts in the baseline

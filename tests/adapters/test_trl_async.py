@@ -108,11 +108,15 @@ def test_the_real_worker_dispatches_by_the_rule_and_no_group_is_too_old(make):
     trainer = make(reward_funcs=[ones], vllm_server_base_url=server.url, max_staleness=4)
     attach(trainer, "grpo", stages={"filter": {"action": "drop"}})
     found = handed_out(trainer)
+    worker, processes = trainer.rollout_worker, list[Any]()
+    stop = worker.stop
+    trainer.test_patch.setattr(worker, "stop", lambda: (processes.append(worker._process), stop()))
     try:
         trainer.train()
     finally:
         server.close()
     assert trainer.state.global_step == 10
+    assert processes[0].exitcode == 0  # some groups had not begun
     queued = trainer.queued
     adds_up(queued)
     assert set(queued.counts) <= {"came", "handed_out", "waiting", "filter/zero_variance"}  # none is stale
