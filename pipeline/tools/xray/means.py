@@ -134,7 +134,9 @@ def odd_part(
         for part in tokens.micro.unique().tolist():
             here = known & (tokens.micro == part)[:, None]
             ratio = weight[here] / mean.weight[here]
-            if not len(ratio) or float(ratio.max() - ratio.min()) > SAME * float(ratio.abs().max()):
+            if not len(ratio):  # no row of it has an advantage
+                continue
+            if float(ratio.max() - ratio.min()) > SAME * float(ratio.abs().max()):
                 break
             factors.append((float(ratio.median()), part))
         else:

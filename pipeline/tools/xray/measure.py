@@ -481,9 +481,13 @@ def _cause(run: Measured, first: Measured, close: float) -> str:
         run.advantage[run.tokens.inside], first.advantage[first.tokens.inside], rtol=close, atol=1e-12
     ):
         return f"the step's own advantages differ from those with {first.where}"
+    outside = bool(run.outside.any()) or bool(run.padding)
+    says = None if outside else run.expected
+    if says is not None and torch.allclose(run.coefficient, says, rtol=close, atol=1e-12):
+        return ""  # also where the pipeline gives the last tokens no weight, which looks like a shifted mask
     if shifted := _shift(run, close):
         return shifted
-    if bool(run.outside.any()) or run.padding:
+    if outside:
         found = [f"{int((run.outside != 0).sum())} tokens outside the loss mask"] * bool(run.outside.any())
         return " and ".join(found + ["padding"] * bool(run.padding)) + " have a weight"
     means = None

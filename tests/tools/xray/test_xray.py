@@ -19,7 +19,7 @@ from headrace.pipeline import (
     xray,
     xray_batch,
 )
-from headrace.transforms import BatchError
+from headrace.transforms import BatchError, TokenAdvantage, TokenFilter
 
 FULL, LOSS = ("tokens", "full"), ("masks", "all_assistant_mask")
 
@@ -364,6 +364,42 @@ def test_with_a_pipeline_a_fault_is_named_as_without(step):
         assert re.search(FAULTS[step], found.verdict), found.verdict
         with pytest.raises(AssertionError, match=FAULTS[step]):
             found.assert_uniform()
+
+
+EQUAL_IN_THE_LAST = (1.0, 0.0, 0.25, 0.5, 0.0, 1.0, 0.75, 0.1, 0.4, 0.4, 0.4, 0.4)
+
+
+def test_a_micro_batch_without_an_advantage_hides_no_fault_of_another():
+    """The last of four micro-batches of three rows has equal rewards only."""
+    pipeline = load_pipeline("grpo", "pipeline.stages.split.minibatches=1")
+    for says in (None, pipeline):
+        found = xray(with_the_first_twice, says, rewards=EQUAL_IN_THE_LAST, cuts=(1, 4))
+        assert re.search(r"micro-batch 0 \(from 0\) counts 2 times", found.verdict), found.verdict
+
+
+@pytest.mark.parametrize("shift", [1, -1], ids=["last", "first"])
+@pytest.mark.parametrize("unit", ["token", "sample"])
+def test_tokens_to_which_the_pipeline_gives_no_weight_are_no_shifted_mask(unit, shift):
+    """The last or the first token of each response, by a filter of tokens or by an advantage of 0."""
+
+    def others(batch):
+        mask = batch[LOSS]
+        return mask & torch.nn.functional.pad(mask, (1, 1))[:, 1 + shift :][:, : mask.shape[1]]
+
+    for stage in (
+        TokenFilter(criterion=others),
+        TokenFilter(criterion=others, denominator="all"),
+        TokenAdvantage(term=lambda batch, tokens: others(batch).double(), how="multiply"),
+    ):
+        options = {"stages": {"mine": stage}, "after": {"mine": "advantage"}, "loss_unit": unit}
+        pipeline = load_pipeline("grpo", "pipeline.stages.split.minibatches=1", **options)
+        found = xray(through(pipeline), pipeline, cuts=(1,))
+        assert found.verdict == "the weights of the pipeline, in 1 of 1 runs"
+        found.assert_uniform()
+        if unit == "token":
+            late = xray(with_a_shifted_mask, pipeline, cuts=(1,))
+            with pytest.raises(AssertionError):
+                late.assert_uniform()
 
 
 def with_turns_inside_rows(batch: TensorDictBase) -> None:
