@@ -129,15 +129,20 @@ class WholeGroups:
         self._rollouts = Counter[int]()  # of a group, if samples do not say it
         self._ready = deque[Any]()
         self._decided = Counter[str]()
+        self._too_old = 0  # rows that waited here for a further step
         self._logged = Counter[str]()
         self._allow()
 
     @property
     def counts(self) -> dict[str, int]:
         """What became of the rows that came: handed out, waiting, or out for a reason; they add up."""
-        out = Counter(self.assembler.counts) + self._decided
+        out = self._left() + self._decided
         waits = self.assembler.held + len(self._ready)
         return {"came": self.came, "handed_out": self.handed_out, "waiting": waits, **out}
+
+    def _left(self) -> Counter[str]:
+        """Rows that were not trained, for a reason that is not the recipe's."""
+        return Counter(self.assembler.counts) + Counter(stale=self._too_old)
 
     def qsize(self) -> int:
         """Number of samples that wait, as far as it is known."""
@@ -152,10 +157,16 @@ class WholeGroups:
         while True:
             if not self._ready:
                 self._decide()
-            if self._ready:
+            if not self._ready:
+                self._take_in(self._queue.get(block, timeout))
+                continue
+            sample = self._ready.popleft()
+            # Groups with more rows than rollouts are enough for several steps; their last rows become older.
+            age, most = self._version() - sample.model_version, self.trainer.args.max_staleness
+            if age <= most + (self.allowed is not None):  # a row may be one older than its announcement
                 self.handed_out += 1
-                return self._ready.popleft()
-            self._take_in(self._queue.get(block, timeout))
+                return sample
+            self._too_old += 1
 
     def _take_in(self, sample: Any) -> None:
         if isinstance(sample, Dispatched):
@@ -221,13 +232,14 @@ class WholeGroups:
             for group in groups:
                 self._rollouts.pop(group, None)
             log_run(self.trainer, result.run, training=True)
-        out = Counter(self.assembler.counts)
+        out = self._left()
         for reason, number in (out - self._logged).items():
             self.trainer._metrics["train"][f"headrace/out/stream/{reason}_total"].append(float(number))
-        if out != self._logged:  # some left without being taken, and all that are too old by two
+        if out != self._logged and self.allowed is None:  # some left without being taken, all too old by two
             oldest = self.assembler.version - self.trainer.args.max_staleness - 1
-            kept = {row: each for row, each in self._samples.items() if each.model_version >= oldest}
-            self._samples, self._logged = kept, out
+            young = {row: each for row, each in self._samples.items() if each.model_version >= oldest}
+            self._samples = young
+        self._logged = out
         self._allow()
 
     def _version(self) -> int:
