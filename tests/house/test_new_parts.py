@@ -88,7 +88,7 @@ def lacking_pages_and_tests() -> list[str]:
 
 
 def file_of_test(name: str) -> str:
-    """Where a test of a part's numbers goes: for a criterion with the filter, else by the file of the part."""
+    """Where a test of a part's numbers goes: a criterion's with the filter, else by the file of the part."""
     part = getattr(headrace.transforms, name, None) or getattr(headrace.pipeline, name)
     file = "filter" if issubclass(part, Criterion) else part.__module__.rpartition(".")[2]
     return f"tests/stages/test_{file}.py, which imports the class"
