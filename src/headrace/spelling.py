@@ -40,7 +40,8 @@ def closest(word: str, words: Iterable[str], most: int = 2, least: float = 0.5) 
     close = difflib.get_close_matches(word, known, n=9, cutoff=least)
     if not close:
         close = [folded[each] for each in difflib.get_close_matches(_folded(word), folded, n=9, cutoff=least)]
-    return sorted(close, key=lambda each: sorted(each) != sorted(word))[:most]  # swapped letters first
+    # Swapped letters first, then the beginning of a longer word, such as eps of epsilon.
+    return sorted(close, key=lambda each: (sorted(each) != sorted(word), not word.startswith(each)))[:most]
 
 
 def _folded(word: str) -> str:
