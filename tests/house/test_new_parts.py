@@ -57,8 +57,8 @@ def lacking_stages() -> list[str]:
     return (
         [f"{name}: a line of STAGES and of NEEDED in tests/stages/test_contract.py" for name in untried]
         + [
-            f"{name}: a line of CRITERIA in tests/stages/test_criteria.py, whose batch() needs the columns that "
-            "it reads"
+            f"{name}: a line of CRITERIA in tests/stages/test_criteria.py, whose batch() needs the columns "
+            "that it reads"
             for name in unjudged
         ]
         + [
