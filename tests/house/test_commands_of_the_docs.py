@@ -1,10 +1,12 @@
 """Every command of a page runs, in order, in a folder of its own.
 
-Where a page looks at ``run/rollouts`` that it has not written, there is a dump of plain rollouts.
+Where a page looks at ``run/rollouts`` that it has not written, there is a dump of plain rollouts. A page's
+``mine.jsonl`` is a file of two rollouts.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shlex
@@ -44,6 +46,12 @@ def write_rollouts(folder: Path) -> None:
         )
         run = load_pipeline("pipeline=grpo").run(batch)
         write_dump(make_report(run, step=step, batch=batch), folder)
+
+
+def write_own(path: Path) -> None:
+    """A file of a trainer of one's own, in the first shape that docs/dumps.md shows."""
+    rows = [{"problem_id": 7, "metrics": {"score": score}, "output": "4"} for score in (1.0, 0.0)]
+    path.write_text("\n".join(map(json.dumps, rows)))
 
 
 def words_of(line: str) -> list[str]:
@@ -113,6 +121,8 @@ def run_block(block: Fence, folder: Path) -> None:
             continue
         if "run/rollouts" in line and "task=" in line and not (folder / "run").exists():
             write_rollouts(folder / "run" / "rollouts")
+        if "source.path=mine.jsonl" in line:
+            write_own(folder / "mine.jsonl")
         done = run_line(line, block.page, folder)
         said = done.stdout + done.stderr
         if block.mark == "fails":
