@@ -329,7 +329,11 @@ def test_a_running_baseline_resumes_from_a_state():
         ({"status": ["stop", "length"]}, {}, "found length, stop. Give 'completed' for 'stop', 'truncated'"),
         ({}, {"groupsize": 2}, r"^there is no keyword 'groupsize' \(did you mean 'group_size'"),
         ({}, {"clip": 2}, r"^there is no keyword 'clip'; set it as stages={'advantage': {'clip': 2}}"),
-        ({"group_id": [1.0, 0.0]}, {}, r"integers, got .*float32\. .* 'group_id' is one id for each row, an int"),
+        (
+            {"group_id": [1.0, 0.0]},
+            {},
+            r"integers, got .*float32\. .* 'group_id' is one id for each row, an int",
+        ),
         ({"tokens": torch.ones(2, 3) > 0}, {}, r"integers, got .*'tokens' is the number .* give mask.sum\(1"),
         ({"tokens": ["12", "7"]}, {}, "tokens must be integers; found texts. 'tokens' is the number"),
         ({"group_id": [0, 1], "rollout_id": [5, 5]}, {}, "Are group ids and rollout ids swapped"),
