@@ -602,7 +602,8 @@ class Rows:
     def token_column(self, role: Any) -> Tensor:
         """(B, T): a token column of this rank's rows, by its role or its key, on their device.
 
-        What is computed from it, (B,), becomes one number per row by :meth:`from_batch`.
+        What is computed from it, (B,), becomes one number per row by :meth:`from_batch`. A loss mask still
+        has the tokens of rows that an earlier stage has masked; these are not in :attr:`in_loss`.
 
         Raises:
             MissingKeyError: the column is missing.
