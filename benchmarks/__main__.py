@@ -22,8 +22,8 @@ from page import page, read_results
 ROOT = Path(__file__).parent.parent
 # In the order of the page.
 NAMES = ["yardstick", "pipeline", "stages", "tokens", "advantage", "peers", "stream", "runs", "survivors"]
-NAMES += ["ranks", "replay", "view", "trees", "gpu", "structure", "mutants"]
-LONG = ["mutants"]  # an hour or two: `make mutants`
+NAMES += ["ranks", "replay", "view", "trees", "gpu", "structure", "mutation"]
+LONG = ["mutation"]  # an hour or two: `make mutants`
 
 
 def run(script: Path, *words: str) -> None:

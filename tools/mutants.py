@@ -12,7 +12,7 @@ First all tests run once, and coverage says which of them run which line. A faul
 line: those of its module first, then those that run the fewest lines.
 
 Faults that change nothing are listed with the reason in benchmarks/equivalent_mutants.json. The status is 1
-if another one survives. A sample of the product writes benchmarks/results/mutants.json and the page.
+if another one survives. A sample of the product writes benchmarks/results/mutation.json and the page.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ def main() -> None:
     if options.sample is not None and not options.paths:
         numbers = ["--sample", str(options.sample), "--seed", str(options.seed)]
         for words in (
-            ["benchmarks/mutants.py", "--json", "benchmarks/results/mutants.json", *numbers],
+            ["benchmarks/mutation.py", "--json", "benchmarks/results/mutation.json", *numbers],
             ["benchmarks", "--render"],
         ):
             subprocess.run([sys.executable, *words], cwd=ROOT, check=True)

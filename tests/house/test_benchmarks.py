@@ -17,7 +17,7 @@ BENCHMARKS, PAGE = ROOT / "benchmarks", ROOT / "docs" / "benchmarks.md"
 RESULTS = {path.stem: json.loads(path.read_text()) for path in (BENCHMARKS / "results").glob("*.json")}
 del RESULTS["field_bugs"]  # which measures no time: tests/house/test_field_bugs.py
 del RESULTS["lost_rollouts"]  # whose clock is simulated: tests/house/test_lost_rollouts.py
-RESULTS.pop("mutants", None)  # which runs for hours: tests/house/test_mutants.py
+RESULTS.pop("mutation", None)  # which runs for hours: tests/house/test_mutants.py
 
 
 def run(*words: object) -> None:
@@ -55,7 +55,7 @@ def test_every_benchmark_measures_every_cell(quick):
     texts = {path.stem: path.read_text() for path in BENCHMARKS.glob("*.py")}
     # What needs a cluster of Ray is run by itself.
     scripts = {name for name, text in texts.items() if "main(tables" in text and "import ray" not in text}
-    scripts -= {"mutants"}
+    scripts -= {"mutation"}
     assert results.keys() == scripts, "what __main__.py runs is all there is"
     assert "these numbers mean nothing" in page
     for name, result in results.items():

@@ -15,6 +15,9 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("transforms", "pipeline", "adapters", "conf", "tools", "benchmarks")
 INSIDE = {  # what only the same code reads again, or of which only a digest is kept
     ("transforms/streams/journal.py", "_to_json"),
+    ("pipeline/conversations.py", "_is_in"),
+    ("tools/mutants.py", "pytest_sessionfinish"),
+    ("tools/mutants.py", "status_of"),
     ("pipeline/tools/dumps/readers/file_kinds.py", "group_of_prompt"),
     ("pipeline/tools/dumps/readers/verifiers.py", "parse_row"),
 }

@@ -55,7 +55,8 @@ class ByColumn(BatchTransform):
         >>> from headrace.transforms import RewardScale
         >>> stage = ByColumn(column="env", stages={"math": RewardScale(), "code": RewardScale(scale=0.5)})
         >>> reward = ("headrace", "reward")
-        >>> td = TensorDict({reward: [1.0, 1.0], "env": ["math", "code"], "group_id": [0, 1]}, batch_size=[2])
+        >>> ids = {"group_id": [0, 1], "rollout_id": [0, 1]}
+        >>> td = TensorDict({reward: [1.0, 1.0], "env": ["math", "code"], **ids}, batch_size=[2])
         >>> stage(td)[reward].tolist()
         [1.0, 0.5]
     """

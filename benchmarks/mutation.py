@@ -1,6 +1,6 @@
 """Which faults the tests find: one at a time, at random places of the product.
 
-python benchmarks/mutants.py [--sample 200] [--seed 1]
+python benchmarks/mutation.py [--sample 200] [--seed 1]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from results import main
 from tables import Cell, Row, Table
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))  # before this file, which has the same name
+sys.path.append(str(Path(__file__).parent.parent / "tools"))
 
 from mutants import FATES, Mutant, chosen_mutants, fates_of
 
