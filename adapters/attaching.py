@@ -240,6 +240,8 @@ def check_recipe(trainer: Any, recipe: Any, gives: frozenset[NestedKey | None] |
     if gives is None:
         return
     stages = before_the_split(recipe).stages
+    if "status" in gives:  # stages read either
+        gives = gives | {("next", "status")}
     there = gives | IF_THERE | {key for stage in stages.values() for key in getattr(stage, "out_keys", ())}
     lacks = dict[str, list[str]]()
     for name, stage in stages.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from headrace.pipeline import load_pipeline, trl_step
 from headrace.pipeline.tools.xray.setting import LONGEST, RECIPE, Setting
 
-from .attaching import attach
+from .attaching import FewerRowsWarning, attach
 
 # The trainer's loss weighs the tokens: by recipe, the `loss_type`, and the recipe's option with its weights.
 OF_TRL = {
@@ -27,7 +28,9 @@ def recipes_in_trl() -> list[Setting]:
     class Attached(GRPOTrainer):
         def __init__(self, *args: Any, recipe: str, **kwargs: Any):
             super().__init__(*args, **kwargs)
-            attach(self, recipe)
+            with warnings.catch_warnings():  # that rows are dropped is no matter of their weights
+                warnings.simplefilter("ignore", FewerRowsWarning)
+                attach(self, recipe)
 
     found = []
     for recipe, (loss_type, weight) in OF_TRL.items():

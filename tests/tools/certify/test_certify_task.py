@@ -69,7 +69,7 @@ def test_a_recipe_that_refuses_a_task_is_named_with_the_reason(tmp_path):
     assert "gigpo refuses the rows of stop_or_continue, fan_out: stage 'states'" in text
     page = (tmp_path / "report.html").read_text()
     assert '"recipe":"rloo","task":"stop_or_continue","group_size":4' in page
-    assert "StateAdvantage needs the key" in page
+    assert "stage 'states', StateAdvantage(weight=1.0) needs the key 'state_id'" in page
     with pytest.raises(ConfigError, match=r"each recipe refuses the rows of each task: .*'state_id'"):
         certified(tmp_path, "pipeline=gigpo", ONLY)
 

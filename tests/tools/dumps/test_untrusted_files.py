@@ -402,7 +402,7 @@ def test_values_of_a_file_of_any_format_are_escaped_in_the_terminal(tmp_path, du
     recipes = sys.modules["headrace.pipeline.tools.dumps.source"]  # composed once, and not for each file
     monkeypatch.setattr(recipes, "compose_config", cache(recipes.compose_config))
     words = [f"task={task}", "source.path=x", "source.skip_bad=true", "report.html=false", "report.dump=null"]
-    gate = "~pipeline.stages.gate"
+    gate = "pipeline.stages.gate=null"
     config = configure("config", *words, *(["pipelines=[grpo,dr_grpo]"] if task == "compare" else [gate]))
     arguments = [tmp_path / "out", *([[gate]] if task == "compare" else [])]
     shown = set()
