@@ -72,7 +72,7 @@ class DumpSteps:
                 self._leave_out(step, found, err)
                 ends = len(self.failed) == GIVE_UP and not self.source.skips
                 if not self.passed and (ends or isinstance(err, MissingKeyError)):
-                    raise (err if isinstance(err, MissingKeyError) else first) from None
+                    raise self._advised(err if isinstance(err, MissingKeyError) else first) from None
                 continue
             finally:
                 if self.folder is not None:
@@ -80,7 +80,13 @@ class DumpSteps:
             self.passed += 1
             yield result
         if first is not None and not self.passed:
-            raise first
+            raise self._advised(first)
+
+    def _advised(self, err: SourceError | BatchError) -> SourceError | BatchError:
+        """The error, with what the run that wrote the dump set."""
+        if isinstance(err, BatchError):
+            err.more += self.source.advice
+        return err
 
     def _leave_out(
         self, step: int | None, found: TensorDictBase | SourceError, err: SourceError | BatchError

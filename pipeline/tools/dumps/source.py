@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -57,7 +58,28 @@ def open_configured(config: DictConfig) -> Source:
     except (TypeError, ValueError) as err:
         raise ConfigError(f"source: {err}") from err
     require_options(source, config)
+    if options := options_of_run(source, config):
+        source.advice = f". The run that wrote it set {' '.join(options)}"
     return source
+
+
+def options_of_run(source: Source, config: DictConfig) -> list[str]:
+    """Options of the gate and the collapse that the run of a headrace dump set, and a configuration does not.
+
+    Without them the stages may refuse rows that the run took, such as those of incomplete groups.
+    """
+    own = source.files[0] if source.files and source.files[0].suffix == ".parquet" else None
+    text = (pq.read_schema(own).metadata or {}).get(b"headrace.config") if own else None
+    if source.format != "headrace" or text is None:
+        return []
+    run, found = OmegaConf.create(text.decode()), []
+    for stage in ("gate", "collapse"):
+        here = OmegaConf.select(config, f"pipeline.stages.{stage}") or {}
+        there = OmegaConf.select(run, f"pipeline.stages.{stage}") or {}
+        for name in sorted(here.keys() & there.keys()):
+            if isinstance(there[name], str) and not name.startswith("_") and there[name] != here[name]:
+                found.append(f"pipeline.stages.{stage}.{name}={there[name]}")
+    return found
 
 
 def require_options(source: Source, config: DictConfig) -> None:

@@ -156,6 +156,7 @@ class Source:
         keeps_oversized: whether too large groups stay if their draws cannot be told apart. False: they are
             left out or refused. The audit keeps and reports them.
         skipped_steps: the steps of this pass that were skipped under `skip_bad`, and the reasons.
+        advice: what follows the error if a recipe refuses all steps.
     """
 
     def __init__(self, format: str, files: list[Path], options: Reading, grade: Grade | None = None):
@@ -163,7 +164,7 @@ class Source:
         self.regraded: Regraded | None = None
         self.draws: dict[int, Draws] = {}
         self.one_group: dict[int, int] = {}
-        self.keeps_oversized = False
+        self.keeps_oversized, self.advice = False, ""
         self.skipped_steps: list[tuple[int | None, str]] = []
         self.total_bytes = sum(file.stat().st_size for file in files)
         self._pass = options
