@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from tensordict import TensorDictBase
+from torch import nn
 
 from headrace.pipeline import load_pipeline, trl_step
 from headrace.pipeline.tools.xray.setting import LONGEST, RECIPE, Setting
@@ -39,4 +43,41 @@ def recipes_in_trl() -> list[Setting]:
         step = trl_step(Attached, {"recipe": recipe}, loss_type=loss_type)
         pipeline = load_pipeline(recipe, *words)
         found.append(Setting(name, step, RECIPE, pipeline=pipeline, dtype=torch.float32))
+    return found
+
+
+# By recipe, verl's ``loss_agg_mode``, and the recipe's option with its weights.
+OF_VERL = {
+    "as/verl": ("token-mean", "weight.unit=token"),
+    "rloo": ("seq-mean-token-mean", "weight.unit=sample"),
+    "dr_grpo": ("seq-mean-token-sum-norm", f"weight.length={LONGEST}"),
+}
+
+
+def recipes_in_verl() -> list[Setting]:
+    """Return recipes that verl's registry calls, in verl's loss with the `loss_agg_mode` of their weights."""
+    from headrace.pipeline.tools.xray.of_verl import PROMPT, verl_step
+
+    from .verl import estimate_advantages
+
+    def step_of(recipe: str, mode: str) -> Any:
+        loss = verl_step("vanilla", mode)
+
+        def step(model: nn.Module, batch: TensorDictBase, cut: int) -> None:
+            inside = batch["masks", "all_assistant_mask"][:, PROMPT:]
+            rewards = torch.zeros(inside.shape)
+            rewards[:, 0] = batch["next", "reward"].sum(-1)
+            size = f"pipeline.stages.gate.group_size={int(batch['expected_rollouts'][0])}"
+            with patch.dict(os.environ, {"HEADRACE_RECIPE": recipe, "HEADRACE_OVERRIDES": size}):
+                found = estimate_advantages(rewards, inside, batch["group_id"].flatten().tolist())[0]
+            of_row = found.sum(1) / inside.sum(1).clamp_min(1)
+            loss(model, batch.clone().set("advantage", of_row[:, None, None]), cut)
+
+        return step
+
+    found = []
+    for recipe, (mode, weight) in OF_VERL.items():
+        words = (f"pipeline.stages.{word}" for word in (weight, "split.minibatches=1"))
+        name = f"adv_estimator=headrace, HEADRACE_RECIPE={recipe}, loss_agg_mode={mode}"
+        found.append(Setting(name, step_of(recipe, mode), RECIPE, pipeline=load_pipeline(recipe, *words)))
     return found

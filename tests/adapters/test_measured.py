@@ -8,15 +8,17 @@ pytestmark = [
     pytest.mark.slow,
     # transformers 5 warns of names that its own Trainer uses.
     pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Ray state API:DeprecationWarning"),  # of verl's imports
 ]
 
 
-def test_a_recipe_in_trl_trains_its_declared_weights_in_any_number_of_micro_batches():
-    pytest.importorskip("trl", reason="TRL is not installed")
-    from headrace.adapters.measured import OF_TRL, recipes_in_trl
+@pytest.mark.parametrize("trainer", ["trl", "verl"])
+def test_a_recipe_in_a_trainer_trains_its_declared_weights_in_any_number_of_micro_batches(trainer):
+    pytest.importorskip(trainer, reason=f"{trainer} is not installed")
+    from headrace.adapters import measured
 
-    settings = recipes_in_trl()
-    assert len(settings) == len(OF_TRL)
+    settings = getattr(measured, f"recipes_in_{trainer}")()
+    assert len(settings) == len(getattr(measured, f"OF_{trainer.upper()}"))
     for setting in settings:
         found = setting.measure((1, 3)).xray
         assert found.verdict == "the weights of the pipeline, in 2 of 2 runs", setting.name

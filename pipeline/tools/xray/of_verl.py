@@ -18,7 +18,7 @@ def verl_settings() -> list[Setting]:
     """Return settings of each ``loss_agg_mode`` with the loss ``vanilla``, and of other losses."""
 
     def of(loss: str, mode: str, documented: str, constant: float = 1.0, **more: Any) -> Setting:
-        return Setting(f"{loss}, loss_agg_mode={mode}", _verl_step(loss, mode), documented, constant, **more)
+        return Setting(f"{loss}, loss_agg_mode={mode}", verl_step(loss, mode), documented, constant, **more)
 
     width = "loss_scale_factor is the width of the batch where it is not set"
     return [
@@ -35,7 +35,8 @@ def verl_settings() -> list[Setting]:
     ]
 
 
-def _verl_step(loss: str, mode: str) -> Step:
+def verl_step(loss: str, mode: str) -> Step:
+    """Make a step from a policy loss of verl and its ``loss_agg_mode``."""
     from verl.utils.tensordict_utils import assign_non_tensor
     from verl.workers.config import ActorConfig
     from verl.workers.config.actor import PolicyLossConfig
