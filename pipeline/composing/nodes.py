@@ -243,6 +243,10 @@ def _imported(where: str, target: str) -> Callable[..., Any]:
         module, _, name = target.rpartition(".")
         if getattr(reason, "name", None) == target and module in sys.modules:  # its module was imported
             reason = AttributeError(f"{module} has no {name}{suggest(name, dir(sys.modules[module]), 1)}")
+        if getattr(reason, "name", None) == target.partition(".")[0]:
+            reason = ImportError(
+                f"{reason}. A module in this folder is found with PYTHONPATH=. in front of the command"
+            )
         raise ConfigError(f"{where}: _target_ {target!r} cannot be imported: {reason}") from err
     finally:
         log.disabled = before

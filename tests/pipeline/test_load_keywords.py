@@ -371,6 +371,7 @@ def test_a_class_of_ones_own_is_answered_with_its_name_or_its_node(tmp_path, mon
             "bonus={_target_: own_bonus.LengthBonu}",
             "own_bonus has no LengthBonu (did you mean 'LengthBonus'?)",
         ),
+        ("bonus={_target_: no_such_module.Bonus}", "is found with PYTHONPATH=. in front of the command"),
         ("bonus=own_bonus.LengthBonus", "'pipeline.stages.bonus={_target_: own_bonus.LengthBonus}'?)"),
         ("filter=own_bonus.LengthBonus", "null (did you mean {_target_: own_bonus.LengthBonus}?)"),
     ):

@@ -54,6 +54,14 @@ def test_masked_rows_have_nothing_to_train(make_batch, action):
     assert out[IN_LOSS].tolist() == [True, True, False]
 
 
+def test_a_class_of_criterion_is_refused():
+    for words in ({"criterion": Finite}, {"criterion": RewardWithin(high=1.0), "also": Finite}):
+        with pytest.raises(
+            ValueError, match=r"a criterion is an object; got the class Finite: give Finite\(\)"
+        ):
+            SampleFilter(**words)
+
+
 def test_a_row_stays_if_both_criteria_keep_it_and_the_metric_counts_these(make_batch):
     batch = FanOutCollapse()(make_batch([1.0, 3, 8, 9], [0] * 4))
     stage = SampleFilter(criterion=RewardWithin(high=8.5), also=RewardWithin(low=2.0), action="mask")

@@ -109,7 +109,15 @@ class _FunctionCriterion(Criterion):
 
 
 def as_criterion(criterion: Callable[[TensorDictBase], Tensor]) -> Criterion:
-    """The criterion itself, or any other callable as one."""
+    """The criterion itself, or any other callable as one.
+
+    Raises:
+        ValueError: it is a class.
+    """
+    if isinstance(criterion, type):
+        raise ValueError(
+            f"a criterion is an object; got the class {criterion.__name__}: give {criterion.__name__}()"
+        )
     return criterion if isinstance(criterion, Criterion) else _FunctionCriterion(criterion)
 
 
