@@ -16,7 +16,7 @@ from headrace.pipeline.tools.decide import pipeline_of
 from headrace.transforms import CompletenessGate, SampleFilter
 from headrace.transforms.table import COLUMNS, listing
 
-from .environment import sets_option
+from .environment import scale_of, sets_option
 from .over_generation import check_over_generation
 
 DEFAULT = "as/trl"
@@ -63,8 +63,7 @@ class Follows:
     @staticmethod
     def of_trainer(trainer: Any) -> dict[str, str]:
         """Options of the default recipe that follow the trainer's settings."""
-        scale = str(getattr(trainer, "scale_rewards", "group"))
-        return {"advantage.scale": {"True": "group", "False": "none"}.get(scale, scale)}
+        return {"advantage.scale": scale_of(getattr(trainer, "scale_rewards", "group"))}
 
 
 def log_run(trainer: Any, run: Run, training: bool | None = None) -> None:

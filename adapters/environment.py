@@ -47,6 +47,16 @@ def recipe_of_environment(default: str, *words: str) -> Pipeline:
     return _decider(default, words).pipeline
 
 
+def scale_of(trainers: Any) -> str:
+    """The advantage's scale for a trainer's setting: ``group`` (or True), ``batch`` or ``none`` (or False).
+
+    Example:
+        >>> scale_of(True), scale_of("batch")
+        ('group', 'batch')
+    """
+    return {"True": "group", "False": "none"}.get(str(trainers), str(trainers))
+
+
 def scale_overrides(
     trainers: Any, recipe: str | None, default: str, overrides: Iterable[str]
 ) -> tuple[str, ...]:
@@ -55,7 +65,7 @@ def scale_overrides(
     Empty if you name another recipe, or the scale.
 
     Args:
-        trainers: the trainer's setting: ``group`` (or True), ``batch`` or ``none`` (or False).
+        trainers: the trainer's setting, as for :func:`scale_of`.
         recipe: the recipe that you name; None: the default one.
         default: name of the adapter's default recipe.
         overrides: your overrides.
@@ -68,8 +78,7 @@ def scale_overrides(
     """
     if recipe not in (None, default) or sets_option("advantage.scale", overrides):
         return ()
-    scale = {"True": "group", "False": "none"}.get(str(trainers), str(trainers))
-    return (f"pipeline.stages.advantage.scale={scale}",)
+    return (f"pipeline.stages.advantage.scale={scale_of(trainers)}",)
 
 
 def sets_option(option: str, overrides: Iterable[str]) -> bool:

@@ -23,8 +23,18 @@ from headrace.transforms.table.options import annotations_of, described, fits, i
 
 from .compose import ConfigError
 
-__all__ = ["YAML", "as_typed", "build_node", "misfit", "name_parts", "resolved", "stages_by_column"]
+__all__ = [
+    "IN_THIS_FOLDER",
+    "YAML",
+    "as_typed",
+    "build_node",
+    "misfit",
+    "name_parts",
+    "resolved",
+    "stages_by_column",
+]
 
+IN_THIS_FOLDER = "A module in this folder is found with PYTHONPATH=. in front of the command"
 OF_SIBLINGS = re.compile(r"\$\{(\.+)([\w.]+)\}")  # such as ${...columns.reward}
 
 
@@ -244,9 +254,7 @@ def _imported(where: str, target: str) -> Callable[..., Any]:
         if getattr(reason, "name", None) == target and module in sys.modules:  # its module was imported
             reason = AttributeError(f"{module} has no {name}{suggest(name, dir(sys.modules[module]), 1)}")
         if getattr(reason, "name", None) == target.partition(".")[0]:
-            reason = ImportError(
-                f"{reason}. A module in this folder is found with PYTHONPATH=. in front of the command"
-            )
+            reason = ImportError(f"{reason}. {IN_THIS_FOLDER}")
         raise ConfigError(f"{where}: _target_ {target!r} cannot be imported: {reason}") from err
     finally:
         log.disabled = before

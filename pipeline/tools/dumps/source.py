@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from headrace.pipeline.composing.compose import compose_config
+from headrace.pipeline.composing.nodes import IN_THIS_FOLDER
 from headrace.pipeline.load import ConfigError
 from headrace.pipeline.wording import printable
 from headrace.transforms.carry import write_whole
@@ -139,10 +140,7 @@ def import_callable(node: Any, said: str, needed: str) -> Callable[..., Any]:
             found = instantiate(node, _convert_="all")
     except Exception as err:  # an import may raise anything
         cause = err.__cause__ or err
-        raise ConfigError(
-            f"{said} cannot be imported: {cause}. A module in this folder is found with PYTHONPATH=. in "
-            "front of the command"
-        ) from err
+        raise ConfigError(f"{said} cannot be imported: {cause}. {IN_THIS_FOLDER}") from err
     if not callable(found):
         raise ConfigError(f"{said} must name {needed}; got {found!r}")
     return found
