@@ -17,9 +17,10 @@ sys.path.append(str(Path(__file__).parent.parent / "tools"))
 from mutants import FATES, Mutant, chosen_mutants, fates_of
 
 NOTE = """Faults by the operators of cosmic-ray, as of `make mutants`. A fault gets the tests that run its
-line: at most 1,000 quick and 100 slow ones. Where they take more than 300 seconds of a kind, it is timed
-out. An equivalent one changes nothing, and benchmarks/equivalent_mutants.json has the reason. The last column
-is the percentage of the others that survives."""
+line: as many quick ones (at most a second each) as take 300 seconds without the fault, and as many slow
+ones. It is timed out if they take four times as long, and a minute. An equivalent one changes nothing, and
+benchmarks/equivalent_mutants.json has the reason. The last column is the percentage of the others that
+survives."""
 
 
 def folder_of(mutant: Mutant) -> str:

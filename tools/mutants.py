@@ -8,8 +8,8 @@ The faults are made by the operators of cosmic-ray; at each place one of them, b
 one command for all modules, and changes the clone. mutmut leaves out functions with a decorator, and tests do
 not see its copies, because they import through `src/`.
 
-First all tests run once, and coverage says which of them run which line. A fault gets the tests that run its
-line: those of its module first, then those that run the fewest lines.
+First all tests run once: coverage says which of them run which line, and the time of each is kept. A fault
+gets the tests that run its line: those of its module first, then those that run the fewest lines.
 
 Faults that change nothing are listed with the reason in benchmarks/equivalent_mutants.json. The status is 1
 if another one survives. A sample of the product writes benchmarks/results/mutation.json and the page.
@@ -47,12 +47,13 @@ from nearest import nearest_tests  # noqa: E402
 FOLDERS = ("transforms", "pipeline", "adapters")
 EQUIVALENT = ROOT / "benchmarks" / "equivalent_mutants.json"
 OTHERS = "not (long or browser or gpu)"  # tests that a fault may get
-# Of the tests that run a line, so many that are quick, then so many that are slow.
-KINDS = {f"{OTHERS} and not slow": 1000, f"{OTHERS} and slow": 100}
+# Seconds without a fault: the most of a quick test; and of all quick, or all slow, tests that a fault gets.
+QUICK, TOGETHER = 1.0, 300.0
+NEAREST = 100  # kill most faults, and are in few files
 NO_SOURCE = (".*", "build", "dist", "site", "outputs", "multirun", "__pycache__", "*.egg-info")
-CHOSEN = "chosen.json"
-FAILED, MOST_FAILED = "failed.json", 20  # of thousands; on a busy machine some wait for too short a time
-SECONDS = 300  # which the tests of a kind may take
+CHOSEN, TAKEN = "chosen.json", "taken.json"
+MOST_FAILED = 20  # of thousands; on a busy machine some wait for too short a time
+START, SLOWER = 60, 4  # seconds, and by how much tests may be slower with a fault before it is timed out
 FATES = ("killed", "timed out", "survived", "equivalent")
 
 
@@ -187,7 +188,7 @@ class Runner:
         for copy in (folder / str(number) for number in range(count)):
             shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(*NO_SOURCE))
             self.copies.put(copy)
-        self.tests = tests_by_line(folder / "0")
+        self.tests, self.seconds = tests_by_line(folder / "0")
         self.lines = Counter(test for tests in self.tests.values() for test in tests)
 
     def tests_of(self, mutant: Mutant) -> list[str]:
@@ -201,18 +202,31 @@ class Runner:
             found |= {test for test in self.lines if test.startswith(near)}
         return sorted(found, key=lambda test: (not test.startswith(near), self.lines[test], test))
 
+    def batches_of(self, mutant: Mutant) -> tuple[list[str], list[str]]:
+        """The nearest of its quick tests, then the others and the slow ones."""
+        kinds = list[str](), list[str]()
+        left = [TOGETHER, TOGETHER]
+        for test in self.tests_of(mutant):
+            slow = (seconds := self.seconds[test]) > QUICK
+            left[slow] -= seconds
+            if left[slow] >= 0:
+                kinds[slow].append(test)
+        quick, slower = kinds
+        return quick[:NEAREST], quick[NEAREST:] + slower
+
     def fate_of(self, mutant: Mutant) -> str:
         """What becomes of a mutant."""
         if mutant.is_equivalent:
             return "equivalent"
-        tests, copy = self.tests_of(mutant), self.copies.get()
+        batches, copy = self.batches_of(mutant), self.copies.get()
         source, fate = (copy / mutant.file).read_text(), "survived"
         try:
             (copy / mutant.file).write_text(mutant.code)
-            for kind, most in KINDS.items():
-                if fate == "survived":
-                    status = status_of(copy, ["-x", "-q", "-m", kind], tests, most)
-                    fate = {None: "timed out", 0: "survived", 5: "survived"}.get(status, "killed")
+            for tests in batches:
+                if tests and fate == "survived":
+                    seconds = START + SLOWER * sum(self.seconds[test] for test in tests)
+                    status = status_of(copy, ["-x", "-q"], tests, seconds)
+                    fate = {None: "timed out", 0: "survived"}.get(status, "killed")
         finally:
             (copy / mutant.file).write_text(source)
             self.copies.put(copy)
@@ -221,13 +235,17 @@ class Runner:
         return fate
 
 
-def tests_by_line(copy: Path) -> dict[tuple[str, int], set[str]]:
-    """The tests that run each line, by file and line. One that fails without a fault tells nothing."""
+def tests_by_line(copy: Path) -> tuple[dict[tuple[str, int], set[str]], Counter[str]]:
+    """The tests that run each line, by file and line, and the seconds that each takes.
+
+    A test that fails without a fault tells nothing, and is left out.
+    """
     from coverage import CoverageData
 
     words = ["-q", "-n", "auto", "-m", OTHERS, "--cov-context=test", "--cov-report="]
-    status_of(copy, [*words, *(f"--cov={folder}" for folder in FOLDERS)], seconds=7200)
-    failed = {*json.loads((copy / FAILED).read_text())}
+    status_of(copy, [*words, *(f"--cov={folder}" for folder in FOLDERS)], (), 7200)
+    taken = json.loads((copy / TAKEN).read_text())
+    failed = {*taken["failed"]}
     found, data = defaultdict[tuple[str, int], set[str]](set), CoverageData(str(copy / ".coverage"))
     data.read()
     for name in data.measured_files():
@@ -238,54 +256,53 @@ def tests_by_line(copy: Path) -> dict[tuple[str, int], set[str]]:
         print(f"these fail without a fault, and are left out: {', '.join(sorted(failed))}", flush=True)
     if len(failed) > MOST_FAILED:
         raise SystemExit(f"without a fault, {len(failed)} tests fail")
-    return found
+    return found, Counter(taken["seconds"])
 
 
-class Failures:
-    """A plugin of pytest: writes which tests failed."""
+class Taken:
+    """A plugin of pytest: writes which tests failed, and how long each took."""
 
     def __init__(self) -> None:
-        self.tests = set[str]()
+        self.failed, self.seconds = set[str](), Counter[str]()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep its name."""
+        """Keep the name and the time of a test, or of what is before or after it."""
+        self.seconds[report.nodeid] += report.duration
         if report.failed:
-            self.tests.add(report.nodeid)
+            self.failed.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        """Write the names where pytest was started."""
-        Path(FAILED).write_text(json.dumps(sorted(self.tests)))
+        """Write both where pytest was started."""
+        Path(TAKEN).write_text(json.dumps({"failed": sorted(self.failed), "seconds": self.seconds}))
 
 
 class Chosen:
-    """A plugin of pytest: of the tests of a kind, the first so many that are listed, in their order."""
+    """A plugin of pytest: the tests that are listed, in their order."""
 
-    def __init__(self, tests: list[str], most: int):
-        self.places, self.most = {test: place for place, test in enumerate(tests)}, most
+    def __init__(self, tests: list[str]):
+        self.places = {test: place for place, test in enumerate(tests)}
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Keep what is chosen."""
+        """Keep what is listed."""
         kept = [item for item in items if item.nodeid in self.places]
-        items[:] = sorted(kept, key=lambda item: self.places[item.nodeid])[: self.most]
+        items[:] = sorted(kept, key=lambda item: self.places[item.nodeid])
 
 
-def run_tests(words: list[str], most: int) -> int:
+def run_tests(words: list[str]) -> int:
     """Run pytest in this process, with the tests that are listed in a file; all of them if there is none."""
     tests = json.loads(Path(CHOSEN).read_text())
     files = dict.fromkeys(test.partition("::")[0] for test in tests)
-    return pytest.main([*words, *files], plugins=[Chosen(tests, most)] if tests else [Failures()])
+    return pytest.main([*words, *files], plugins=[Chosen(tests) if tests else Taken()])
 
 
-def status_of(
-    copy: Path, words: list[str], tests: Iterable[str] = (), most: int = 0, seconds: float = SECONDS
-) -> int | None:
+def status_of(copy: Path, words: list[str], tests: Iterable[str], seconds: float) -> int | None:
     """The status of pytest; None if it takes longer. Then all that it has started is killed."""
     paths = os.pathsep.join([str(copy / folder) for folder in ("src", "tests/support", "tools")])
     variables = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE")}
     variables |= {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     (copy / CHOSEN).write_text(json.dumps([*tests]))  # too long for a command
-    code = f"import mutants; raise SystemExit(mutants.run_tests({words!r}, {most}))"
+    code = f"import mutants; raise SystemExit(mutants.run_tests({words!r}))"
     with subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=copy,

@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -84,12 +85,14 @@ def test_a_line_has_the_tests_that_run_it_but_none_that_fails_without_a_fault(tm
     (tmp_path / "pytest.ini").write_text(
         "[pytest]\npythonpath = .\nmarkers =\n    long\n    browser\n    gpu\n"
     )
-    found = mutants.tests_by_line(tmp_path)
+    found, seconds = mutants.tests_by_line(tmp_path)
     by_line = {
         line: {test.partition("::")[2] for test in found["adapters/some.py", line]} for line in (2, 3, 4)
     }
     both, true, false = by_line.values()
     assert (both, true, false) == ({"test_of_true", "test_of_false"}, {"test_of_true"}, {"test_of_false"})
+    assert len(seconds) == 3
+    assert min(seconds.values()) > 0
 
 
 def test_a_sample_has_its_size_and_follows_its_seed():
@@ -101,7 +104,7 @@ def test_a_sample_has_its_size_and_follows_its_seed():
 def test_a_fault_that_tests_see_is_killed_and_one_that_they_do_not_see_survives(monkeypatch):
     source = (ROOT / FILE).read_text()
     tests = {"tests/house/test_mutants.py::test_a_file_that_a_fault_can_break"}
-    monkeypatch.setattr(mutants, "tests_by_line", lambda copy: {(FILE, 1): tests})
+    monkeypatch.setattr(mutants, "tests_by_line", lambda copy: ({(FILE, 1): tests}, Counter()))
     killed, alive, known = (
         mutants.Mutant(FILE, 1, "was", word, f"{source}\n{word}\n") for word in ("1 / 0", "1 / 1", "2 / 1")
     )
@@ -109,6 +112,18 @@ def test_a_fault_that_tests_see_is_killed_and_one_that_they_do_not_see_survives(
     fates = mutants.fates_of([killed, alive, known], 1)
     assert [*fates.values()] == ["killed", "survived", "equivalent"]
     assert (ROOT / FILE).read_text() == source
+
+
+def test_a_fault_gets_the_nearest_quick_tests_first_and_no_more_than_the_time_allows():
+    seconds = Counter({f"quick{at}": 0.5 for at in range(800)} | {f"slow{at}": 100.0 for at in range(9)})
+    runner = mutants.Runner.__new__(mutants.Runner)
+    runner.seconds, runner.lines = seconds, Counter({name: int(name[-1]) for name in seconds})
+    runner.tests = {(FILE, 1): {*seconds}}
+    first, rest = runner.batches_of(mutants.Mutant(FILE, 1, "", "", ""))
+    ordered = sorted(seconds, key=lambda name: (runner.lines[name], name))
+    quick, slow = ([name for name in ordered if name.startswith(kind)] for kind in ("quick", "slow"))
+    assert first == quick[:100]
+    assert rest == quick[100:600] + slow[:3]
 
 
 def test_a_file_that_a_fault_can_break():
