@@ -80,15 +80,15 @@ class Decision:
         Raises:
             BatchError: no stage of the recipe writes an advantage.
         """
-        keys = [each.advantage_key for each in self.run.stages.values() if hasattr(each, "advantage_key")]
-        if not keys:
+        key = self.run.keys.found["advantage"][0]
+        if not any(key in getattr(each, "out_keys", ()) for each in self.run.stages.values()):
             raise BatchError(f"no stage writes an advantage; the stages are {', '.join(self.run.stages)}")
         if self.run.rows is None or not len(self.run.batch):  # no row reached the stage
             return torch.zeros(len(self.keep), dtype=torch.float64)
         if self.came is None:
-            found = self.run.of_rank(self.run.rows.table.columns[keys[-1]])
+            found = self.run.of_rank(self.run.rows.table.columns[key])
             return torch.where(self.keep, found.double(), 0.0)
-        wide = self._put_back(keys[-1]).double()
+        wide = self._put_back(key).double()
         if wide.shape[1] > 1:
             return torch.where(self.in_loss, _as_wide(wide, self.in_loss), 0.0)
         return torch.where(self.keep.to(wide.device), wide[:, 0], 0.0)

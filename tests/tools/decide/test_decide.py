@@ -375,6 +375,16 @@ def test_columns_may_have_other_names():
     assert found.advantage.tolist() == [0.5, -0.5]
 
 
+def test_the_advantage_may_have_another_name_in_its_stage():
+    columns = read_by("dr_grpo", columns_of(0))
+    options = {"group_size": 4, "minibatches": 2}
+    usual = decide(columns, "dr_grpo", **options)
+    for data in (columns, batch_of(columns_of(0) | columns)):
+        found = decide(data, "dr_grpo", stages={"advantage": {"advantage_key": "other"}}, **options)
+        assert torch.allclose(found.advantage, usual.advantage, atol=1e-6)  # a batch has float32
+    assert found.advantage.any()
+
+
 def test_a_report_takes_a_decision_and_the_texts_of_its_rows():
     columns = {"group_id": [0, 0], "rollout_id": [0, 1], "reward": [1.0, 0.0], "tokens": [1, 1]}
     decision = headrace.decide(columns, "grpo", group_size=2, minibatches=1)
