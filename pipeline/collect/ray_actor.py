@@ -231,16 +231,10 @@ class AssemblerActor:
 
     async def _until(self, condition: Callable[[], bool], patience: float | None) -> bool:
         """Wait until the condition holds; False if it did not in time. Call it with the lock held."""
-        end = None if patience is None else time.monotonic() + patience
-        while not condition():
-            left = None if end is None else end - time.monotonic()
-            if left is not None and left <= 0:
-                return False
-            try:
-                await asyncio.wait_for(self.changed.wait(), left)
-            except asyncio.TimeoutError:
-                return condition()
-        return True
+        try:
+            return await asyncio.wait_for(self.changed.wait_for(condition), patience)
+        except asyncio.TimeoutError:
+            return condition()
 
     async def call(self, method: str, *args: Any, **words: Any) -> Any:
         """Call a method of the assembler."""

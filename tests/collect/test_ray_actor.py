@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from lives import once_each
-from ray_here import ray_here
+from ray_here import LOOP, ray_here
 from tensordict import TensorDict
 
 from headrace.pipeline import RayAssembler
+from headrace.transforms import StalledError
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
@@ -110,6 +112,24 @@ def test_threads_of_a_process_do_not_get_the_same_groups(here, monkeypatch):
     assert found == [[1]]
 
 
+@pytest.mark.parametrize("patience", [None, 60.0])
+def test_a_put_waits_until_groups_are_taken_and_no_longer_than_its_patience(patience):
+    assembler = RayAssembler(groups=1, group_size=1, max_ready=1)
+    assembler.put(rows(0))
+    with pytest.raises(StalledError, match=r"The trainer has taken no batch for 0.01 s"):
+        assembler.put(rows(1), patience=0.01)
+    taken = LOOP.create_task(taken_soon(assembler))
+    assembler.put(rows(1), patience=patience)
+    assert taken.done()
+    assert ids_of(assembler.take()) == [1]
+
+
+async def taken_soon(assembler: RayAssembler) -> Any:
+    """What another process gets, while a put waits."""
+    await asyncio.sleep(0.01)
+    return await assembler._actor.made.take(None, 0.0, "another", ())
+
+
 # -- a journal without rows -------------------------------------------------------------------------------
 
 
@@ -173,7 +193,7 @@ def test_what_saved_weights_have_trained_is_not_owed_though_it_was_not_committed
     saved = assembler.emitted
     again = RayAssembler(**options, max_ready=9, journal=tmp_path / "journal")
     again.version = 2
-    with pytest.raises(ValueError, match=r"has 0 that were committed and 2 after them"):
+    with pytest.raises(ValueError, match=r"has 0 that were committed and 2 after them\. Begin a new journal"):
         again.commit(5, emitted=3)
     again.commit(5, emitted=saved)
     assert (again.emitted, sum(again.ages.values())) == (2, 2)

@@ -38,7 +38,8 @@ def test_weights_of_which_the_journal_knows_nothing_are_refused(tmp_path):
     assert again.committed == 5
     for emitted in (0, 3):  # older than the commit; or of another run
         with pytest.raises(
-            ValueError, match=r"has 1 that were committed and 1 after them\. Load the weights of step 5"
+            ValueError,
+            match=r"has 1 that were committed and 1 after them\. Load the weights of step 5, or begin a new",
         ):
             again.commit(6, emitted=emitted)
     again.commit(6, emitted=2)

@@ -583,10 +583,14 @@ class GroupAssembler(
             known = self._stream.emitted
             more = 0 if emitted is None else emitted - known
             if not 0 <= more <= len(self._taken_back):
-                was = "" if self.committed is None else f" Load the weights of step {self.committed}, or"
+                was = (
+                    "Begin"
+                    if self.committed is None
+                    else f"Load the weights of step {self.committed}, or begin"
+                )
                 raise ValueError(
                     f"the weights have trained {emitted} groups, and the journal {self.journal} has {known} "
-                    f"that were committed and {len(self._taken_back)} after them.{was} begin a new journal"
+                    f"that were committed and {len(self._taken_back)} after them. {was} a new journal"
                 )
             self._commit(step, more)
             self._journal.commit(self, step, more)

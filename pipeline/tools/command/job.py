@@ -40,7 +40,7 @@ def train(config: DictConfig, output: Path) -> float:
 
     Args:
         config: composed from ``conf/config.yaml``.
-        output: folder for the resolved ``config.yaml``, ``metrics.csv`` and ``report.html``.
+        output: folder, which exists, for the resolved ``config.yaml``, ``metrics.csv`` and ``report.html``.
 
     Returns:
         The mean reward of the last step's rollouts; NaN if none has a reward.
@@ -54,7 +54,6 @@ def train(config: DictConfig, output: Path) -> float:
     check_settings(config)
     pipeline = build_pipeline(config.pipeline)
     collectors = import_extra("torchrl.collectors", "task=train")  # here: a misspelt option is named first
-    output.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, output / "config.yaml", resolve=True)
     device = choose_device(config.device)
     if config.threads is not None:

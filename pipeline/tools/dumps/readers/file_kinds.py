@@ -264,14 +264,14 @@ def read_lines(path: Path, reading: Reading) -> Iterator[Record]:
 
     It notes a line that is no JSON object, and a file that is cut off or has no records.
     """
-    count = 0
+    empty = True
     try:
         with path.open("rb") as raw:
             for number, line in enumerate(_lines(raw, path), start=1):
                 reading.position = raw.tell()
                 if line.isspace():
                     continue
-                count += 1
+                empty = False
                 where = f"{path}:{number}"
                 try:
                     record = Record(decode(line, where), where, number)
@@ -282,7 +282,7 @@ def read_lines(path: Path, reading: Reading) -> Iterator[Record]:
     except (OSError, EOFError, zlib.error) as err:
         reading.note(SourceError(f"{path}: the file must be readable to its end; found {err}"))
         return
-    if not count:
+    if empty:
         reading.note(SourceError(f"{path}: the file is empty; a dump has at least one record"))
 
 
