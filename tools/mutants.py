@@ -50,6 +50,7 @@ OTHERS = "not (long or browser or gpu)"  # tests that a fault may get
 # Seconds without a fault: the most of a quick test; and of all quick, or all slow, tests that a fault gets.
 QUICK, TOGETHER = 1.0, 300.0
 NEAREST = 100  # kill most faults, and are in few files
+BY_NAME = "tests/house/test_house.py::test_an_argument_may_be_given_by_its_name"  # reads all signatures
 NO_SOURCE = (".*", "build", "dist", "site", "outputs", "multirun", "__pycache__", "*.egg-info")
 CHOSEN, TAKEN = "chosen.json", "taken.json"
 MOST_FAILED = 20  # of thousands; on a busy machine some wait for too short a time
@@ -195,6 +196,8 @@ class Runner:
         """The tests that run its line, the most telling first; or those of the file, if none is known to."""
         near, (lines, at_import) = tuple(nearest_tests(mutant.file)), lines_of(mutant)
         found = {test for line in lines for test in self.tests.get((mutant.file, line), ())}
+        if at_import:
+            found.add(BY_NAME)
         if at_import or not found:  # coverage does not see other processes, such as actors of Ray
             found |= {
                 test for (file, _), tests in self.tests.items() if file == mutant.file for test in tests

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from processes import quick_starts
+from ray_here import Stored, ray_here
 
 from headrace.pipeline import RepeatSampler, RolloutStream, assembled, informative
 from headrace.transforms import GroupAssembler, StalledError
@@ -235,3 +236,33 @@ def test_waits_for_worker_processes_are_bounded_where_they_are_known():
         stream.update_policy_weights_()
         stream.state_dict()
         assert [thread is not here for thread in source.threads] == [in_a_thread, False]
+
+
+@pytest.mark.ray
+def test_an_error_names_its_actor_or_else_the_dead_ones_but_none_if_a_task_raised_it():
+    """Nor if the collector has ended its actors itself, as it does after an error of one."""
+    errors = pytest.importorskip("ray.exceptions", reason="the extra `ray` is not installed")
+
+    def actor(name: str, answer: Stored) -> Any:
+        ready, identity = SimpleNamespace(remote=lambda: answer), SimpleNamespace(hex=lambda: name)
+        return SimpleNamespace(_actor_id=identity, __ray_ready__=ready)
+
+    def update(error: Exception) -> None:
+        if "shut down" in str(error):
+            actors.clear()
+        raise error
+
+    dead = Stored(error=errors.RayActorError())
+    for error, named in (
+        (errors.RayActorError("b"), ["worker 1 (RayActorError)"]),
+        (errors.RayTaskError("f", "", None), []),
+        (OSError("no connection"), ["worker 0 (RayActorError)", "worker 1 (RayActorError)"]),
+        (OSError("shut down"), []),
+    ):
+        actors = [actor("a", dead), actor("b", dead), actor("c", Stored())]
+        with ray_here():
+            stream = assembled(Source(update, remote_collectors=actors), GroupAssembler())
+            with pytest.raises(Exception) as caught:
+                stream.update_policy_weights_(error)
+        assert (caught.value is error) == (not named)
+        assert str(caught.value).endswith(", ".join(named))

@@ -246,14 +246,17 @@ def test_a_collector_goes_on_with_ids_that_were_never_used_in_any_order_of_loadi
     assert {reason for reason, number in again.assembler.counts.items() if number} <= {"lost"}
 
 
-def test_a_state_that_is_loaded_while_rollouts_run_asks_for_a_reset():
-    env = make_quiz(slots=3)
+@pytest.mark.parametrize("slots", [3, 300])
+def test_a_state_that_is_loaded_while_rollouts_run_asks_for_a_reset_of_all_rows(slots):
+    env, action = make_quiz(slots=slots), torch.zeros(slots, 1)
     state = env.state_dict()
     rows = env.reset()
     env.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"Call reset\(\) of the collector after load_state_dict"):
-        env.step(rows.set("action", torch.zeros(3, 1)))
-    env.step(env.reset().set("action", torch.zeros(3, 1)))
+    some = rows.clone().set("_reset", torch.arange(slots)[:, None] > 0)
+    for running in (rows, env.reset(some)):
+        with pytest.raises(ValueError, match=r"Call reset\(\) of the collector after load_state_dict"):
+            env.step(running.set("action", action))
+    env.step(env.reset().set("action", action))
 
 
 def test_workers_with_equal_ids_are_refused_with_what_numbers_them():

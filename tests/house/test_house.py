@@ -351,6 +351,14 @@ def test_the_pipeline_does_not_check_stage_types():
                 assert not asked & stages, f"{path}:{node.lineno}"
 
 
+def test_an_argument_may_be_given_by_its_name():
+    """Except beside keywords of any name; so an option that is only a keyword cannot become a position."""
+    for path in SOURCES:
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert not node.args.posonlyargs or node.args.kwarg, f"{path}:{node.lineno}"
+
+
 def test_data_is_never_checked_with_assert():
     assert not [
         f"{path}:{node.lineno}"

@@ -264,3 +264,10 @@ def test_an_empty_result_has_the_same_reasons(make_batch):
     nothing = load_pipeline(*words).run(make_batch([1.0], [0]))
     assert set(full.ledger.names) == set(nothing.ledger.names)
     assert len(full.ledger.names) == len(full.ledger.actions)
+
+
+def test_ledgers_of_equal_batches_are_two_that_may_be_in_a_set():
+    batch = TensorDict({"rollout_id": [4, 5]}, batch_size=[2])
+    first, second = (Pipeline({}).run(batch).ledger for _ in range(2))
+    assert first != second
+    assert len({first, second, first}) == 2

@@ -91,6 +91,14 @@ def test_first_fit_never_needs_fewer_bins(lengths, budget, multiple):
         assert bins_within(column(lengths), budget, multiple_of=multiple) <= needed
 
 
+@pytest.mark.parametrize("lengths", [[4] * 200 + [3] * 400, [3] * 400 + [4] * 200], ids=["falling", "rising"])
+def test_many_items_need_the_fewest_bins_possible_where_first_fit_needs_more(lengths):
+    """4 + 3 + 3 = 10. First fit puts two long ones or three short ones together."""
+    assert len(plain_first_fit(lengths, 10)) > 200
+    assert bins_within(column(lengths), 10) == 200
+    assert loads(lengths, balance_within(column(lengths), 10), 200) == [10] * 200
+
+
 @given(LENGTHS, st.integers(1, 40))
 def test_first_fit_decreasing_is_within_its_bound(lengths, budget):
     lengths = [length for length in lengths if length <= budget]

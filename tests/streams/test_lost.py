@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import random
 
 import pytest
@@ -128,6 +129,18 @@ def test_a_rollout_that_fails_and_lacks_rows_is_missing_once():
         last["status"] = torch.zeros(1, dtype=torch.int64)
         assembler.put(last)
         assert asked == [(0, 1)], (failed, apart, first)
+
+
+@pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
+def test_a_lost_rollout_is_forgotten_as_soon_as_its_environment_has_gone_on():
+    """Its last row is lost, too: without the next rollout, nothing would say that no row of it can arrive."""
+    assembler, sizes = GroupAssembler(), []
+    for group in range(40):
+        assembler.put(rows_of((2 * group, [0, 2], 4)))
+        assembler.put(rows_of((2 * group + 1, [0], 1)))
+        sizes.append(len(pickle.dumps(as_saved(assembler.state_dict()))))
+    assert assembler.counts["lost"] == 120
+    assert sizes[39] <= sizes[9] + 100
 
 
 def test_a_repeated_row_is_a_duplicate():

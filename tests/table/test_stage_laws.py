@@ -22,6 +22,7 @@ from headrace.transforms import (
     ShuffleSplit,
     group_relative_advantage,
 )
+from headrace.transforms.table.columns import COLUMNS
 from headrace.transforms.table.schema import COUNTED, MINIBATCH, REWARD
 
 MASK, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
@@ -115,6 +116,21 @@ def test_a_column_has_one_name_in_all_stages():
     batch["uid"], batch["score"] = batch["group_id"], batch["next", "reward"]
     out = pipeline(batch.exclude("group_id", ("next", "reward")))
     assert sorted(out["advantage"].flatten().sign().tolist()) == [-1, 1]
+
+
+@pytest.mark.parametrize("role", COLUMNS)
+def test_a_key_may_be_none_only_if_that_is_its_default_or_its_text_says_what_it_means(role):
+    class One(BatchTransform, columns=(role,)):
+        def __init__(self, **names):
+            self.name_columns(names)
+            super().__init__()
+
+    column, option = COLUMNS[role], f"{role}_key"
+    if column.default is None or "None: " in column.holds:
+        assert getattr(One(**{option: None}), option) is None
+    else:
+        with pytest.raises((TypeError, ValueError), match=option):
+            One(**{option: None})
 
 
 @pytest.mark.parametrize("stage", [FanOutCollapse, RewardsToGo])

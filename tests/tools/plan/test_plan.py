@@ -305,6 +305,21 @@ def test_a_prompt_of_several_steps_is_one_prompt(tmp_path):
     assert "all rollouts of a prompt in the 2 steps" in " ".join(text.split())
 
 
+def test_rollouts_that_are_compared_apart_are_not_pooled_by_their_prompt(make_batch, tmp_path):
+    """Two roles of a prompt: one solves it twice, the other never; in the next step it is the other way."""
+    for step, rewards in enumerate(([1.0, 1, 0, 0], [0.0, 0, 1, 1])):
+        batch = make_batch(rewards, [0] * 4)
+        batch["next", "policy_version"] = torch.tensor([0, 0, 1, 1])  # stands for the role
+        write_dump(make_report(Pipeline({}).run(batch), step=step), tmp_path)
+    keys = "pipeline.stages.peers.keys=[group_id,[next,policy_version]]"
+    gate = "pipeline.stages.gate.group_size=4"
+    config = configured(tmp_path, "pipeline=roles", keys, gate, "plan.group_sizes=[2]")
+    share, _ = planned(config, tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert (share, found["groups"], found["prompts"]) == (1, 4, 4)
+    assert found["ranges"][-1]["chance_of_equal"]["2"]["at_most"] == 1
+
+
 def test_rounding_of_a_mean_moves_no_group_across_a_bound(make_batch, tmp_path):
     """0.1 + 0.1 + 0.1 is above 0.3: all three are as bad as can be."""
     batch = make_batch([0.1] * 3 + [0.7] * 3 + [0.1] * 3, [0] * 3 + [1] * 3 + [2] * 3)

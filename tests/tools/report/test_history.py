@@ -88,14 +88,19 @@ def test_a_step_that_was_being_written_at_the_kill_is_left_out(tmp_path, report_
     assert data_of(tmp_path / "report.html")["curve_steps"] == [0, 1]
 
 
-@pytest.mark.parametrize("line", ["no JSON", '{"step": 1}', '{"step": "a", "began": "b"}', "[1]"])
+@pytest.mark.parametrize(
+    "line", ["no JSON", '{"step": 1}', '{"step": "a", "began": "b"}', "[1]", "0123456789" * 9]
+)
 def test_a_damaged_history_is_refused_with_its_line(tmp_path, line):
     path = tmp_path / HISTORY
     begin_history(path, 0, "now", resumes=False)
     with path.open("a") as file:
         file.write(f"{line}\n")
-    with pytest.raises(ValueError, match=r"history.ndjson: line 2 must have a step .* Remove the file"):
+    with pytest.raises(
+        ValueError, match=r"history.ndjson: line 2 must have a step .* Remove the file"
+    ) as found:
         read_history(path)
+    assert f"found {line[:80]!r}." in str(found.value)
 
 
 def test_another_run_begins_a_new_history(tmp_path):
