@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from karmarkar_karp import imbalance, largest_differencing, lengths_of
 
 from headrace.transforms import BatchError
-from headrace.transforms.split.bins import balance_evenly, balance_within, bins_within, even_out, first_fit
+from headrace.transforms.split.bins import (
+    balance_evenly,
+    balance_within,
+    bins_within,
+    even_out,
+    first_fit,
+    lightest_first,
+)
 
 COSTS = st.one_of(
     st.lists(st.integers(0, 2**62), max_size=60),
@@ -121,6 +128,25 @@ def test_first_fit_takes_the_first_bin_with_capacity(lengths, budget):
         else:
             bins.append([item])
     assert first_fit(range(len(lengths)), lengths, budget) == bins
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), max_size=30),
+    st.integers(1, 9),
+    st.integers(30, 40),
+)
+def test_an_item_goes_into_the_cheapest_bin_with_room_for_it(items, count, budget):
+    """Of equally cheap ones into that with the fewest items. The items are the longest first."""
+    items = sorted(items, reverse=True)
+    bins: list[list[tuple[int, int]]] | None = [[] for _ in range(count)]
+    for length, cost in items:
+        room = [each for each in bins if sum(other for other, _ in each) + length <= budget]
+        if not room:
+            bins = None
+            break
+        min(room, key=lambda each: (sum(other for _, other in each), len(each))).append((length, cost))
+    found = lightest_first(range(len(items)), *zip(*items, strict=True) if items else ((), ()), count, budget)
+    assert (None if found is None else [[items[at] for at in each] for each in found]) == bins
 
 
 @pytest.mark.slow
