@@ -470,9 +470,8 @@ def _runs(batch: TensorDictBase, keys: Sequence[tuple[str, str]], reader: str) -
         return iter(())
     columns = [read_written(batch, key, reader=reader, writer="ShuffleSplit") for key in keys]
     version, known = _known.get(columns[-1], (None, []))
-    if (
-        known and version == columns[-1]._version
-    ):  # not written since: its runs are known without a device read
+    # If the column was not written since, its runs are known without a device read.
+    if known and version == columns[-1]._version:
         return _views(batch, known)
     places, counts = torch.unique_consecutive(torch.stack(columns).cpu(), dim=1, return_counts=True)
     numbers, sizes = places.T.tolist(), counts.tolist()

@@ -583,14 +583,11 @@ class GroupAssembler(
             known = self._stream.emitted
             more = 0 if emitted is None else emitted - known
             if not 0 <= more <= len(self._taken_back):
-                was = (
-                    "Begin"
-                    if self.committed is None
-                    else f"Load the weights of step {self.committed}, or begin"
-                )
+                was = self.committed
+                then = "Begin" if was is None else f"Load the weights of step {was}, or begin"
                 raise ValueError(
                     f"the weights have trained {emitted} groups, and the journal {self.journal} has {known} "
-                    f"that were committed and {len(self._taken_back)} after them. {was} a new journal"
+                    f"that were committed and {len(self._taken_back)} after them. {then} a new journal"
                 )
             self._commit(step, more)
             self._journal.commit(self, step, more)
