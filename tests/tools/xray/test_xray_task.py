@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import math
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from command import headrace_here, refused
+from rich.console import Console
 
 from headrace.adapters import attach
 from headrace.pipeline import (
@@ -33,6 +35,7 @@ from headrace.pipeline.tools.xray.setting import (
     MeasuredSetting,
     Setting,
 )
+from headrace.pipeline.tools.xray.xray_task import show_settings
 
 pytestmark = [
     pytest.mark.slow,
@@ -110,6 +113,19 @@ def test_a_curve_goes_from_the_least_to_the_greatest_ratio():
             [EDGE + share * (WIDTH - EDGE) for share in (0, 1 / 3, 2 / 3, 1)], abs=0.1
         )
         assert down == pytest.approx([HEIGHT * (1 - min(value, TOP) / TOP) for value in values], abs=0.1)
+
+
+def test_a_verdict_is_printed_unless_a_setting_is_as_its_documentation_says():
+    def step(model, batch, cut):
+        terms = model.get_dist(batch).log_prob(batch["tokens", "full"]) * batch["advantage"].squeeze(-1)
+        (-terms[batch["masks", "all_assistant_mask"]].sum()).backward()  # of 12 rows
+
+    found, console = xray(step, cuts=(1,)), Console(file=io.StringIO(), width=200)
+    documented = {"right": SUM_OF_STEP, "wrong": TOKENS_OF_STEP, "silent": ""}
+    settings = [MeasuredSetting(name, found, means, constant=12.0) for name, means in documented.items()]
+    show_settings("a trainer", settings, console)
+    said = [line.partition(":")[0] for line in console.file.getvalue().splitlines() if found.verdict in line]
+    assert said == ["wrong", "silent"]
 
 
 def close(bounds: list[float], value: float) -> bool:
