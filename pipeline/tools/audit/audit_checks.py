@@ -579,8 +579,8 @@ def drawn_again(step: AuditedStep, off: Tensor) -> str:
     """Say that a group of unknown size has the advantages of several draws of its prompt.
 
     The runs of a group, in the order of the dump, are draws if in each of them the logged advantages are the
-    expected ones up to a constant and a factor, and have the mean 0. Of all cuts into runs of one size, the
-    one with the fewest is said; empty: there is none.
+    expected ones up to a constant and a factor above 0, and have the mean 0. Of all cuts into runs of one
+    size, the one with the fewest is said; empty: there is none.
 
     Args:
         step: the rows.
@@ -597,7 +597,8 @@ def drawn_again(step: AuditedStep, off: Tensor) -> str:
         one, other = (each.reshape(runs, -1) for each in (logged, expected))
         centred = other - other.mean(1, keepdim=True)
         factor = (centred * one).sum(1, keepdim=True) / (centred**2).sum(1, keepdim=True).clamp(min=1e-12)
-        if not bool(((one - factor * centred).abs() <= step.near).all()):
+        told = (factor > 0) | (centred == 0).all(1, keepdim=True)  # zeros are no advantages of a draw
+        if not bool((((one - factor * centred).abs() <= step.near) & told).all()):
             continue
         draws = "each half" if runs == 2 else f"each of {runs} equal parts"
         shifts = listing([f"{value:+.4g}" for value in (one - factor * other).mean(1).tolist()], most=4)

@@ -188,6 +188,15 @@ def test_wrong_signs_in_a_trl_table_are_found(tmp_path):
     assert checks["counted_twice"]["state"] == "not checked"
 
 
+def test_a_rollout_that_lacks_one_of_two_rewards_is_compared_by_the_other(tmp_path):
+    first, second = R + R[::-1], [1.0, None, 0.5, 0.0] * 2
+    sums = [one + (other or 0.0) for one, other in zip(first, second, strict=True)]
+    columns = trl_columns(grpo(sums[:4], eps=1e-4) + grpo(sums[4:], eps=1e-4)) | {"format": second}
+    path = dumps.trl_dump(tmp_path / "completions" / "completions_4.parquet", **columns)
+    _, checks = audited(path, tmp_path, *AS_TRL, "pipeline.stages.collapse.columns=2")
+    assert (found(checks), checks["advantages"]["state"]) == ({}, "passed")
+
+
 def test_a_strict_audit_fails_if_the_recipe_refuses_a_step(tmp_path):
     """Its advantages were not checked, and nothing else may be wrong."""
     columns = trl_columns(grpo(R, eps=1e-4) + grpo(R[::-1], eps=1e-4))
@@ -409,6 +418,11 @@ def test_a_failed_rollout_makes_its_group_incomplete(tmp_path):
     text, checks = audited(path, tmp_path / "again", *AS_SLIME[:2])
     assert found(checks) == {"incomplete": ["0", "1"], "masked": ["1"]}
     assert "not checked: groups with too many rollouts: the size of groups is not known" in text
+    _, checks = audited(path, tmp_path / "counts", "pipeline=as/slime", "source.group_size=4")
+    assert found(checks) == {
+        "incomplete": ["0", "1"],
+        "masked": ["1"],
+    }  # masked ones count, and failed do not
 
 
 def test_recipes_with_memory_have_no_advantages_to_compare(tmp_path):
@@ -480,6 +494,16 @@ def test_weights_are_compared_with_the_declared_mean(tmp_path):
     assert "4 of 4 rows have 2 to 2 times the weight of the declared mean; Σ weight × tokens is 2" in text
     assert len(checks["weights"]["findings"]) == 2
     assert checks["weights"]["gradient_share"] == pytest.approx(1)
+
+
+def test_the_sign_of_a_row_that_weighs_nothing_is_no_finding(tmp_path):
+    path = headrace_dump(tmp_path / "dump")
+    table = pq.read_table(path)
+    for weight, groups in ((0.0, []), (0.5, ["0"])):
+        first, *others = table.to_pylist()
+        first |= {"loss_weight": weight, "advantage": -first["advantage"]}
+        pq.write_table(pa.Table.from_pylist([first, *others], table.schema), path)
+        assert found(audited(path, tmp_path)[1]).get("signs", []) == groups
 
 
 def test_weights_for_averaged_gradients_are_multiplied_by_the_ranks(tmp_path):
@@ -679,12 +703,24 @@ def test_without_a_size_each_half_of_a_group_is_off_by_a_constant(tmp_path):
     said = "each half of its 16 rollouts is off by a constant (+0.1875, -0.1875), as if its prompt was drawn"
     assert said in checks["advantages"]["findings"][0]["text"]
     assert "set source.group_size=8" in " ".join(text.split())
+    path, _ = trl_draws(tmp_path / "pairs", [[1.0, 0.0], [0.5, 0.25]], [0.5, -0.5, 0.125, -0.125])
+    _, checks = audited(path, tmp_path, "pipeline=as/prime_rl", *words[1:])
+    said = "each half of its 4 rollouts is off by a constant (-0.0625, +0.0625)"
+    assert said in checks["advantages"]["findings"][0]["text"]
     path, words = trl_draws(tmp_path / "scaled")
     _, checks = audited(path, tmp_path, *words)
     assert "off by a constant and a factor" in checks["advantages"]["findings"][0]["text"]
     path, words = trl_draws(tmp_path / "sign", [DRAWS[0]], [3.0, *grpo(DRAWS[0], eps=1e-4)[1:]])
     _, checks = audited(path, tmp_path, *words)
     assert "off by a constant" not in str(checks)
+
+
+@pytest.mark.parametrize("rollouts", [4, 5, 6])
+def test_advantages_that_are_all_zero_are_not_those_of_several_draws(rollouts, tmp_path):
+    path, _ = trl_draws(tmp_path / "dump", [[1.0] + [0.0] * (rollouts - 1)], [0.0] * rollouts)
+    text, checks = audited(path, tmp_path, "pipeline=as/prime_rl", "source.group_by=prompt")
+    assert set(found(checks)) == {"advantages"}
+    assert "drawn" not in text
 
 
 def test_a_strict_audit_demands_checks_by_name(tmp_path):
