@@ -1,11 +1,15 @@
-"""How ranks tell one another's ids apart, tested in one process."""
+"""How ranks tell one another's ids apart, and exchange rows, tested in one process."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
+from any_rank import compare_with_one_process
+from composed import composed
 from hypothesis import given
 from hypothesis import strategies as st
+from recipes import FEW
 
 from headrace.transforms import (
     BatchError,
@@ -62,3 +66,14 @@ def test_ranks_and_process_group_are_not_both_set():
         resolve_group("all")
     with pytest.raises(ValueError, match="call init_process_group before the first batch"):
         resolve_group("world")
+
+
+@pytest.mark.slow
+def test_a_group_of_one_rank_has_the_bits_of_a_process_without_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for recipe in FEW:
+            compared, differs = compare_with_one_process(0, 1, [(recipe, composed(f"pipeline={recipe}"))])
+            assert (compared > 40, differs) == (True, []), recipe
+    finally:
+        dist.destroy_process_group()

@@ -425,6 +425,15 @@ def test_a_failed_rollout_makes_its_group_incomplete(tmp_path):
     }  # masked ones count, and failed do not
 
 
+def test_a_rollout_without_a_reward_is_not_among_those_in_the_baseline_only(tmp_path):
+    rows = Rows()
+    rows.add(0, [*R, None], [*grpo(R), 0.0], **REMOVED, rollout_4={"status": "aborted"})
+    path = dumps.slime_details(tmp_path / "dump", *rows.columns())
+    _, checks = audited(path, tmp_path, *AS_SLIME[:2], "source.group_size=5")
+    assert found(checks) == {"incomplete": ["0"], "masked": ["0"]}
+    assert checks["masked"]["findings"][0]["rollouts"] == ["1"]
+
+
 def test_recipes_with_memory_have_no_advantages_to_compare(tmp_path):
     path = dumps.trl_dump(tmp_path / "completions_4.parquet", **trl_columns([0.0] * 8))
     _, checks = audited(path, tmp_path / "spo", "pipeline=spo", *AS_TRL[1:])

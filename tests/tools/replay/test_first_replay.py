@@ -179,9 +179,11 @@ def test_names_of_columns_are_settings_of_every_task_that_reads_dumps(task):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.pt"])
 def test_a_pointer_of_git_lfs_is_called_so(name, tmp_path):
-    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
-    with pytest.raises(SourceError, match=rf"{name}: .*a pointer of Git LFS.*1 of 1 files"):
-        open_dump(tmp_path / name)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    for text in (pointer, pointer.ljust(1024)):  # the longest
+        (tmp_path / name).write_text(text)
+        with pytest.raises(SourceError, match=rf"{name}: .*a pointer of Git LFS.*1 of 1 files"):
+            open_dump(tmp_path / name)
 
 
 def test_of_an_unknown_format_the_nearest_is_named_with_the_keys_that_differ(tmp_path):
