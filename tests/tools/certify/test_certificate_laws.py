@@ -202,6 +202,14 @@ def test_a_tree_of_draws_is_unbiased_and_one_of_equal_tokens_is_not():
     assert ratio("tree_grpo", "stop_or_continue", alone) == pytest.approx([1, 1, 1], abs=1e-12)
 
 
+@pytest.mark.parametrize("unit", [2.0**-60, 2.0**60])
+def test_the_true_gradient_of_rewards_in_any_unit_is_as_many_of_them(unit):
+    for task in TASKS.values():
+        one = task.true_gradient()
+        assert one.any()
+        assert torch.equal(task.true_gradient([unit] * task.columns), unit * one)
+
+
 def test_the_objective_uses_the_recipes_reward_weights():
     words = ("pipeline.stages.collapse.columns=2", "pipeline.stages.collapse.weights=[1,0.1]")
     assert ratio("rloo", "several_rewards", *words) == pytest.approx([1, 1], abs=1e-12)
