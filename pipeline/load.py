@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tensordict import NestedKey
 from typing_extensions import Unpack
 
+from headrace.spelling import suggest
 from headrace.transforms.stages import OnIncomplete, Reduction
 from headrace.transforms.stages.advantage import Baseline, Scale
 from headrace.transforms.stages.weight import Mean
@@ -30,7 +31,6 @@ from .composing.compose import (
 from .composing.nodes import as_typed, build_node, name_parts, resolved, stages_by_column
 from .composing.recipe_names import Recipe
 from .pipeline import MaskedLogProb, Pipeline
-from .wording import suggest
 
 __all__ = [
     "KEYWORDS",

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from headrace.spelling import suggest
 from headrace.transforms.table import COLUMNS, column_keys, stage_parts, stages_of_values
 from headrace.transforms.table.options import nested_key
 from headrace.transforms.table.schema import COUNTED, IN_LOSS, MINIBATCH, REWARD
-
-from .wording import suggest
 
 __all__ = ["index_of_split"]
 

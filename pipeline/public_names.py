@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 from headrace.faces import FOLDER, exported
-
-from .wording import suggest
+from headrace.spelling import suggest
 
 PACKAGES = ("adapters", "conf", "pipeline", "transforms")
 # What `dir(headrace)` shows, by task. The other names are listed in their packages.

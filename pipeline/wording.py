@@ -1,21 +1,17 @@
-"""Text for people: printable text, suggestions for a misspelled word, and formatted counts."""
+"""Text for people: printable text and formatted counts."""
 
 from __future__ import annotations
 
 import unicodedata
 from collections.abc import Sequence
 
-from headrace.spelling import closest, suggest
-
 __all__ = [
     "beginning",
-    "closest",
     "printable",
     "shown_count",
     "shown_loss",
     "shown_range",
     "shown_reason",
-    "suggest",
 ]
 
 

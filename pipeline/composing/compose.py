@@ -20,7 +20,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from headrace.pipeline.wording import closest, suggest
+from headrace.spelling import closest, suggest
 
 __all__ = [
     "TASKS",

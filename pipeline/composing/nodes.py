@@ -18,7 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf, flag_override, open_dict
 
-from headrace.pipeline.wording import suggest
+from headrace.spelling import suggest
 from headrace.transforms.table.options import annotations_of, described, fits, is_default
 
 from .compose import ConfigError

@@ -17,7 +17,7 @@ from headrace.pipeline.composing.recipe_names import Recipe
 from headrace.pipeline.load import ConfigError, PipelineOptions, configured, shows_options
 from headrace.pipeline.tools.command.perform import perform
 from headrace.pipeline.tools.dumps import TaskResult
-from headrace.pipeline.wording import suggest
+from headrace.spelling import suggest
 
 Options = Mapping[str, Any] | None
 

@@ -16,7 +16,8 @@ from tensordict import TensorDictBase
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.tools.dumps import DumpSteps, TaskResult, open_configured, print_files, write_files
 from headrace.pipeline.tools.report import FittedColumn, FittedTable, as_html, json_text, plain_page
-from headrace.pipeline.wording import printable, suggest
+from headrace.pipeline.wording import printable
+from headrace.spelling import suggest
 
 from .audit_checks import CHECKS, NO_ADVANTAGES, AuditedStep, AuditFinding, CheckOutcome, DeclaredRecipe
 from .logged import MOST, LoggedRows, explain_logged

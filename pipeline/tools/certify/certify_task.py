@@ -25,7 +25,8 @@ from headrace.pipeline.tools.dumps import (
     write_files,
 )
 from headrace.pipeline.tools.report import FittedColumn, FittedTable, json_text, page_data, render_page
-from headrace.pipeline.wording import printable, suggest
+from headrace.pipeline.wording import printable
+from headrace.spelling import suggest
 
 from .certificate import Certificate, Refused, certify_recipe, count_outcomes
 from .small_task import GroupSizeError, SmallTask

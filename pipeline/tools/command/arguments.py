@@ -27,7 +27,7 @@ from headrace.pipeline.composing.compose import (
     recipes,
 )
 from headrace.pipeline.tools.dumps import missing_path
-from headrace.pipeline.wording import closest, suggest
+from headrace.spelling import closest, suggest
 
 ABSENT = object()
 CONF = Path(str(files("headrace.conf")))

@@ -21,7 +21,7 @@ from headrace.pipeline.load import PipelineOptions, load_pipeline, objects_in, s
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.run import Run
 from headrace.pipeline.tools.report import report_columns
-from headrace.pipeline.wording import closest, suggest
+from headrace.spelling import closest, suggest
 from headrace.transforms.table import (
     COLUMNS,
     OF_TOKENS,

@@ -6,7 +6,7 @@ import glob
 from collections import Counter
 from pathlib import Path
 
-from headrace.pipeline.wording import suggest
+from headrace.spelling import suggest
 
 NAMES = 1000  # of a folder, among which a misspelt one is looked for
 

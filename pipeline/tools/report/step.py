@@ -14,7 +14,8 @@ from tensordict import TensorDictBase
 
 from headrace.pipeline.account_keys import TEXTS
 from headrace.pipeline.conversations import labels_of_ids, strings
-from headrace.pipeline.wording import printable, suggest
+from headrace.pipeline.wording import printable
+from headrace.spelling import suggest
 from headrace.transforms import Status
 from headrace.transforms.table import enter_rows, stages_of_values
 from headrace.transforms.table.options import takes_options

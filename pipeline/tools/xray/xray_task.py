@@ -17,7 +17,8 @@ from headrace.pipeline.composing.compose import ConfigError
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.tools.dumps import import_callable, print_files, write_files
 from headrace.pipeline.tools.report import FittedColumn, FittedTable, json_text
-from headrace.pipeline.wording import printable, shown_range, suggest
+from headrace.pipeline.wording import printable, shown_range
+from headrace.spelling import suggest
 
 # The package of each trainer, and how to install it. Three of them require other versions of torch or TRL,
 # but their losses do not, so they are installed without dependencies.

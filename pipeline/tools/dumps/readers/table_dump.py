@@ -43,7 +43,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.pipeline.wording import suggest
+from headrace.spelling import suggest
 from headrace.transforms import Status
 
 from .batch import BY_ORDER, Label, Sample
