@@ -53,9 +53,6 @@ def hint(name: str) -> str:
     """Where a name is that is not here, or which is meant; nothing for those that Python asks for itself."""
     if name.startswith("_"):
         return ""
-    for package in INNER:
-        if name in exported(f"headrace.{package}"):
-            return f": it is headrace.{package}.{name}"
     other = next((f"{module}.{name}" for module, names in OF_OTHERS.items() if name in names), "")
     conf, own = FOLDER / "conf", spelt(name)
     for path in sorted(conf.glob("pipeline/*.yaml")):
@@ -68,6 +65,9 @@ def hint(name: str) -> str:
         guesses, _, answer = line.partition(": ")
         if own in guesses.split():
             return f": use {answer}"
+    for package in INNER:
+        if name in exported(f"headrace.{package}"):
+            return f": it is headrace.{package}.{name}"
     if name in COMMANDS:
         return f": it is a command, `headrace {COMMANDS[name]}`"
     if name in trainers():

@@ -257,7 +257,10 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
         return (
             f"{typed}={value}: a stage of your own is a node (did you mean '{typed}={{_target_: {value}}}'?)"
         )
-    sign = "~" if f"~{typed}" in overrides else ""
+    removes = value == "null" and re.fullmatch(
+        r"pipeline\.stages\.\w+", typed
+    )  # as `for_hydra` has written it
+    sign, equals, value = ("~", "", "") if removes or f"~{typed}" in overrides else ("", equals, value)
     found = options_meant(typed, base)
     if "-" in typed and OmegaConf.select(base, typed.replace("-", "_"), default=ABSENT) is not ABSENT:
         found = [typed.replace("-", "_")]

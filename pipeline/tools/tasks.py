@@ -18,6 +18,7 @@ from headrace.pipeline.load import ConfigError, PipelineOptions, configured, sho
 from headrace.pipeline.tools.command.perform import perform
 from headrace.pipeline.tools.dumps import TaskResult
 from headrace.spelling import suggest
+from headrace.transforms.table.options import takes_options
 
 Options = Mapping[str, Any] | None
 
@@ -96,6 +97,7 @@ def plan(
     return _result("plan", path, recipe, [*sizes, *overrides], source, output, options)
 
 
+@takes_options
 def compare(
     path: str | Path,
     first: Recipe | str,

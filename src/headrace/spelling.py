@@ -15,31 +15,38 @@ SYNONYMS = {
     "sequence": "sample",
     "seq-mean-token-mean": "sample",
     "token-mean": "token",
+    "per": "unit",
+    "gpu": "cuda",
+    "average": "mean",
+    **dict.fromkeys(["buffer", "overlong_buffer", "overlong_cache"], "cache"),
     # Reasons for which vLLM, SGLang, OpenAI, Anthropic and transformers stop.
     **dict.fromkeys(["stop", "eos", "eos_token", "stop_sequence", "end_turn"], "completed"),
     **dict.fromkeys(["tool_calls", "tool_use", "finished", "done"], "completed"),
     **dict.fromkeys(["length", "max_tokens", "max_length"], "truncated"),
     **dict.fromkeys(["abort", "cancelled"], "aborted"),
     "error": "failed",
-    **dict.fromkeys(["normalize", "norm_adv_by_std_in_grpo", "scale_rewards"], "scale"),
+    **dict.fromkeys(["norm", "normalize", "norm_adv_by_std_in_grpo", "scale_rewards"], "scale"),
     **dict.fromkeys(["num_generations", "expected_rollouts"], "group_size"),
 }
 
 
-def closest(word: str, words: Iterable[str], most: int = 2, least: float = 0.5) -> list[str]:
+def closest(word: str, words: Iterable[str], most: int = 2, least: float = 0.6) -> list[str]:
     """The words that are probably meant, best first; the arguments are those of :func:`suggest`.
 
     Case, dashes and underscores make no difference: ``Dr-GRPO`` is ``dr_grpo``, and nothing else. A plus is
-    a p: ``REINFORCE++`` is ``reinforce_pp``.
+    a p: ``REINFORCE++`` is ``reinforce_pp``. A part of a longer word is that word: ``FanOut`` is
+    ``FanOutCollapse``.
     """
-    known = list(words)
+    known = sorted(words, key=lambda each: each[:1].isupper() == word[:1].isupper())  # a class for a class
     folded = {_folded(each): each for each in known}
     for same in (SYNONYMS.get(word), folded.get(_folded(word))):
         if same in known and same is not None:
             return [same]
-    close = difflib.get_close_matches(word, known, n=9, cutoff=least)
+    short = _folded(word)
+    close = sorted((folded[each] for each in folded if short in each and len(short) > 3), key=len)
+    close = close or difflib.get_close_matches(word, known, n=9, cutoff=least)
     if not close:
-        close = [folded[each] for each in difflib.get_close_matches(_folded(word), folded, n=9, cutoff=least)]
+        close = [folded[each] for each in difflib.get_close_matches(short, folded, n=9, cutoff=least)]
     # Swapped letters first, then the beginning of a longer word, such as eps of epsilon.
     return sorted(close, key=lambda each: (sorted(each) != sorted(word), not word.startswith(each)))[:most]
 
@@ -48,7 +55,7 @@ def _folded(word: str) -> str:
     return re.sub(r"[-_ .]", "", word).replace("+", "p").lower()
 
 
-def suggest(word: str, words: Iterable[str], most: int = 2, least: float = 0.5) -> str:
+def suggest(word: str, words: Iterable[str], most: int = 2, least: float = 0.6) -> str:
     """Return close matches as the end of a sentence; an empty string if there are none.
 
     Args:

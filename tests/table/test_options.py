@@ -19,14 +19,16 @@ from recipes import of
 import headrace
 import headrace.pipeline
 import headrace.transforms
-from headrace.pipeline import ConfigError, RepeatSampler, StampIds, load_pipeline
+from headrace.pipeline import ConfigError, Pipeline, RepeatSampler, StampIds, load_pipeline
 from headrace.transforms import (
     BatchTransform,
     CompletenessGate,
     Diverged,
+    FanOutCollapse,
     GroupAssembler,
     GroupRelativeAdvantage,
     LossWeight,
+    OverlongPunishment,
     RolloutCorrection,
     SampleFilter,
     ScoreRows,
@@ -137,7 +139,7 @@ def test_options_of_a_user_stage_are_checked():
     ):
         with pytest.raises(ValueError, match=words):
             ClipReward(**given)
-    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'high'"):
+    with pytest.raises(TypeError, match=r"^ClipReward needs high: ClipReward\(high=…\)$"):
         ClipReward()
 
 
@@ -352,6 +354,42 @@ def test_the_options_that_pages_set_later_may_be_set_again():
 def test_a_wrong_value_or_option_is_answered_with_the_nearest_one(call, meant):
     with pytest.raises((ValueError, TypeError), match=rf" \(did you mean {meant}\?\)"):
         call()
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: FanOutCollapse("sum"), "Collapse takes its options by name: FanOutCollapse(reward='sum')"),
+        (lambda: FanOutCollapse("average"), "FanOutCollapse(reward='average') (did you mean 'mean'?)"),
+        (lambda: FanOutCollapse("score"), "by name: FanOutCollapse(reward_key='score')"),
+        (lambda: CompletenessGate(8), "by name: CompletenessGate(group_size=8)"),
+        (lambda: CompletenessGate(8, group_size=4), "by name: CompletenessGate(min_rollouts=8)"),
+        (lambda: ShuffleSplit(4), "by name: ShuffleSplit(minibatches=4)"),
+        (lambda: OverlongPunishment(buffer=4), "has no option 'buffer' (did you mean 'cache'?); its options"),
+        (lambda: OverlongPunishment(cache=4), "needs max_length: OverlongPunishment(max_length=…, cache=…)"),
+        (lambda: SampleFilter(), "SampleFilter needs criterion: SampleFilter(criterion=…)"),
+        (lambda: LossWeight(per="token"), "LossWeight has no option 'per' (did you mean 'unit'?); its"),
+        (lambda: RepeatSampler(), "needs prompts and group_size: RepeatSampler(prompts, group_size=…)"),
+        (lambda: StampIds(workr=2), "StampIds has no option 'workr' (did you mean 'worker' or 'workers'?)"),
+        (lambda: headrace.compare("dump", "grpo"), "compare needs second: compare(path, first, second)"),
+        (lambda: headrace.compare("dump", ["grpo"]), "first must be a string; got ['grpo']"),
+        (lambda: Pipeline("grpo"), "(headrace.load_pipeline takes the name of a recipe); got 'grpo'"),
+        (lambda: Pipeline([repr]), "(headrace.load_pipeline takes the name of a recipe); got [<built-in"),
+    ],
+)
+def test_a_call_that_does_not_fit_the_signature_is_answered_with_one_that_does(call, said):
+    with pytest.raises((TypeError, ValueError), match=re.escape(said)):
+        call()
+
+
+def test_an_error_inside_of_a_call_that_fits_the_signature_is_raised_as_it_is():
+    class Sums(BatchTransform):
+        def __init__(self, *, low: float = 0.0):
+            super().__init__()
+            self.low = low + "1"
+
+    with pytest.raises(TypeError, match="unsupported operand"):
+        Sums(low=1.0)
 
 
 def test_a_value_that_is_near_no_other_gets_no_guess():

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict, cast
 
 from tensordict import NestedKey
 
-from headrace.spelling import suggest
-
-from .options import nested_key, option_names, takes_options
+from .options import nested_key, no_option, option_names, takes_options
 from .schema import DONE, EXPECTED_SEGMENTS, INIT, MINIBATCH, RETURN, REWARD
 
 
@@ -248,11 +246,7 @@ class TakesColumns:
         """
         owner, options = type(self).__name__, [f"{role}_key" for role in self._columns]
         if unknown := sorted(names.keys() - set(options)):
-            known = inspect.signature(type(self)).parameters
-            raise TypeError(
-                f"{owner} has no option {unknown[0]!r}{suggest(unknown[0], known)}; its options are "
-                f"{', '.join(known)}"
-            )
+            raise TypeError(no_option(owner, unknown[0], inspect.signature(type(self)).parameters))
         for option, (role, column) in zip(options, self._columns.items(), strict=True):
             key = nested_key(names.get(option, column.default))
             if key is None and not column.optional:

@@ -72,19 +72,24 @@ def takes_options(thing: T) -> T:
     if inspect.isclass(thing):
         thing.__init__ = takes_options(thing.__init__)  # type: ignore[method-assign]
         return thing
-    defaults = {name: each.default for name, each in inspect.signature(thing).parameters.items()}
+    parameters = inspect.signature(thing).parameters
+    defaults = {name: each.default for name, each in parameters.items()}
+    by_place = [name for name, each in parameters.items() if each.kind in BY_PLACE]
     is_method = "self" in defaults
 
     @wraps(thing)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if not kwargs and len(args) <= is_method:
-            return thing(*args)
-        hints = annotations_of(thing)
-        for name, value in (dict(zip(defaults, args, strict=False)) | kwargs).items():  # most are defaults
+        hints = annotations_of(thing) if kwargs or len(args) > is_method else {}
+        for name, value in (dict(zip(by_place, args, strict=False)) | kwargs).items():  # most are defaults
             if value is not defaults.get(name) and not fits(value, hints.get(name, Any)):
-                meant = _meant(value, hints[name]) if isinstance(value, str) else ""
-                raise ValueError(f"{name} must be {described(hints[name])}{meant}; got {value!r:.200}")
-        return thing(*args, **kwargs)
+                needed = described(hints[name]) + _meant(value, hints[name])
+                raise ValueError(f"{name} must be {needed}; got {value!r:.200}")
+        try:
+            return thing(*args, **kwargs)
+        except TypeError:
+            if (meant := _call_meant(thing, args, kwargs)) is None:  # the call is as the signature says
+                raise
+            raise TypeError(meant) from None
 
     return checked  # type: ignore[return-value]
 
@@ -120,7 +125,9 @@ SCALARS = (bool, int, float, str)
 PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
 OPAQUE = ("headrace", "torch", "torchrl", "tensordict")  # no plain value stands for their classes
 NAMED = ("device", "dtype")  # except these, by name
+BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 PYTHON = {bool: "True or False", str: "a string", type(None): "None"}
+ANY_TEXT = {str, NestedKey, Any}
 NUMBERS = {int: "an integer", float: "a finite number"}
 
 
@@ -189,7 +196,8 @@ def described(hint: Any, words: Mapping[Any, str] = PYTHON) -> str:
     if hint in words or hint in NUMBERS:
         return words.get(hint) or NUMBERS[hint]
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(described(each, words) for each in inner))
+        listed = [each for each in inner if str not in inner or get_origin(each) is not Literal]
+        return " or ".join(dict.fromkeys(described(each, words) for each in listed))
     if origin is Annotated:
         return f"a number or {inner[1]}"
     if origin is Literal:
@@ -205,15 +213,59 @@ def described(hint: Any, words: Mapping[Any, str] = PYTHON) -> str:
     return f"a list{of}" + (f" (each {described(inner[0], words)})" if inner else "")
 
 
-def _meant(word: str, hint: Any) -> str:
-    """Which of the listed values a word probably means, or which class where a callable is needed."""
-    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    if any(Callable in (get_origin(part), part) for part in parts):
+def _parts(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _is_callable(hint: Any) -> bool:
+    return any(Callable in (get_origin(part), part) for part in _parts(hint))
+
+
+def _meant(value: Any, hint: Any) -> str:
+    """Which of the listed values a word probably means, or what makes the object that is needed."""
+    if get_origin(hint) is abc.Mapping and _is_callable(get_args(hint)[1]):
+        return " (headrace.load_pipeline takes the name of a recipe)"
+    if not isinstance(value, str):
+        return ""
+    if _is_callable(hint):
         classes = [name for name in exported("headrace.transforms") if name[0].isupper()]
-        return "".join(f" (did you mean {name}()?)" for name in closest(word, classes, 1, 0.7))
-    return suggest(
-        word, [str(each) for part in parts if get_origin(part) is Literal for each in get_args(part)]
-    )
+        return "".join(f" (did you mean {name}()?)" for name in closest(value, classes, 1, 0.7))
+    listed = [get_args(part) for part in _parts(hint) if get_origin(part) is Literal]
+    return suggest(value, [str(each) for words in listed for each in words])
+
+
+def no_option(owner: str, name: str, options: Iterable[str]) -> str:
+    """The message for an option that a class or function does not have."""
+    return f"{owner} has no option {name!r}{suggest(name, options)}; its options are {', '.join(options)}"
+
+
+def _call_meant(thing: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """What is wrong with a call, and which options are probably meant; None if it fits the signature."""
+    try:
+        inspect.signature(thing).bind(*args, **kwargs)
+        return None
+    except TypeError as err:
+        said = str(err)
+    if thing.__name__ == "__init__":
+        thing, args = type(args[0]), args[1:]
+    name, parameters = thing.__name__, inspect.signature(thing).parameters
+    by_place = [each for each, it in parameters.items() if it.kind in BY_PLACE]
+    options = {each: it for each, it in parameters.items() if it.kind is it.KEYWORD_ONLY}
+    unknown = [each for each in kwargs if each not in parameters]
+    if unknown and len(by_place) + len(options) == len(parameters):
+        return no_option(name, unknown[0], parameters)
+    hints = dict.fromkeys(parameters, Any) | annotations_of(thing)
+    if more := args[len(by_place) :]:
+        free = [each for each in options if each not in kwargs]
+        of_text = [each for each in free if not ANY_TEXT.isdisjoint(_parts(hints[each]))]
+        fit = [each for each in free if fits(more[0], hints[each]) and each not in of_text]
+        fit += [each for each in free if _meant(more[0], hints[each])] + of_text
+        call = f"{name}({fit[0]}={more[0]!r:.60}){_meant(more[0], hints[fit[0]])}" if fit else ", ".join(free)
+        return f"{name} takes its options by name: {call}"
+    needed = [each for each in [*by_place, *options] if parameters[each].default is inspect.Parameter.empty]
+    call = ", ".join(each if each in by_place else f"{each}=…" for each in needed)
+    lacking = [each for each in needed if each not in {*by_place[: len(args)], *kwargs}]
+    return f"{name} needs {' and '.join(lacking)}: {name}({call})" if lacking else said
 
 
 def _is_opaque(hint: Any) -> bool:

@@ -50,6 +50,8 @@ BASES = {  # of classes that users write, with the title of their section in CON
 }
 INSTEAD = {  # what to use here instead of flags of other commands
     "list": "headrace recipes",
+    **dict.fromkeys(("demo", "run"), "headrace pipeline=NAME"),
+    **dict.fromkeys(("plot", "show"), "headrace view FOLDER"),
     "verbose": "hydra.verbose=true",
     "v": "headrace --version",
     "skip_bad": "source.skip_bad=true",
@@ -227,7 +229,8 @@ def _of_bare_word(argument: str, arguments: Sequence[str], at: int) -> str:
         lacks = missing_path(argument)
         return f"{said} (did you mean 'source.path={argument}'?)" + f". But {lacks}" * bool(lacks)
     if argument in INSTEAD:
-        return f"{said} (did you mean {INSTEAD[argument]}?)"
+        instead = INSTEAD[argument].replace("NAME", after if after in recipes() else "NAME")
+        return f"{said} (did you mean {instead}?)"
     if f"{argument}s" in ALONE:
         return f"{said} (did you mean headrace {argument}s?)"
     name, colon, value = argument.partition(":")
@@ -367,7 +370,8 @@ def read_file(kind: str, name: str) -> str:
         for path in sorted((CONF / folder).rglob("*.yaml"))
     }
     texts = {each: path.read_text(encoding="utf-8").rstrip() for each, path in found.items()}
-    of_class = [text for text in texts.values() if f"_target_: headrace.transforms.{name}\n" in text]
+    made = {each: re.search(r"^_target_: headrace\.transforms\.(\w+)$", texts[each], re.M) for each in found}
+    known = {of[1]: texts[each] for each, of in reversed(made.items()) if of} | texts
     if name == "NAME":
         raise ConfigError(f"NAME stands for the name of a {kind}; headrace {kind}s lists all")
     if kind == "stage" and name in BASES:
@@ -375,9 +379,10 @@ def read_file(kind: str, name: str) -> str:
             f"{name} has no options: it is a base class, from which you derive classes of your own. "
             f"CONTRIBUTING.md says how, under '{BASES[name]}'"
         )
-    if name not in texts and not of_class:
-        raise ConfigError(f"unknown {kind} {name!r}{suggest(name, found)}; headrace {kind}s lists all")
-    return texts.get(name) or of_class[0]
+    if name not in known:
+        meant = suggest(name, [*known, *(BASES if kind == "stage" else ())])
+        raise ConfigError(f"unknown {kind} {name!r}{meant}; headrace {kind}s lists all")
+    return known[name]
 
 
 def list_files(paths: Mapping[str, Path]) -> str:

@@ -27,6 +27,7 @@ from headrace.pipeline.tools.report import (
     show_pipeline,
 )
 from headrace.pipeline.train import OptimiserRecord, optimise, total_loss
+from headrace.spelling import suggest
 from headrace.transforms import BatchError, weighted_loss
 from headrace.transforms.table.schema import FINISHED
 
@@ -151,7 +152,8 @@ def choose_device(wanted: str) -> torch.device:
     try:
         return torch.empty(0, device=wanted).device
     except (RuntimeError, AssertionError) as err:
-        raise ConfigError(f"device={wanted} is not available: {str(err).splitlines()[0]}") from err
+        meant = suggest(wanted, ("auto", "cpu", "cuda", "mps"))
+        raise ConfigError(f"device={wanted} is not available{meant}: {str(err).splitlines()[0]}") from err
 
 
 def _instantiate_components(config: DictConfig, device: torch.device) -> dict[str, Any]:

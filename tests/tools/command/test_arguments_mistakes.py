@@ -37,6 +37,9 @@ MISTAKES = {
     "recipes grop": "unknown recipe 'grop' (did you mean 'grpo'",
     # -- the task
     "replay": "did you mean task=replay?",
+    "doctr": "did you mean headrace doctor?)",
+    "demo rloo": "did you mean headrace pipeline=rloo?",
+    "plot": "did you mean headrace view FOLDER?",
     "repaly": "did you mean task=replay",
     "task=repaly": "unknown task 'repaly' (did you mean 'replay'?); choose from train",
     # -- flags of other commands
@@ -75,9 +78,11 @@ MISTAKES = {
     "pipeline.gate.group_size=8": "did you mean pipeline.stages.gate.group_size=8?",
     "pipeline.stages.gate.scale=mad": "did you mean pipeline.stages.advantage.scale=mad?",
     "~filter": "did you mean ~pipeline.stages.filter?",
-    "~pipeline.stages.fliter": "did you mean pipeline.stages.filter=null?",
+    "~pipeline.stages.fliter": "did you mean ~pipeline.stages.filter?",
     "stages NAME": "NAME stands for the name of a stage; headrace stages lists all",
     "stages RewardShaping": "CONTRIBUTING.md says how, under 'A new reward shaping'",
+    "stages FanOut": "unknown stage 'FanOut' (did you mean 'FanOutCollapse'?)",
+    "stages Shaping": "unknown stage 'Shaping' (did you mean 'RewardShaping'?)",
     "stages gaet": "unknown stage 'gaet' (did you mean 'gate' or 'gae'?)",
     "criterion@pipeline.stages.filter.criterion=rewards_varry": "unknown criterion 'rewards_varry' (did",
     "criterion@pipeline.stages.filter.also=fresh": "you mean +criterion@pipeline.stages.filter.also=fresh",
@@ -116,6 +121,7 @@ MISTAKES = {
     "optimizer.lr=-1": "optimizer.lr=-1: Invalid learning rate: -1",
     "'train.transform={_target_: no.where}'": "_target_ 'no.where' cannot be imported: No module named 'no'",
     "train.transform=trees": "train.transform must be one of 'pack', 'tree'",
+    "device=gpu": "device=gpu is not available (did you mean 'cuda'?): ",
     "device=foo": "device=foo is not available",
     "pipeline.stages.gate.on_incomplete=raise env.failing=0.5 policy.width=16": "stage 'gate'",
     # -- other tasks
