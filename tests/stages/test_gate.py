@@ -46,6 +46,27 @@ def test_a_group_size_that_most_groups_lack_is_doubted(make_batch):
             CompletenessGate(group_size=4)(make_batch([0.0] * len(groups), groups, range(len(groups))))
 
 
+@pytest.mark.parametrize(
+    ("option", "more", "todo"),
+    [
+        ({"group_size": 5}, {}, "set group_size=2"),
+        ({}, {"expected_rollouts": [5] * 6}, r"correct the column 'expected_rollouts' \(expected_key\)"),
+    ],
+)
+def test_a_size_that_no_group_has_is_answered_with_the_one_that_all_have(make_batch, option, more, todo):
+    """Dropping the incomplete groups would drop every row."""
+    batch = make_batch([0.0] * 6, [0, 0, 1, 1, 2, 2], range(6))
+    for name, values in more.items():
+        batch[name] = torch.tensor(values)
+    said = rf"All 3 groups have the size 2\. If so many were dispatched, {todo}, else wait for the missing"
+    with pytest.raises(IncompleteGroupsError, match=said) as refused:
+        CompletenessGate(**option)(batch)
+    assert "drop" not in str(refused.value)
+    status = torch.tensor([DONE, FAILED] * 3)  # so both were dispatched
+    with pytest.raises(IncompleteGroupsError, match="on_incomplete='drop'"):
+        CompletenessGate(**option)(batch.clone().set("status", status))
+
+
 def test_two_rows_with_one_id_are_named_where_a_group_lacks_ids(make_batch):
     """Waiting, as the message advises otherwise, would bring no further id. A failed rollout has its id."""
     ids = r"Are rollout ids repeated\? Group 4 has 3 rows, but 2 rollout ids: rows \[2, 4\] have the id 9\. S"

@@ -36,6 +36,10 @@ REFUSAL = (
     "{count} incomplete group{s}: {found}. {hint}Set {on_incomplete=drop}, or 'keep' with min_rollouts, or "
     "wait for the missing rollouts"
 )
+ALL_SHORT = (
+    "{count} incomplete groups: {found}. All {count} groups have the size {size}. If so many were "
+    "dispatched, %s, else wait for the missing rollouts"
+)
 UNEVEN = ". If groups have different sizes, give the column {column} instead of group_size"
 
 
@@ -401,10 +405,18 @@ class CompletenessGate(
             found = [describe_group(rows, row, status, presence) for row in firsts[:LISTED].tolist()]
             # With ends, a rollout id that is repeated by mistake ends twice, and was refused above.
             hint = "" if ends is not None else shared_ids(rows, presence)
+            text, facts, sizes = REFUSAL, rows.facts("expected"), presence.have.unique().tolist()
+            if len(sizes) == 1 < len(firsts) and presence.present.all() and not (hint or without_rows):
+                wrong = (
+                    "correct the column {column}"
+                    if self.group_size is None
+                    else f"set {{group_size={sizes[0]}}}"
+                )
+                text, facts["size"] = ALL_SHORT % wrong, sizes[0]
+            elif self.group_size is not None and len(sizes) > 1:
+                text += UNEVEN
             hint += self._doubt(presence.have, incomplete)
-            uneven = self.group_size is not None and len(presence.have.unique()) > 1
-            facts = rows.facts("expected") if uneven else {}
-            self._refuse(found, without_rows, hint, facts, of=len(firsts))
+            self._refuse(found, without_rows, hint, text, facts, of=len(firsts))
         dropped = incomplete
         if self.on_incomplete == "keep":
             dropped = (presence.have < (self.min_rollouts or 1)) | (
@@ -471,7 +483,8 @@ class CompletenessGate(
         incomplete: list[str],
         without_rows: list[int],
         hint: str = "",
-        sizes: Mapping[str, Any] | None = None,
+        text: str = REFUSAL,
+        facts: Mapping[str, Any] | None = None,
         of: int = 0,
     ) -> None:
         """Raise for incomplete groups, which are described already, and for groups without rows.
@@ -480,11 +493,12 @@ class CompletenessGate(
             incomplete: what is said of the first incomplete groups.
             without_rows: ids of groups without rows.
             hint: what may be wrong.
-            sizes: facts about the column of group sizes, if groups may have different sizes.
+            text: of the error.
+            facts: about the column of group sizes.
             of: number of incomplete groups.
         """
         size = "all" if self.group_size is None else self.group_size
         found = [*incomplete, *(f"group {group} has 0 of {size} (no rows)" for group in without_rows)]
         count = of + len(without_rows)
-        facts = {"count": count, "found": listing(found, of=count), "s": "s" * (count > 1), "hint": hint}
-        raise IncompleteGroupsError(REFUSAL + UNEVEN * bool(sizes), **facts, **(sizes or {}))
+        said = {"count": count, "found": listing(found, of=count), "s": "s" * (count > 1), "hint": hint}
+        raise IncompleteGroupsError(text, **said, **(facts or {}))

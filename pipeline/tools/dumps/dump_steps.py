@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from headrace.pipeline.error_overrides import text_with_overrides
 from headrace.pipeline.tools.report import FailedStep, ReportFolder, said_of_failed
 from headrace.pipeline.wording import printable
-from headrace.transforms import BatchError, MissingKeyError
+from headrace.transforms import BatchError, IncompleteGroupsError, MissingKeyError
 
 from .readers import Draws, Source, SourceError
 from .refused_steps import refused_report
@@ -68,6 +68,8 @@ class DumpSteps:
                     raise found
                 result = of(cast(int, step), found)  # a batch has a number
             except (SourceError, BatchError) as err:
+                if isinstance(err, IncompleteGroupsError) and "size" in err.facts and self.source.sized:
+                    err.more = f". For this dump, set source.group_size={err.facts['size']}"
                 first = first or err
                 self._leave_out(step, found, err)
                 ends = len(self.failed) == GIVE_UP and not self.source.skips

@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import random
+import re
 import tracemalloc
 
 import pyarrow as pa
@@ -38,6 +39,7 @@ from dumps import (
 from tensordict import TensorDict
 
 from headrace.pipeline.tools.dumps.readers import READERS, Format, Sample, SourceError, open_dump, to_batch
+from headrace.pipeline.tools.dumps.readers.record import Record
 from headrace.transforms import Status
 
 pytestmark = pytest.mark.slow
@@ -678,6 +680,35 @@ def test_table_that_does_not_fit_its_columns_is_refused(columns, change, message
     path = write_lines(tmp_path / "a.jsonl", [own_row(0, 1.0, **change)] * 2)
     with pytest.raises((ValueError, SourceError), match=message):
         list(open_dump(path, columns=columns))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"reward": "m.scor"}, "'m' has the keys 'score' (did you mean 'm.score'?)"),
+        ({"reward": "m.score.value"}, "'m.score' is 1.0 (did you mean 'm.score'"),
+        (
+            {"reward": "score"},
+            "the keys 'm', 'out' of the rollout and 'prompt', 'samples', 'meta' of the line",
+        ),
+        ({"reward": "score"}, "of the line (did you mean 'm.score'?)"),
+        ({"reward": "samples.m.score"}, "'samples' is [{'m': {...}, 'out': '4'}] (did you mean "),
+        ({"response": "outt"}, "(did you mean 'out'?)"),
+        ({"group": "meta.idd"}, "'meta' has the keys 'id' (did you mean 'meta.id'"),
+        ({"rollouts": "sampls"}, "'prompt', 'samples', 'meta' of the line (did you mean 'samples'?)"),
+    ],
+)
+def test_table_a_path_that_is_not_there_is_answered_with_the_keys_where_it_ends(change, said, tmp_path):
+    columns = {"rollouts": "samples", "reward": "m.score", "response": "out", "group": "meta.id"}
+    line = {"prompt": "2+2?", "samples": [{"m": {"score": 1.0}, "out": "4"}], "meta": {"id": 3}}
+    path = write_lines(tmp_path / "a.jsonl", [line])
+    assert_refused(re.escape(said), path, columns=columns | change)
+    assert read_one(path, columns=columns)["group_id"].tolist() == [3]
+
+
+def test_a_key_that_is_not_there_is_answered_with_the_nearest():
+    with pytest.raises(SourceError, match=r"found the keys 'rewrad', 'id' \(did you mean 'rewrad'\?\)$"):
+        Record({"rewrad": 1.0, "id": 2}, "a.jsonl:1").number("reward")
 
 
 # -- the batch ---------------------------------------------------------------------------------------

@@ -191,6 +191,11 @@ class Source:
         return self._options.skip_bad
 
     @property
+    def sized(self) -> bool:
+        """Whether `group_size` says how many rollouts each group was dispatched with."""
+        return self._options.group_size is not None
+
+    @property
     def messages(self) -> list[str]:
         """The errors of the first few skipped records."""
         return list(self._pass.messages)

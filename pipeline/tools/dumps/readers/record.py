@@ -15,6 +15,7 @@ import torch
 
 from headrace.pipeline.conversations import as_messages, message_parts, message_text
 from headrace.pipeline.wording import printable
+from headrace.spelling import suggest
 
 MAX_MESSAGE = 2000  # characters, of four bytes at most
 
@@ -235,7 +236,8 @@ class Record:
             if key in self.data:
                 raise self.fail(f"{key!r} must be set", None)
             keys = quote_some(self.data)
-            raise SourceError(f"{self.where}: the key {key!r} is required; found the keys {keys}")
+            meant = suggest(key, map(str, self.data))
+            raise SourceError(f"{self.where}: the key {key!r} is required; found the keys {keys}{meant}")
         return value
 
     text = _reader(as_text, "a string of valid Unicode")

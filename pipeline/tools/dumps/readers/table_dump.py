@@ -39,6 +39,7 @@ line.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ from .record import (
     SourceError,
     as_number,
     conversation,
+    quote,
     quote_some,
     read_json,
     read_messages,
@@ -61,6 +63,7 @@ from .record import (
     with_decoded_messages,
 )
 
+MAX_PATHS = 1000  # of a record, among which a misspelt one is looked for
 REQUIRED = ("reward", "response")
 OF_ROLLOUT = (*REQUIRED, "rollout", "advantage", "status", "truncated", "length")
 NAMES = (*OF_ROLLOUT, "rollouts", "group", "prompt", "step", "ground_truth")
@@ -116,6 +119,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
         SourceError: a column is missing, or of another type.
     """
     columns = reading.columns
+    rows: list[tuple[dict[str, Any], str, Mapping[Any, Any] | None]]
     if "rollouts" in columns:
         found = _value(record, columns["rollouts"])
         if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
@@ -130,7 +134,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
         others = [Record(each, "") for each in found]
         for each in others:
             each.read |= {key.split(".")[0] for key in columns.values()} | set(columns.values())
-        rows = [(values, each.other_columns()) for values, each in zip(inner, others, strict=True)]
+        rows = [(values, each.other_columns(), each.data) for values, each in zip(inner, others, strict=True)]
     else:
         values = {name: _value(record, key) for name, key in columns.items()}
         if not isinstance(values["reward"], list):
@@ -142,12 +146,12 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
                     record, name, columns, f"a list as long as that of the rewards ({size})", values[name]
                 )
         by_name = [(name, value if name in OF_ROLLOUT else [value] * size) for name, value in values.items()]
-        rows = [({name: listed[at] for name, listed in by_name}, "") for at in range(size)]
+        rows = [({name: listed[at] for name, listed in by_name}, "", None) for at in range(size)]
     if not rows:
         raise _fail(
             record, "rollouts" if "rollouts" in columns else "reward", columns, "a list with a rollout", []
         )
-    samples = [_sample(record, reading, values, at, more) for at, (values, more) in enumerate(rows)]
+    samples = [_sample(record, reading, values, at, more, own) for at, (values, more, own) in enumerate(rows)]
     labels = [sample.rollout for sample in samples]
     if twice := [label for at, label in enumerate(labels) if label in labels[:at]]:
         raise record.fail("a rollout is there once in its group", twice[0])
@@ -163,28 +167,66 @@ def _find(record: Record, key: str) -> tuple[bool, Any]:
     """Whether there is a column, or a path with dots, and its value."""
     if key in record.data or "." not in key:
         return key in record.data, record.get(key, optional=True)
-    value: Any = record.data
     record.read.add(key.split(".")[0])
-    for name in key.split("."):
-        if not isinstance(value, dict) or name not in value:
-            return False, None
-        value = value[name]
-    return True, value
+    there, value = _followed(record.data, key)
+    return (True, value) if there == key else (False, None)
 
 
-def _fail(record: Record, name: str, columns: Mapping[str, str], required: str, found: Any) -> SourceError:
-    """An error about a column, with the option that names it."""
-    of = f"{columns[name]!r} (source.columns.{name})"
-    if found is None:
-        keys = quote_some(record.data)
-        return SourceError(f"{record.where}: {of} is required, {required}; found none among the keys {keys}")
-    return record.fail(f"{of} must be {required}", found)
+def _fail(
+    record: Record,
+    name: str,
+    columns: Mapping[str, str],
+    required: str,
+    found: Any,
+    rollout: Mapping[Any, Any] | None = None,
+) -> SourceError:
+    """An error about a column, with the option that names it; `rollout`: the object in a list of the line."""
+    key, of = columns[name], f"{columns[name]!r} (source.columns.{name})"
+    if found is not None:
+        return record.fail(f"{of} must be {required}", found)
+    places = {} if rollout is None else {"of the rollout": rollout}
+    places["of the line"] = record.data
+    there, node = max((_followed(data, key) for data in places.values()), key=lambda each: len(each[0]))
+    if there == key:
+        said = f"found {quote(node)}"
+    elif there:
+        has = f"has the keys {quote_some(node)}" if isinstance(node, dict) else f"is {quote(node)}"
+        said = f"{there!r} {has}"
+    else:
+        said = "found none among the keys "
+        said += " and ".join(f"{quote_some(data)} {whose}" for whose, data in places.items())
+    paths = itertools.islice(itertools.chain(*map(_paths, places.values())), MAX_PATHS)
+    meant = "" if there == key else suggest(key, dict.fromkeys(paths))
+    return SourceError(f"{record.where}: {of} is required, {required}; {said}{meant}")
+
+
+def _followed(data: Mapping[Any, Any], key: str) -> tuple[str, Any]:
+    """The beginning of a path with dots that is there, and what is at its end."""
+    there, node = list[str](), data
+    for name in [key] if key in data else key.split("."):
+        if not isinstance(node, dict) or name not in node:
+            break
+        there, node = [*there, name], node[name]
+    return ".".join(there), node
+
+
+def _paths(data: Mapping[Any, Any], before: str = "") -> Iterator[str]:
+    """The paths with dots of a nested object."""
+    for name, value in data.items():
+        yield f"{before}{name}"
+        if isinstance(value, dict) and before.count(".") < 3:
+            yield from _paths(value, f"{before}{name}.")
 
 
 def _sample(
-    record: Record, reading: Reading, values: dict[str, Any], at: int | None, others: str | None
+    record: Record,
+    reading: Reading,
+    values: dict[str, Any],
+    at: int | None,
+    others: str | None,
+    own: Mapping[Any, Any] | None = None,
 ) -> Sample:
-    """A rollout by the values of its columns; `at`: its place in a line with several."""
+    """A rollout by the values of its columns; `at`: its place in a line with several; `own`: its object."""
     columns = reading.columns
     where = record.where if at is None else f"{record.where}, rollout {at}"
     row = with_decoded_messages(Record(values, where, record.line), "prompt", "response")
@@ -194,14 +236,14 @@ def _sample(
     reward = values["reward"]
     number = float(reward) if isinstance(reward, bool) else as_number(reward)
     if number is None and not (lost and reward is None):
-        raise _fail(placed, "reward", columns, "a finite number, or true or false", reward)
+        raise _fail(placed, "reward", columns, "a finite number, or true or false", reward, own)
     if values["response"] is None and not lost:
-        raise _fail(placed, "response", columns, "a text or messages", None)
+        raise _fail(placed, "response", columns, "a text or messages", None, own)
     texts = read_texts(row, "prompt", "response", optional=True) if "prompt" in columns else _split(row)
     group: Label
     if "group" in columns:
         if values["group"] is None:
-            raise _fail(placed, "group", columns, "an id, a text or an integer ≥ 0", None)
+            raise _fail(placed, "group", columns, "an id, a text or an integer ≥ 0", None, own)
         group = row.label("group")
     elif at is not None and reading.group_by is None:
         group = record.line
