@@ -31,6 +31,7 @@ from .composing.compose import (
 from .composing.nodes import as_typed, build_node, name_parts, resolved, stages_by_column
 from .composing.recipe_names import Recipe
 from .pipeline import MaskedLogProb, Pipeline
+from .wording import said_in_python
 
 __all__ = [
     "KEYWORDS",
@@ -159,7 +160,8 @@ def load_pipeline(
         >>> load_pipeline("pipeline=grpo", "pipeline.stages.advantage.scale=none").stages["advantage"].scale
         'none'
     """
-    return build_pipeline(configured("load", recipe, overrides, options).pipeline)
+    with said_in_python():
+        return build_pipeline(configured("load", recipe, overrides, options).pipeline)
 
 
 def configured(
@@ -385,7 +387,7 @@ def apply_settings(pipeline: DictConfig, settings: Mapping[str, Any]) -> None:
         except OmegaConfBaseException as err:
             node = OmegaConf.select(pipeline, key)
             by_name = OmegaConf.is_dict(node) and "_target_" not in node  # no part, such as a criterion
-            needed = "names and values in braces" if by_name else "a value that YAML has, or a callable"
+            needed = "a mapping, as {'name': value}" if by_name else "a value that YAML has, or a callable"
             raise ConfigError(f"pipeline.{key} must be {needed}; got {value!r:.200}") from err
 
 

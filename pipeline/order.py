@@ -56,13 +56,13 @@ def with_places(
         if name in (order or ()):
             raise ValueError(
                 f"{option}.{name}={other} places a stage that pipeline.order names, too. Take {name!r} "
-                f"out of the order, or set pipeline.{option}.{name}=null"
+                f"out of the order, or set pipeline.{option}.{name}=null (in Python None)"
             )
     if twice := [name for name in before if name in after]:
         name = twice[0]
         raise ValueError(
             f"{name!r} has two places, after.{name}={after[name]} and before.{name}={before[name]}. Keep one "
-            f"of them: set pipeline.after.{name}=null or pipeline.before.{name}=null"
+            f"of them: set pipeline.after.{name}=null or pipeline.before.{name}=null (in Python None)"
         )
     placed = before | after
     if not placed:
@@ -112,7 +112,7 @@ def arrange(
         hints = "; ".join(f"{name!r}{suggest(name, present)}" for name in unknown)
         raise ValueError(
             f"order names unknown stages: {hints}. The stages are {list(present)}. To remove a "
-            "stage that a recipe's order names, set it to null: pipeline.stages.NAME=null"
+            "stage that a recipe's order names, set pipeline.stages.NAME=null (in Python None)"
         )
     named = [name for name in order if name in present]
     if twice := sorted({name for name in named if named.count(name) > 1}):
@@ -285,7 +285,7 @@ def _check_effect(name: str, stage: Callable, behind: Mapping[str, Callable]) ->
         if not left:
             raise ValueError(
                 f"stage {later!r} overwrites the columns that {name!r} writes, and no stage reads them in "
-                f"between, so {name!r} would have no effect. Remove one of them (set it to null)"
+                f"between, so {name!r} would have no effect. Remove one of them"
             )
     if writes == {REWARD} and any(
         among_others(own) for each in behind.values() for own in stages_of_values(each).values()

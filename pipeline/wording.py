@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 __all__ = [
     "beginning",
+    "for_python",
     "printable",
+    "said_in_python",
     "shown_count",
     "shown_loss",
     "shown_range",
     "shown_reason",
 ]
+
+
+_in_python = ContextVar("in_python", default=False)
+
+
+@contextmanager
+def said_in_python() -> Iterator[None]:
+    """Let errors about options speak Python. Without it they are for YAML and the command line.
+
+    Functions enter it whose options are Python's keywords. What they call is shared with the command.
+    """
+    token = _in_python.set(True)
+    try:
+        yield
+    finally:
+        _in_python.reset(token)
+
+
+def for_python() -> bool:
+    """Whether an error is raised within :func:`said_in_python`."""
+    return _in_python.get()
 
 
 def printable(text: str, *, keep: str = "") -> str:

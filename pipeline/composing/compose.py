@@ -20,6 +20,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from headrace.pipeline.wording import for_python
 from headrace.spelling import closest, suggest
 
 __all__ = [
@@ -197,7 +198,8 @@ def explain_composition(error: Exception, overrides: Sequence[str] = (), config_
             hint = f" (did you mean task={wanted}?)"
         if kind == "source":
             hint = f" (did you mean source.path={wanted}?)"
-        others = "headrace recipes lists all" if kind == "recipe" else f"choose from {', '.join(known)}"
+        all_recipes = "headrace.recipes()" if for_python() else "headrace recipes"
+        others = f"{all_recipes} lists all" if kind == "recipe" else f"choose from {', '.join(known)}"
         return f"unknown {kind} {wanted!r}{hint}; {others}"
     if isinstance(error, OverrideParseException):
         meant = f" (did you mean {error.override.replace('==', '=')}?)" if "==" in error.override else ""

@@ -18,8 +18,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf, flag_override, open_dict
 
+from headrace.pipeline.wording import for_python
 from headrace.spelling import suggest
-from headrace.transforms.table.options import annotations_of, described, fits, is_default
+from headrace.transforms.table.options import PYTHON, annotations_of, described, fits, is_default
 
 from .compose import ConfigError
 
@@ -32,6 +33,7 @@ __all__ = [
     "name_parts",
     "resolved",
     "stages_by_column",
+    "words",
 ]
 
 IN_THIS_FOLDER = "A module in this folder is found with PYTHONPATH=. in front of the command"
@@ -108,7 +110,7 @@ def _made(node: Any, path: str, given: Mapping[str, Any] | None = None) -> Any:
     try:
         return function(*more, **options)
     except Exception as err:
-        message = re.sub(r"\bNone\b", "null", str(err))  # as YAML spells it
+        message = str(err) if for_python() else re.sub(r"\bNone\b", "null", str(err))
         first = re.match(r"\w+", message)
         if first and first[0] in node:
             raise ConfigError(f"{path}.{message}") from err
@@ -116,7 +118,8 @@ def _made(node: Any, path: str, given: Mapping[str, Any] | None = None) -> Any:
         for name in (each for each in options if each not in (given or {})):
             with suppress(Exception):
                 function(*more, **{key: options[key] for key in options if key != name})
-                culprits.append(f"{path}.{name}={as_typed(node[name])}")
+                large = isinstance(node[name], list | dict) and len(node[name]) > 1
+                culprits.append(f"{path}.{name}" + ("" if large else f"={as_typed(node[name])}"))
         raise ConfigError(f"{' or '.join(culprits) or path}: {message}") from err
 
 
@@ -260,6 +263,11 @@ def _imported(where: str, target: str) -> Callable[..., Any]:
         log.disabled = before
 
 
+def words() -> Mapping[Any, str]:
+    """How bool, str and None are called."""
+    return PYTHON if for_python() else YAML
+
+
 YAML = {bool: "true or false", str: "a word", type(None): "null"}
 
 
@@ -278,13 +286,12 @@ def misfit(value: Any, hint: Any) -> str | None:
         return None
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     allowed = [str(word) for part in parts if get_origin(part) is Literal for word in get_args(part)]
-    return described(hint, YAML) + (suggest(value, allowed) if isinstance(value, str) else "")
+    meant = suggest(value, allowed) if isinstance(value, str) else ""
+    return described(hint, words()) + (" (did you mean null?)" if value == "None" else meant)
 
 
 def as_typed(value: Any) -> str:
-    """Return the beginning of a value as YAML writes it, such as null for None."""
-    return (
-        {None: "null", True: "true", False: "false"}[value]
-        if value is None or isinstance(value, bool)
-        else f"{value!r:.200}"
-    )
+    """Return the beginning of a value as YAML writes it, such as null for None, or as Python does."""
+    if for_python() or not (value is None or isinstance(value, bool)):
+        return f"{value!r:.200}"
+    return {None: "null", True: "true", False: "false"}[value]

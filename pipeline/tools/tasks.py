@@ -17,12 +17,14 @@ from headrace.pipeline.composing.recipe_names import Recipe
 from headrace.pipeline.load import ConfigError, PipelineOptions, configured, shows_options
 from headrace.pipeline.tools.command.perform import perform
 from headrace.pipeline.tools.dumps import TaskResult
+from headrace.pipeline.wording import said_in_python
 from headrace.spelling import suggest
 from headrace.transforms.table.options import takes_options
 
 Options = Mapping[str, Any] | None
 
 
+@said_in_python()
 @shows_options
 def replay(
     path: str | Path,
@@ -54,6 +56,7 @@ def replay(
     return _result("replay", path, recipe, overrides, source, output, options)
 
 
+@said_in_python()
 @shows_options
 def audit(
     path: str | Path,
@@ -73,6 +76,7 @@ def audit(
     return _result("audit", path, recipe, overrides, source, output, options)
 
 
+@said_in_python()
 @shows_options
 def plan(
     path: str | Path,
@@ -97,6 +101,7 @@ def plan(
     return _result("plan", path, recipe, [*sizes, *overrides], source, output, options)
 
 
+@said_in_python()
 @takes_options
 def compare(
     path: str | Path,
@@ -132,6 +137,11 @@ def _result(
     options: PipelineOptions,
 ) -> TaskResult:
     """Run a task, and return its numbers."""
+    if of_file := {"prompt", "response", "rollouts"} & set(options.get("columns") or ()):
+        raise ConfigError(
+            f"columns names columns of the batch, and {min(of_file)!r} is none. Those of the file are "
+            f"source={{'columns': {{{min(of_file)!r}: …}}}}"
+        )
     ready = [each for override in overrides for each in for_hydra(override)]
     # Two recipes are composed by the task, each with the overrides that it can have.
     of_all = [each for each in ready if task != "compare" or "pipeline." not in each.partition("=")[0]]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 
 import pytest
 import torch
-from command import told
+from command import headrace_here, told
 from composed import configure
+from dumps import write_lines
 from tensordict import TensorDict
 
 import headrace
 from headrace.pipeline import ConfigError, TaskResult, load_pipeline, make_report, write_dump
 from headrace.pipeline.tools.audit import audit_dump
 from headrace.pipeline.tools.dumps.readers import SourceError
+from headrace.pipeline.tools.dumps.readers.open import OWN_FILE
 from headrace.pipeline.tools.plan import tabulate_group_sizes
 from headrace.pipeline.tools.replay import compare_recipes, replay_dump
 
@@ -105,3 +109,58 @@ def test_files_are_kept_only_in_a_folder_that_is_named(dump, tmp_path, monkeypat
 def test_what_cannot_be_is_refused_as_by_the_command(dump, call, error, message):
     with pytest.raises(error, match=message):
         call(dump)
+
+
+OF_THE_COMMAND = re.compile(r"\bheadrace [a-z]|task=|hydra\.|\bnull\b|\bfalse\b|\btrue\b|in braces|a word")
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda own: headrace.replay(own), "source={'columns': {'group': ID, 'reward': NUMBER, 'respo"),
+        (lambda own: headrace.replay(own, source={"columns": COLUMNS}), "add source={'group_size': 4}"),
+        (lambda own: headrace.replay(own, source={"group_size": None, "skip_bad": None}), "got None"),
+        (lambda own: headrace.replay(own, source=OF_FIVE), "For this dump, set source.group_size=4"),
+        (lambda own: headrace.replay(own, columns=COLUMNS), "source={'columns': {'response': …}}"),
+        (lambda own: headrace.replay(own, columns={"uid": "x"}), "pipeline.columns: unknown column 'uid'"),
+        (lambda own: headrace.replay(own, "RLOO"), "(did you mean 'rloo'?); headrace.recipes() lists all"),
+        (lambda own: load_pipeline("RLOO"), "(did you mean 'rloo'?); headrace.recipes() lists all"),
+        (lambda own: load_pipeline(scale=None), "'none'; got None"),
+        (lambda own: load_pipeline(shuffle=None), "pipeline.stages.split.shuffle must be True or False; got"),
+        (
+            lambda own: load_pipeline(group_size="x"),
+            "pipeline.stages.gate.group_size must be an integer or N",
+        ),
+        (lambda own: load_pipeline(after="collapse"), "must be a mapping, as {'name': value} or None; got"),
+        (lambda own: load_pipeline(stages={"advantage": {"clip": [None, None]}}), "may be None; got [None, "),
+        (lambda own: _twice(own), "take another folder, output, or remove that one"),
+    ],
+)
+def test_an_error_of_a_call_has_the_words_of_python(tmp_path, call, said):
+    lines = [{"id": at // 4, "score": float(at % 2), "text": str(at), "expected": None} for at in range(16)]
+    with pytest.raises((ValueError, OSError)) as refused:
+        call(write_lines(tmp_path / "own.jsonl", lines))
+    assert said in str(refused.value)
+    assert not OF_THE_COMMAND.search(str(refused.value))
+    assert len(str(refused.value)) < 1000
+
+
+COLUMNS = {"group": "id", "reward": "score", "response": "text"}
+OF_FIVE = {"columns": COLUMNS, "group_size": 5}
+
+
+def _twice(own):
+    for _ in range(2):
+        headrace.replay(own, source={**OF_FIVE, "group_size": 4}, output=own.parent / "out")
+
+
+def test_the_same_errors_of_the_command_have_its_words(tmp_path):
+    write_lines(tmp_path / "own.jsonl", [{"id": 0, "score": 1.0, "text": "4"}] * 2)
+    columns = "'source.columns={group: id, reward: score, response: text}'"
+    for words, said in {
+        "task=replay source.path=own.jsonl": f"{OWN_FILE}\n",
+        f"task=replay source.path=own.jsonl {columns}": "type:\nheadrace task=replay source.path=own.jsonl",
+        "pipeline=RLOO": "headrace recipes lists all",
+        "pipeline.stages.split.shuffle=null": "must be true or false; got null",
+    }.items():
+        assert said in headrace_here(tmp_path, *shlex.split(words), check=False).stderr

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from headrace.installed import MissingPackageError
 from headrace.pipeline.composing.compose import ConfigError, leaves
-from headrace.pipeline.composing.nodes import YAML, as_typed, misfit
+from headrace.pipeline.composing.nodes import as_typed, misfit, words
 from headrace.pipeline.tools.audit import audit_dump
 from headrace.pipeline.tools.certify import certify
 from headrace.pipeline.tools.dumps import TaskResult
@@ -117,7 +117,7 @@ def check_types(config: DictConfig) -> None:
             whole = reduce(dict.__getitem__, above.split("."), plain)
             if not misfit(whole, TYPES[above]) and not misfit(value, str | list[str]):
                 continue  # names of columns, such as source.columns.group
-            needed = described(TYPES[above], YAML)
+            needed = described(TYPES[above], words())
             raise ConfigError(f"{above} must be {needed}; got {as_typed(value)} for {path}")
         if wanted := misfit(value, TYPES.get(path, Any)):
             raise ConfigError(f"{path} must be {wanted}; got {as_typed(value)}")

@@ -127,9 +127,8 @@ class DumpSteps:
         if self.failed and not self.source.skips:
             of = len(self.failed) + self.passed
             error = StepsFailed(
-                f"{len(self.failed):,} of {of:,} steps failed, so the command does not succeed. With "
-                "source.skip_bad=true, malformed records are skipped, steps that still fail are left out, "
-                "and the exit status is 0"
+                f"{len(self.failed):,} of {of:,} steps failed, which is an error. With source.skip_bad=true, "
+                "malformed records are skipped, and steps that still fail are left out without an error"
             )
             self.console.print(Text(str(error), style="red"), soft_wrap=True)
             raise error

@@ -20,7 +20,7 @@ from rich.text import Text
 from headrace.pipeline.composing.compose import compose_config
 from headrace.pipeline.composing.nodes import IN_THIS_FOLDER
 from headrace.pipeline.load import ConfigError
-from headrace.pipeline.wording import printable
+from headrace.pipeline.wording import for_python, printable
 from headrace.transforms.carry import write_whole
 
 from .readers import Source, SourceError, open_dump
@@ -87,7 +87,7 @@ def require_options(source: Source, config: DictConfig) -> None:
     """Check that the options that the first step needs are set.
 
     Raises:
-        ConfigError: some are not; the message has the command with all of them.
+        ConfigError: some are not; the message has all of them, as a command or as keywords.
     """
     lacking = source.lacking()
     gate = OmegaConf.select(config, "pipeline.stages.gate")
@@ -104,7 +104,10 @@ def require_options(source: Source, config: DictConfig) -> None:
         asked = HydraConfig.get().overrides
         typed = [each for each in asked.task if each.partition("=")[0] not in named]
         typed += [each for each in asked.hydra if not each.startswith("hydra.mode=")]
-    command = shlex.join(["headrace", *typed, *(f"{name}={value}" for name, value in named.items())])
+    todo = "type:\n" + shlex.join(["headrace", *typed, *(f"{name}={value}" for name, value in named.items())])
+    if for_python():
+        todo = f"add source={lacking}" * bool(lacking) + " and " * bool(lacking and not summed)
+        todo += f"stages={{'collapse': {{'columns': {len(rewards)}}}}}" * (not summed)
     why, when = list[str](), list[str]()
     if "group_by" in lacking:
         why.append("it has no ids of groups")
@@ -117,7 +120,7 @@ def require_options(source: Source, config: DictConfig) -> None:
         when.append(f"their sum is the reward (else source.reward_key={rewards[0]})")
     raise ConfigError(
         f"{config.source.path}, a dump of {source.format}: {', and '.join(why)}. If {', and '.join(when)}, "
-        f"type:\n{command}"
+        f"{todo}"
     )
 
 

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from headrace.installed import versions
 from headrace.pipeline.composing.compose import ConfigError
-from headrace.pipeline.wording import printable
+from headrace.pipeline.wording import for_python, printable
 from headrace.transforms.carry import write_whole
 from headrace.transforms.table import listing
 from headrace.transforms.table.options import at_least, takes_options, within
@@ -149,7 +149,8 @@ class ReportFolder:
             FileExistsError: the folder has rows of another run.
         """
         if config.report.dump is not None:
-            refuse_rows(folder, "another folder, hydra.run.dir=FOLDER (with -m hydra.sweep.dir=FOLDER)")
+            named = "output" if for_python() else "hydra.run.dir=FOLDER (with -m hydra.sweep.dir=FOLDER)"
+            refuse_rows(folder, f"another folder, {named}")
         composed = HydraConfig.get() if HydraConfig.initialized() else None
         recipe = composed.runtime.choices.get("pipeline") if composed else None
         try:

@@ -249,7 +249,7 @@ class Formula:
         low, high = self.clip if self.clip is not None and len(self.clip) == 2 else (None, None)
         bounds = [bound for bound in (low, high) if bound is not None]
         if self.clip is not None and (not bounds or bounds[0] > bounds[-1]):
-            raise ValueError(f"clip must be [low, high], one of which may be null; got {self.clip!r}")
+            raise ValueError(f"clip must be [low, high], one of which may be None; got {self.clip!r}")
         if self.scale in MAY_BE_0 and self.eps_mode != "skip":
             raise ValueError(
                 f"scale={self.scale!r} needs eps_mode='skip'; got eps_mode={self.eps_mode!r}. This scale is "

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from tensordict import TensorDictBase
 
 from headrace.pipeline.tools.dumps.paths import missing_path
+from headrace.pipeline.wording import for_python
 from headrace.transforms.table.options import at_least, takes_options
 
 from .batch import MAX_ROWS, Draws, Sample, group_by_order, separate_draws, to_batch
@@ -30,6 +31,7 @@ LARGE_GROUP = 128  # rollouts; a step that is one larger group has prompts that 
 SUFFIXES = (".pt", ".parquet", ".jsonl", ".jsonl.gz")
 NO_FILE = "no file of JSON Lines (.jsonl, .jsonl.gz), Parquet (.parquet) or torch.save (.pt)"
 OWN_FILE = "'source.columns={group: ID, reward: NUMBER, response: TEXT}' source.group_size=ROLLOUTS"
+IN_PYTHON = "source={'columns': {'group': ID, 'reward': NUMBER, 'response': TEXT}, 'group_size': ROLLOUTS}"
 
 
 # A module of this package that has a FORMAT reads the format of its name.
@@ -460,6 +462,6 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
             f"source.format to one of {', '.join(READERS)}"
             + ". For a file of your own, add options with the names of its columns, such as:"
             * own,
-            to_type=OWN_FILE * own,
+            to_type=(IN_PYTHON if for_python() else OWN_FILE) * own,
         )
     return fitting[0]

@@ -196,7 +196,8 @@ def _fail(
         said = "found none among the keys "
         said += " and ".join(f"{quote_some(data)} {whose}" for whose, data in places.items())
     paths = itertools.islice(itertools.chain(*map(_paths, places.values())), MAX_PATHS)
-    meant = "" if there == key else suggest(key, dict.fromkeys(paths))
+    below = f"{there}." if there and isinstance(node, dict) else ""
+    meant = suggest(key, dict.fromkeys(path for path in paths if path.startswith(below) and path != key))
     return SourceError(f"{record.where}: {of} is required, {required}; {said}{meant}")
 
 
