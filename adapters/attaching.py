@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -45,6 +46,12 @@ class Follows:
 
     gives: frozenset[NestedKey | None] | None = None
     """Columns that the recipe gets; None: a stage that lacks one says so at the first step."""
+    followed: Mapping[str, str]
+    """Options of the recipe that are those of the trainer, by stage and option."""
+
+    def __repr__(self: Any) -> str:
+        taken = ", ".join(f"{key}={value}" for key, value in self.followed.items()) or "no option"
+        return f"<{type(self).__name__}: {' → '.join(self.pipeline.order)}; from the trainer: {taken}>"
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a recipe is checked, since it may be changed during training."""
@@ -105,7 +112,7 @@ def attach(
         options: keywords of :func:`load_pipeline`.
 
     Returns:
-        The trainer.
+        The trainer. Its repr names the stages, and the options that are the trainer's.
 
     Raises:
         TypeError: a trainer that has no such hook; docs/coming-from/ has the way for others.
@@ -138,6 +145,7 @@ def attach(
     module = "trl_async" if asynchronous else package
     variant = getattr(import_module(f"headrace.adapters.{module}"), TRAINERS[found[0]])
     variant.check(trainer)
+    of_trainer = dict[str, str]()
     weights = [] if asynchronous else it.reward_weights.tolist()
     rewards = len(weights)
     if not isinstance(recipe, Pipeline):
@@ -145,7 +153,7 @@ def attach(
         settings = settings_of(overrides, keywords, options.get("stages") or {})
         set_here = [*overrides, *(f"pipeline.{key}" for key in settings)]
         follows = variant.of_trainer(trainer) if recipe in (None, DEFAULT) else {}
-        of_trainer = {key: value for key, value in follows.items() if not sets_option(key, set_here)}
+        of_trainer |= {key: value for key, value in follows.items() if not sets_option(key, set_here)}
         if "advantage.scale" in of_trainer:
             refuse_separate_rewards(trainer)
         if rewards > 1 and not sets_option("collapse.columns", set_here):
@@ -170,7 +178,7 @@ def attach(
     if over_generation == 1 and not asynchronous:
         warn_of_fewer_rows(kind, package, pipeline)
     it.__class__ = type(type(trainer).__name__, (variant, type(trainer)), {})
-    it.pipeline = pipeline
+    it.pipeline, it.followed = pipeline, of_trainer
     return trainer
 
 

@@ -72,6 +72,14 @@ def test_an_option_that_is_set_wins_over_the_trainers():
     assert named.stages["advantage"].scale == load_pipeline("grpo").stages["advantage"].scale == "group"
 
 
+def test_a_trainer_with_a_recipe_names_its_stages_and_the_options_that_are_the_trainers():
+    trainer = attach(trainer_of(rewards=2, scale_rewards="batch"), stages={"advantage": {"clip": [-5, 5]}})
+    stages = "gate → collapse → advantage → split → weight"
+    taken = "advantage.scale=batch, collapse.columns=2"
+    assert repr(trainer) == f"<GRPOTrainer: {stages}; from the trainer: {taken}>"
+    assert repr(attach(trainer_of(), "grpo")).endswith("; from the trainer: no option>")
+
+
 def test_rewards_that_are_normalized_one_by_one_are_refused_unless_the_scale_is_set():
     apart = {"multi_objective_aggregation": "normalize_then_sum", "rewards": 2}
     for words, options in OTHERS:

@@ -111,6 +111,29 @@ def test_what_cannot_be_is_refused_as_by_the_command(dump, call, error, message)
         call(dump)
 
 
+def test_a_result_says_what_was_read_and_what_was_not_checked(dump, tmp_path):
+    said = {
+        "replay": repr(headrace.replay(dump, output=tmp_path)),
+        "audit": repr(headrace.audit(dump)),
+        "plan": repr(headrace.plan(dump)),
+        "compare": repr(headrace.compare(dump, "grpo", "rloo")),
+    }
+    trained = r"TaskResult\(32: 32 rows train, of 32 rows in 2 steps; not checked, .*; files in .*\)"
+    checked = r"32 rows in 2 steps; 8 checks: \d passed, \d not checked: \w+ \(.* no .*\)"
+    assert re.fullmatch(trained, said["replay"])
+    assert re.search(checked, said["audit"])
+    assert "32 rows in 2 steps)" in said["plan"]
+    assert "32 rows in 2 steps)" in said["compare"]
+    assert not any("\n" in each for each in said.values())
+
+
+def test_a_result_says_how_much_of_the_dump_was_left_out(tmp_path):
+    rows = [{"id": 0, "score": float(at), "text": "4"} for at in range(2)]
+    path = write_lines(tmp_path / "own.jsonl", [*rows, {"id": 0, "text": "4"}])
+    found = headrace.replay(path, source={"columns": COLUMNS, "group_size": 2, "skip_bad": True})
+    assert "2 rows in 1 step, without 1 malformed records" in repr(found)
+
+
 OF_THE_COMMAND = re.compile(r"\bheadrace [a-z]|task=|hydra\.|\bnull\b|\bfalse\b|\btrue\b|in braces|a word")
 
 

@@ -155,7 +155,8 @@ def audit_dump(
     for line in _lines_below(results):
         console.print(Text(printable(line)), soft_wrap=True)
     read.show()
-    print_files(console, output)
+    checks = f"{read.counted}; {said_of_checks(results)}"
+    print_files(console, output, checks)
     if config.audit.strict:
         missing = [each.name for each in results.values() if each.state == "not checked"]
         lacking = missing if len(missing) == len(results) else [name for name in missing if name in demanded]
@@ -168,7 +169,7 @@ def audit_dump(
             why += f", and these checks were not made: {', '.join(lacking)}" * bool(lacking)
             raise AuditFailed(why)
     read.end()
-    return TaskResult(float(found), report)
+    return TaskResult(float(found), report, checks)
 
 
 def checks_demanded(strict: Any) -> list[str]:
@@ -201,15 +202,30 @@ def verdict_of(results: Mapping[str, CheckResult], format: str) -> str:
         >>> verdict_of({"advantages": CheckResult("advantages", "other advantages")}, "trl")
         '1 check: 1 passed.'
     """
-    states = Counter(each.state for each in results.values())
-    said = ", ".join(
-        f"{states[state]} {state}" for state in ("found", "passed", "not checked") if states[state]
-    )
-    said = f"{len(results)} check{'s' * (len(results) > 1)}: {said}."
+    said = said_of_checks(results, why=False) + "."
     if NO_ADVANTAGES not in results["advantages"].lacking:
         return said
     why = "This dump cannot show whether the advantages were right, because it has none."
     return " ".join(filter(None, [why, SAVES.get(format), said]))
+
+
+def said_of_checks(results: Mapping[str, CheckResult], *, why: bool = True) -> str:
+    """How many checks there are in each state, and which were not made, with the first reason of each.
+
+    Example:
+        >>> blind = CheckResult("signs", "wrong signs", lacking={"the dump has no advantages": 2})
+        >>> said_of_checks({"signs": blind, "sizes": CheckResult("sizes", "wrong sizes")})
+        '2 checks: 1 passed, 1 not checked: signs (the dump has no advantages)'
+    """
+    states = Counter(each.state for each in results.values())
+    counts = [f"{states[state]} {state}" for state in ("found", "passed", "not checked") if states[state]]
+    said = f"{len(results)} check{'s' * (len(results) > 1)}: {', '.join(counts)}"
+    by_reason = dict[str, list[str]]()
+    for each in results.values():
+        if why and each.state == "not checked":
+            by_reason.setdefault(next(iter(each.lacking)), []).append(each.name)
+    named = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
+    return said + (f": {named}" if named else "")
 
 
 def _logged_rows(step: AuditedStep, batch: TensorDictBase) -> list[LoggedRows]:

@@ -68,10 +68,13 @@ class Decision:
         carried: (C,) int64, rows that an earlier call of a :class:`Decider` carried over to this batch, as
             row numbers counted from 0 over all calls. In all columns they follow the N rows of this call.
         came: the rows with tokens, if the caller gave a TensorDict; None for plain columns.
+        unchecked: reasons that no row can have, because the columns do not show it, each with what they lack.
     """
 
-    def __init__(self, run: Run, carried: Tensor, came: TensorDictBase | None = None):
-        self.run, self.carried, self.came = run, carried, came
+    def __init__(
+        self, run: Run, carried: Tensor, came: TensorDictBase | None = None, unchecked: Sequence[str] = ()
+    ):
+        self.run, self.carried, self.came, self.unchecked = run, carried, came, list(unchecked)
 
     @cached_property
     def advantage(self) -> Tensor:
@@ -214,7 +217,8 @@ class Decision:
         return self.run.metrics
 
     def __repr__(self) -> str:
-        return f"Decision({self.ledger})"
+        blind = f"; not checked: {', '.join(self.unchecked)}" * bool(self.unchecked)
+        return f"Decision({self.ledger}{blind})"
 
 
 def _dense(batch: TensorDictBase, key: NestedKey) -> Tensor:
@@ -377,7 +381,14 @@ class Decider:
         if run.rows is not None and run.rows.table.carried is not None:
             carried = run.of_rank(run.rows[number])[len(batch) :]
         self.rows += len(batch)
-        return Decision(run, carried, came)
+        shown = {
+            "failed (no status)": any(has_key(batch, each) for each in STATUS_KEYS),
+            "unfinished (no done)": has_key(batch, self._keys["done"]),
+            "empty (no tokens)": masked,
+        }
+        known = {reason for stage in pipeline.stages.values() for reason in getattr(stage, "reasons", ())}
+        unchecked = [each for each, there in shown.items() if not there and each.partition(" ")[0] in known]
+        return Decision(run, carried, came, unchecked)
 
     def reads(self, name: str) -> bool:
         """Whether the recipe reads a column of this name."""

@@ -43,12 +43,13 @@ class DumpSteps:
     Attributes:
         failed: the steps that failed.
         passed: how many did not.
+        rows: of those.
     """
 
     def __init__(self, source: Source, console: Console, folder: ReportFolder | None = None):
         self.source, self.console, self.folder = source, console, folder
         self.failed: list[FailedStep] = []
-        self.passed = 0
+        self.passed = self.rows = 0
 
     def results(self, of: Callable[[int, TensorDictBase], Result]) -> Iterator[Result]:
         """Yield what `of` makes of each step and its batch.
@@ -79,7 +80,7 @@ class DumpSteps:
             finally:
                 if self.folder is not None:
                     self.folder.notices = self._of_source
-            self.passed += 1
+            self.passed, self.rows = self.passed + 1, self.rows + cast(TensorDictBase, found).numel()
             yield result
         if first is not None and not self.passed:
             raise self._advised(first)
@@ -111,6 +112,18 @@ class DumpSteps:
     @property
     def _of_source(self) -> list[str]:
         return said_of_draws(self.source.draws) + self.source.notices
+
+    @property
+    def counted(self) -> str:
+        """How much was read, and what of the dump was left out."""
+        left_out = {
+            "steps that failed": len(self.failed),
+            "malformed records": self.source.skipped,
+            "rows of repeated prompts": sum(each.rows_left_out for each in self.source.draws.values()),
+        }
+        said = f"{self.rows:,} rows in {self.passed:,} step{'s' * (self.passed != 1)}"
+        listed = ", ".join(f"{count:,} {what}" for what, count in left_out.items() if count)
+        return said + (f", without {listed}" if listed else "")
 
     def show(self) -> None:
         """Print these sentences."""

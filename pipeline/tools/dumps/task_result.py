@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TaskResult:
     """The numbers of a task, such as ``replay``.
 
     Attributes:
         number: the one that a sweep shows, such as the number of findings.
         numbers: all, as the JSON file of the task has them.
+        said: what was read, and what was not checked.
         folder: with the files that the task has written, such as ``report.html``; None: they are not kept.
 
     Example:
-        >>> TaskResult(8.0, {"verdict": "…"})["verdict"]
-        '…'
+        >>> found = TaskResult(8.0, {"verdict": "…"}, "16 rows in 2 steps")
+        >>> found["verdict"], found
+        ('…', TaskResult(8: 16 rows in 2 steps))
     """
 
     number: float
-    numbers: Mapping[str, Any] = field(repr=False)
+    numbers: Mapping[str, Any]
+    said: str
     folder: Path | None = None
 
     def __getitem__(self, name: str) -> Any:
         return self.numbers[name]
+
+    def __repr__(self) -> str:
+        return f"TaskResult({self.number:g}: {self.said}{f'; files in {self.folder}' * bool(self.folder)})"
 
     def __float__(self) -> float:
         return self.number

@@ -81,7 +81,7 @@ def groups_seen(report: StepReport) -> GroupsSeen:
     report = report.as_compared
     groups, each = report.groups, report.rollouts
     if not groups:
-        raise ConfigError("task=plan needs a column of group ids; the dump has none. Set source.group_by")
+        raise ConfigError("a plan needs a column of group ids; the dump has none. Set source.group_by")
     scored = np.flatnonzero(has_reward(each))
     ids, index, number = np.unique(each["group"][scored], return_inverse=True, return_counts=True)
     several, index = number > 1, index.reshape(-1)
@@ -145,7 +145,7 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
     seen = GroupsSeen(*(np.concatenate(column) for column in zip(*steps, strict=True)))._replace(group=group)
     if not len(seen.equal):
         raise ConfigError(
-            "task=plan needs groups with at least two rollouts with rewards; found none in the dump"
+            "a plan needs groups with at least two rollouts with rewards; found none in the dump"
         )
     found = show_group_sizes(seen, sizes, config.report.solved, console)
     numbers = tokens.numbers()
@@ -157,7 +157,7 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
     read.show()
     print_files(console, output)
     read.end()
-    return TaskResult(found["uninformative"], found)
+    return TaskResult(found["uninformative"], found, read.counted)
 
 
 def show_group_sizes(

@@ -132,7 +132,7 @@ def compare_recipes(
         console.print(Text(sentence))
     print_files(console, output)
     steps.end()
-    return TaskResult(comparison.numbers["correlation"], result)
+    return TaskResult(comparison.numbers["correlation"], result, steps.counted)
 
 
 def show_comparison(comparison: Comparison, console: Console) -> None:

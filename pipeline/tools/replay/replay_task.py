@@ -20,6 +20,7 @@ from headrace.pipeline.tools.report import (
     history_table,
     make_report,
     said_of_trees,
+    said_of_unchecked,
     show_advisories,
     show_pipeline,
     show_report,
@@ -93,7 +94,9 @@ def replay_dump(config: DictConfig, output: Path, console: Console | None = None
     steps.end()
     found = {"steps": history, "verdict": folder.verdict if history else "", "notices": folder.notices}
     found["failed_steps"] = [each._asdict() for each in steps.failed]
-    return TaskResult(sum(numbers["rows/trained"] for numbers in history), found)
+    trained = sum(numbers["rows/trained"] for numbers in history)
+    said = [f"{trained:,.0f} rows train, of {steps.counted}", said_of_unchecked(folder.unchecked)]
+    return TaskResult(trained, found, "; ".join(filter(None, said)))
 
 
 def said_of_dump(folder: ReportFolder) -> list[str]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .step import StepReport, make_report
     from .survivors import BIASED, tenths_table
     from .tables import FittedColumn, FittedTable
-    from .terminal import print_report, show_advisories, show_report
+    from .terminal import print_report, said_of_unchecked, show_advisories, show_report
     from .texts import decoder_of
     from .user_turn import asked_line, last_user_turn, prompt_label
     from .valid_json import json_text
@@ -78,6 +78,7 @@ __all__ = [
     "report_table",
     "said_of_failed",
     "said_of_trees",
+    "said_of_unchecked",
     "show_advisories",
     "show_pipeline",
     "show_report",

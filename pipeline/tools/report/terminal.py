@@ -92,10 +92,19 @@ def show_advisories(
     if len(advisories) > ADVISED:
         lines.append(Text(f"and {len(advisories) - ADVISED} more, on the page", style="yellow"))
     if unchecked:
-        more = f" and {len(unchecked) - 2} more" if len(unchecked) > 3 else ""
-        named = ", ".join(unchecked[: 2 if more else 3])
-        lines.append(Text(f"not checked, for lack of data: {named}{more}", style="dim"))
+        lines.append(Text(said_of_unchecked(unchecked), style="dim"))
     return [Text(printable(said), style="bold"), *lines] if verdict is not None else lines
+
+
+def said_of_unchecked(names: Sequence[str]) -> str:
+    """Which symptoms were not checked, or how many.
+
+    Example:
+        >>> said_of_unchecked(["stale", "stalled", "off-policy", "groups-incomplete"])
+        'not checked, for lack of data: stale, stalled and 2 more'
+    """
+    more = f" and {len(names) - 2} more" if len(names) > 3 else ""
+    return f"not checked, for lack of data: {', '.join(names[: 2 if more else 3])}{more}" if names else ""
 
 
 def print_report(

@@ -460,3 +460,14 @@ def test_extra_columns_reach_a_function_of_the_caller_and_no_stage():
             decide(columns | more | {"tokens": [1] * 8}, "grpo", extra=extra, **options)
     with pytest.raises(ValueError, match="extra is for plain columns"):
         decide(TensorDict({"x": torch.zeros(1)}, [1]), "grpo", extra=("x",), **options)
+
+
+def test_a_decision_names_the_reasons_that_its_columns_cannot_show():
+    columns = {"group_id": [0, 0], "rollout_id": [0, 1], "reward": [1.0, 0.0]}
+    nothing = "not checked: failed (no status), unfinished (no done), empty (no tokens)"
+    assert repr(decide(columns, group_size=2)) == f"Decision(Ledger(trained: 2); {nothing})"
+    columns |= {"tokens": [1, 1], "status": [0, 0]}
+    assert repr(decide(columns, group_size=2)) == (
+        "Decision(Ledger(trained: 2); not checked: unfinished (no done))"
+    )
+    assert repr(decide({**columns, "done": [True, True]}, group_size=2)) == "Decision(Ledger(trained: 2))"
