@@ -50,9 +50,9 @@ ADDED = {"group": {"members"}}
 
 
 def listed_units() -> set[str]:
-    """The constant UNITS of units.js: names with which a field is looked up."""
+    """The constant UNITS of metrics.js: names with which a field is looked up."""
     return set(
-        re.findall(r'"(\w+)"', re.search(r"^export const UNITS = \[(.*)\];$", MODULES["units.js"], re.M)[1])
+        re.findall(r'"(\w+)"', re.search(r"^export const UNITS = \[(.*)\];$", MODULES["metrics.js"], re.M)[1])
     )
 
 
@@ -105,7 +105,7 @@ def node(tmp_path):
 def test_numbers_have_four_digits_ticks_are_round_and_units_are_shown(node):
     shown = node("""
         import { count, extent, number, scale, ticks } from "./numbers.js";
-        import { measured, measuredRange } from "./units.js";
+        import { measured, measuredRange } from "./metrics.js";
         console.log(JSON.stringify([[
           [0.123456, -0.5, 1234567, 1.5e-7, null].map(number), count(-0),
           extent([3, null, NaN, -1]), extent([null]), ticks([0, 1], 4), scale([0, 10], [100, 200])(2.5),
@@ -114,31 +114,60 @@ def test_numbers_have_four_digits_ticks_are_round_and_units_are_shown(node):
           measured("solve_all", 0.125), measured("time/gate", 0.00125), measured("time/gate", 2.5),
           measured("reward/all/mean", 0.5), measured("mine", 3), measured("staleness/max", null),
           measuredRange("rows/in", 1, 7), measuredRange("time/x", 0.05, 2), measuredRange("mine", -1, 0.5),
-          measuredRange("frac_reward_zero_std", 0, 1),
+          measuredRange("frac_reward_zero_std", 0, 1), measured("optimiser/tokens_per_second", 1),
         ]]));
     """)
     numbers = ["0.1235", "−0.5", "1,234,567", "1.50e−7", "–"]
     assert shown[0] == [numbers, "0", [-1, 3], None, [0, 0.5, 1], 125]
     assert shown[1] == [
         *("1 row", "1,234 rows", "2 rollouts", "12.5 %", "1.25 ms", "2.5 s", "0.5", "3", "–"),
-        *("1 to 7 rows", "50 ms to 2 s", "−1 to 0.5", "0 to 100 %"),
+        *("1 to 7 rows", "50 ms to 2 s", "−1 to 0.5", "0 to 100 %", "1 tokens/s"),
     ]
 
 
-def test_every_metric_has_a_unit_or_is_listed_without_one(make_batch):
-    """A new metric must be listed with its unit or without one."""
-    patterns = re.findall(r"^  \[/(.*)/, \(", MODULES["units.js"], re.M)
-    assert len(patterns) == MODULES["units.js"].count("  [/")
+def test_every_metric_has_a_title_of_its_own_and_a_line_that_tells(node, make_batch):
+    """A new metric must be listed. What a loss or a stage of the user measures has its name as the title."""
     batch = busy_batch(make_batch)
     batch["next", "policy_version"] = torch.arange(9)
     split = ShuffleSplit(minibatches=2, ranks=2, microbatches=2, balance="tokens", remainder="pad")
     run = Pipeline(stages(split=split, weight=LossWeight())).run(batch)
     names = {*make_report(run, batch=batch, parameters=1e9).numbers}
-    names |= {
-        f"correction/{name}" for name in ("ess_token", "kl_k3_sequence", "chi2_token", "weight_max_token")
-    }
-    unknown = [name for name in sorted(names) if not any(re.search(pattern, name) for pattern in patterns)]
-    assert unknown == []
+    stream = ("trained", "lost/stale", "early", "outstanding")
+    stream += tuple(
+        f"{value}/{which}"
+        for value in ("latency", "turns", "length")
+        for which in ("z", "slow", "slow_trained", "others_trained")
+    )
+    optimiser = ("steps", "lr", "loss", "grad_norm", "clipped", "entropy", "kl_approx", "ESS", "mine")
+    correction = ("ess_token", "kl_k1_token", "kl_k3_sequence", "chi2_token", "weight_max_token", "least_ess")
+    logged = ("rows", "agree", "mean_difference", "max_difference")
+    for group, some in {
+        "survivors": stream,
+        "optimiser": optimiser,
+        "correction": correction,
+        "logged_advantage": logged,
+        "split": ("shared_tokens", "oversized", "carried_in"),
+        "advantage/code": ("abs_mean", "zero", "term_mean", "changed"),
+        "token_filter": ("kept", "fraction_kept"),
+    }.items():
+        names |= {f"{group}/{name}" for name in some}
+    shown = node(f"""
+        import {{ described }} from "./metrics.js";
+        console.log(JSON.stringify({json.dumps([*sorted(names), "mine"])}.map(described)));
+    """)
+    *known, mine = shown
+    place = {name: each["place"] for name, each in zip(sorted(names), known, strict=True)}
+    times = {name for name in names if name.startswith("time/")}
+    assert max(place[name] for name in names - times) < mine.pop("place") < min(place[name] for name in times)
+    assert mine == {"unit": "", "title": "mine", "tells": ""}
+    titles = [each["title"] for each in known]
+    assert len({*titles}) == len(titles)
+    for name, each in zip(sorted(names), known, strict=True):
+        assert each["title"] != name
+        assert each["tells"][-1:] == "."
+        assert len(each["title"]) <= 60, name
+        assert len(each["tells"]) <= 90, name
+        assert not re.search(r"[_$]|undefined", each["title"] + each["tells"] + each["unit"]), name
 
 
 def test_bins_are_round_and_hold_each_rollout_once(node):

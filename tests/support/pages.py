@@ -164,7 +164,7 @@ def fan_out_run(steps: int = 5) -> dict[str, Any]:
     made = [step_of(fan_out_rows(k), step=10 * k, actions=actions) for k in range(steps)]
     curve_steps = list(range(10 * steps - 9))
     curves: dict[str, list[float | None]] = {
-        "reward": [1 - 0.9 ** (k + 1) for k in curve_steps],
+        "reward/all/mean": [1 - 0.9 ** (k + 1) for k in curve_steps],
         "rows/trained": [30.0 + 7 * (k % 3) for k in curve_steps],
         "rollouts/trained": [24.0 for _ in curve_steps],
         "staleness/mean": [None if k % 7 == 3 else (k % 5) / 3 for k in curve_steps],

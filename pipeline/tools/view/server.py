@@ -37,7 +37,7 @@ OURS = (
     "view_rows.js",
     "view_steps.js",
 )
-OF_THE_PAGE = ("page.css", "dom.js", "numbers.js", "colour.js")
+OF_THE_PAGE = ("page.css", "dom.js", "numbers.js", "colour.js", "metrics.js")
 FILES = {name: HERE / name for name in OURS} | {name: SHARED / name for name in OF_THE_PAGE}
 HOSTS = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?")  # of a port that ssh forwards, too
 HEADERS = {

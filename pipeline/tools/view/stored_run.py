@@ -219,7 +219,7 @@ class StoredRun:
                 rewards in the loss; the rows of a group together, by reward.
             descending: whether the greatest number, of a group the highest reward, comes first.
             reason: rows with this reason only; ``left``: those that are not trained.
-            group: rows with this group id, or group label, only; where none has it, those that begin with it.
+            group: rows with this group id, or group label, only; where none has it, those that contain it.
             text: rows only in which a text has this in it, in whatever case.
             prompt: key of a prompt (:func:`key_of`): its rows only.
             same: the column whose values `prompt` is a key of.
@@ -294,7 +294,7 @@ class StoredRun:
             columns = [file.read([name])[name].cast(pa.string()) for name in names]
             found = [as_mask(pc.equal(column, group)) for column in columns]
             if not any(mask.any() for mask in found):  # no group has this name
-                found = [as_mask(pc.starts_with(column, group)) for column in columns]
+                found = [as_mask(pc.match_substring(column, group)) for column in columns]
             keep &= np.logical_or.reduce(found) if found else False
         if prompt:
             codes, values = coded(stored, same)

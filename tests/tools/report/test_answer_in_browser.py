@@ -65,7 +65,7 @@ def test_the_first_screen_has_the_verdict(look):
     assert page.driver.execute_script(f"{bottom}.map((e) => e.getBoundingClientRect().bottom))") <= 800
     assert page.seen("#verdict") == "The reward rose to step 59."
     assert page.texts("#answer .big") == [
-        "0.96 mean over rollouts",
+        "0.96 over all rollouts",
         "26.3 % rewards differ",
         "459 tokens per rollout",
         "30 % of all rollouts",
@@ -76,7 +76,7 @@ def test_the_first_screen_has_the_verdict(look):
     assert page.texts("#answer .range")[0] == "curve: steps 0 to 59"
     assert not page.one("#recipe").is_displayed()
     page.choose("number", "0")
-    assert page.texts("#answer .big")[0] == "0.07 mean over rollouts"
+    assert page.texts("#answer .big")[0] == "0.07 over all rollouts"
     assert page.seen("#verdict") == "The reward rose to step 0."
     assert page.texts("#advisories summary")[0].startswith("Step 0 has")
 
@@ -103,8 +103,8 @@ def test_two_recipes_show_first_how_they_differ(look):
     page = look(run | {"notices": ["A note."], "difference": "They differ."})
     assert (page.texts("#notices li"), page.texts("#notes li")) == (["They differ."], ["A note."])
     assert page.texts("#answer .tile h2")[0].startswith("gradient that moves")
-    assert sorted(page.texts("#curves .name")) == sorted({*CURVES, "versus/gradient_moved"})
-    assert page.texts("#curves .name")[0] == "versus/gradient_moved"
+    assert sorted(page.texts("#curves .range code")) == sorted({*CURVES, "versus/gradient_moved"})
+    assert page.texts("#curves .name")[0] == "gradient that moves"
     assert page.seen("#curves [data-legend=second]") == "under rloo"
 
 

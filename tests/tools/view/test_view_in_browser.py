@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import pages
@@ -14,6 +15,7 @@ from stored_runs import report_of_step, served, step_batch, write_run
 
 from headrace.pipeline import Pipeline, ReportFolder, make_report, write_dump
 from headrace.pipeline.tools.view.stored_run import key_of
+from headrace.transforms import LossWeight
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -126,6 +128,29 @@ def test_both_runs_show_the_rows_of_their_files(open_view, folders):
     assert page.texts("#rows .panel .empty") == [f"{folders[1].name} has no step 3."]
 
 
+def test_a_row_says_its_group_its_loss_weight_and_whether_it_trained(driver, tmp_path):
+    """The label of a group without an id is its prompt and a hash. Beside the prompt, the hash is enough."""
+    labels = [f"What? #{each // 3:08x}{7:08x}" for each in range(9)]
+    batch = step_batch(0)
+    report = make_report(Pipeline(stages(weight=LossWeight())).run(batch), step=0, batch=batch)
+    report = dataclasses.replace(report, texts={**report.texts, "group_label": labels})
+    with ReportFolder(tmp_path, every=None) as folder:
+        folder.add(report)
+    with served(tmp_path) as client:
+        page = Page(driver)
+        page.driver.get(client.address + "#order=row+ascending")
+        settle(page)
+        rows = pq.read_table(tmp_path / "rollouts" / "step_00000000.parquet").to_pylist()
+        assert page.texts("td.group_id") == [f"#{label[-16:-8]}" for label in labels]
+        weights = page.values("td.loss_weight", "title")
+        assert [weight and float(weight) for weight in weights] == [row["loss_weight"] for row in rows]
+        reasons = [row["reason"].replace("/", ": ").replace("_", " ") for row in rows]
+        assert page.texts("td.reason") == reasons
+        assert {*reasons} > {"trained", "filter: zero variance"}
+        type_into(page, "group", page.texts("td.group_id")[4])
+        until(lambda: rows_shown(page), ["3", "4", "5"])
+
+
 def test_where_the_runs_are_below_one_another_a_button_leads_to_the_other(open_view, folders):
     page = open_view("#view=steps&step=2", width=390)
     names = [f"the rows of {folders[1].name} are below", "the rows of first are above"]
@@ -138,7 +163,7 @@ def test_where_the_runs_are_below_one_another_a_button_leads_to_the_other(open_v
 
 
 def test_malicious_and_long_texts_are_shown_as_text(open_view, folders):
-    page = open_view("#view=steps&step=0&sort=row")
+    page = open_view("#view=steps&step=0&order=row+ascending")
     rows = pq.read_table(folders[0] / "rollouts" / "step_00000000.parquet").to_pylist()
     page.driver.execute_script(
         "for (const e of document.querySelectorAll('.panel:first-child button.open')) e.click()"
@@ -169,8 +194,7 @@ def test_rows_are_filtered_and_the_url_has_the_filter(open_view, client):
     assert page.seen(".panel:first-child .pager output") == "1–3 of 3 rows, out of 9 in the step"
     page = open_view(page.driver.current_url.removeprefix(client.address))
     assert rows_shown(page) == ["3", "4", "5"]
-    page.choose("sort", "row")
-    page.choose("order", "descending")
+    page.choose("order", "row descending")
     until(lambda: rows_shown(page), ["5", "4", "3"])
     type_into(page, "group", "nothing")
     until(lambda: page.texts(".panel .empty"), ["No row of this step matches."] * 2)
@@ -191,12 +215,14 @@ def test_the_chart_shows_the_number_that_is_chosen(open_view):
     until(lambda: page.seen("#rows-title"), "Rows of step 3")  # the last step
     until(lambda: page.texts("#steps .legend li")[0], "mean reward, first")
     page.choose("metric", "reward/all/max")
-    until(lambda: page.texts("#steps .legend li")[0], "reward/all/max, first")
-    assert (
-        page.one("#steps svg.rewards")
-        .get_attribute("aria-label")
-        .startswith("Reward/all/max by step: first from 2")
-    )
+    until(lambda: page.texts("#steps .legend li")[0], "greatest reward, first")
+    label = page.one("#steps svg.rewards").get_attribute("aria-label")
+    assert label.startswith("Greatest reward by step: first from 2")
+    assert page.seen("#tells") == "Of all rollouts with a reward. reward/all/max"
+    page.choose("metric", "frac_reward_zero_std")
+    until(lambda: page.texts("#steps .legend li")[0], "groups with equal rewards (%), first")
+    label = page.one("#steps svg.rewards").get_attribute("aria-label")
+    assert "first from 33.33 at step 0 to 33.33 at step 3" in label  # one group of three
 
 
 def test_a_reward_that_never_changes_is_the_one_label_of_its_axis(driver, tmp_path):
@@ -296,7 +322,7 @@ def test_a_run_of_long_prompts_names_and_errors_needs_no_scrolling_sideways(driv
     with served(folder.folder, *[write_run(tmp_path / ("other_" * 12))] * others) as client:
         for step in (10**6, 10**6 + 1):
             driver.get("about:blank")
-            driver.get(f"{client.address}#view=steps&step={step}&sort=row")
+            driver.get(f"{client.address}#view=steps&step={step}&order=row+ascending")
             until(lambda: page.count("td.response") > 0, True)
             assert scrolled(page) == []
             seen = "const e = document.querySelector('td.response').getBoundingClientRect(); "

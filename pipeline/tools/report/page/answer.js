@@ -1,21 +1,17 @@
 // The answer first: a verdict in words, the numbers by which one sees it, and what to look at.
 import { curveOf, curvesOf, metricsOf, stepsDrawn } from "./curves.js";
 import { byId, h, s } from "./dom.js";
+import { described } from "./metrics.js";
 import { andList, count, extent, inPercent, isNumber, plural, short } from "./numbers.js";
 
 const TILES = [
-  { metric: /^reward\/all\/mean$/, label: "reward", unit: "mean over rollouts", text: short },
-  {
-    metric: /^groups\/informative$/,
-    label: "informative groups",
-    unit: "rewards differ",
-    text: inPercent,
-  },
-  { metric: /^response_length\/mean$/, label: "response length", unit: "tokens per rollout", text: short },
-  { metric: /^response_characters\/mean$/, label: "response text", unit: "characters per rollout", text: short },
-  { metric: /^rollouts\/truncated$/, label: "truncated rollouts", unit: "of all rollouts", text: inPercent },
-  { metric: /\/ess_token$/, label: "effective sample size", unit: "of the tokens", text: inPercent },
-  { metric: /^staleness\/mean$/, label: "staleness", unit: "policy versions behind", text: short },
+  { metric: /^reward\/all\/mean$/, unit: "over all rollouts", text: short },
+  { metric: /^groups\/informative$/, unit: "rewards differ", text: inPercent },
+  { metric: /^response_length\/mean$/, unit: "tokens per rollout", text: short },
+  { metric: /^response_characters\/mean$/, unit: "characters per rollout", text: short },
+  { metric: /^rollouts\/truncated$/, unit: "of all rollouts", text: inPercent },
+  { metric: /\/ess_token$/, unit: "of the tokens", text: inPercent },
+  { metric: /^staleness\/mean$/, unit: "policy versions behind", text: short },
 ];
 const GAP = 12;
 const TILE = 176; // as narrow as a tile is, where several fit
@@ -28,25 +24,25 @@ function valueAxis(low, high, text, width, height) {
   return low === high ? [each(low, height / 2 + 4)] : [each(high, 12), each(low, height - 3)];
 }
 
-function drawTile({ label, unit, text }, name, page, step, width) {
+function drawTile({ unit, text }, name, page, step, width) {
   const [lines, steps] = [curvesOf(page, name), page.curve_steps];
   const range = extent(lines.flat());
   const head = [
-    h("h2", {}, label, h("span", { class: "of-step" }, `step ${count(step.step)}${page.versus ? ` under ${page.versus[0]}` : ""}`)),
+    h("h2", {}, described(name).title, h("span", { class: "of-step" }, `step ${count(step.step)}${page.versus ? ` under ${page.versus[0]}` : ""}`)),
     h("p", { class: "big" }, text(step.numbers[name]), " ", h("span", { class: "note" }, unit)),
   ];
   if (!range || steps.length < 2) return h("div", { class: "tile" }, head);
   const height = 46;
   const gutter = Math.max(GUTTER, 7 * Math.max(...range.map((end) => text(end).length)) + 12);
-  const drawing = curveOf(label, lines, steps, step.step, { width: width - 2 * PADDING - 2, height, gutter });
+  const drawing = curveOf(name, lines, steps, step.step, { width: width - 2 * PADDING - 2, height, gutter });
   drawing.append(...valueAxis(...range, text, width - 2 * PADDING - 2, height));
   return h("div", { class: "tile" }, head, drawing, h("p", { class: "range" }, `curve: ${stepsDrawn(page)}${lines.length > 1 ? `; dashed: ${page.versus[1]}` : ""}`));
 }
 
 // Of two recipes, what differs: the rollouts are the same, and so are most numbers.
 const APART = [
-  { metric: /^versus\/gradient_moved$/, label: "gradient that moves", unit: "to other groups", text: inPercent },
-  { metric: /^versus\/gradient_cosine$/, label: "cosine of the gradient shares", unit: "1: equal", text: short },
+  { metric: /^versus\/gradient_moved$/, unit: "to other groups", text: inPercent },
+  { metric: /^versus\/gradient_cosine$/, unit: "1: equal", text: short },
 ];
 
 export function drawAnswer(view) {
@@ -59,7 +55,7 @@ export function drawTiles(kinds, { page, step, width }) {
   const names = [...new Set([...metricsOf(page.curves), ...metricsOf(step.numbers), ...(page.unsaid ?? [])])];
   const tiles = kinds.map((tile) => [tile, names.find((name) => tile.metric.test(name))]);
   const isAbsent = ([, name]) => page.unsaid?.includes(name) && !isNumber(step.numbers[name]);
-  const absent = tiles.filter(isAbsent).map(([{ label }]) => label);
+  const absent = tiles.filter(isAbsent).map(([, name]) => described(name).title);
   const known = tiles.filter((tile) => tile[1] !== undefined && !isAbsent(tile));
   const fit = Math.max(1, Math.floor((width + GAP) / (TILE + GAP)));
   const most = width < 2 * TILE ? 2 : fit;

@@ -2,7 +2,7 @@
 import { byId, h, message, moreButton, s } from "./dom.js";
 import { legend, swatch } from "./legend.js";
 import { count, extent, isNumber, isOne, plural, scale } from "./numbers.js";
-import { measured, measuredRange } from "./units.js";
+import { described, measured, measuredRange } from "./metrics.js";
 
 // Which steps curves have: of a long run, some.
 export function stepsDrawn({ curve_steps: steps, recorded }) {
@@ -34,18 +34,13 @@ export const curvesOf = (page, name) =>
 // Names of metrics, without those of the second of two recipes.
 export const metricsOf = (numbers) => [...new Set(Object.keys(numbers).map((name) => name.replace(/^second\//, "")))];
 
-const FIRST_CURVES = ["versus/", "reward", "frac_reward_zero_std", "solve_", "tokens/", "staleness/", "behind_newest/", "advantages/", "rows/"];
-
-// What a run is about comes first; what it took, and what never changes, says less, and comes last.
+// In the order of metrics.js; what never changes says less, and comes last.
 function inOrder(page) {
   const flat = (name) => {
     const range = extent(curvesOf(page, name).flat());
     return !range || isOne(range);
   };
-  const place = (name) => {
-    const found = FIRST_CURVES.findIndex((start) => name.startsWith(start));
-    return (flat(name) ? 200 : name.startsWith("time/") ? 100 : 0) + (found < 0 ? FIRST_CURVES.length : found);
-  };
+  const place = (name) => (flat(name) ? 1000 : 0) + described(name).place;
   return metricsOf(page.curves).sort((a, b) => place(a) - place(b));
 }
 
@@ -62,8 +57,9 @@ export function curveOf(name, lines, steps, current, { width, height, gutter = 0
   const alone = xs
     .map((_, i) => i)
     .filter((i) => ys[i] !== null && (ys[i - 1] ?? null) === null && (ys[i + 1] ?? null) === null);
+  const { title } = described(name);
   const label =
-    `${name} over ${plural(steps.length, "step")}, from ${measuredRange(name, ...range)}; ` +
+    `${title} over ${plural(steps.length, "step")}, from ${measuredRange(name, ...range)}; ` +
     `at step ${current}: ${measured(name, at < 0 ? null : values[at])}`;
   return s(
     "svg",
@@ -84,23 +80,25 @@ function drawCurve(name, page, current, width) {
   const [lines, steps] = [curvesOf(page, name), page.curve_steps];
   const range = extent(lines.flat());
   const at = steps.indexOf(current);
+  const { title, tells } = described(name);
   const head = h(
     "figcaption",
     {},
-    h("span", { class: "name" }, breakable(name)),
+    h("span", { class: "name" }, breakable(title)),
     h("span", { class: "number" }, lines.map((values) => measured(name, values[at] ?? null)).join(" · ")),
   );
-  if (!range) return h("figure", {}, head, message("no number at any step"));
-  const drawing = curveOf(name, lines, steps, current, { width, height: 64, restarts: restartsOf(page) });
-  const ends =
-    isOne(range) ? [`always ${measured(name, range[0])}`] : [measuredRange(name, ...range)];
-  return h("figure", {}, head, drawing, h("p", { class: "range" }, ends));
+  const drawing = range
+    ? curveOf(name, lines, steps, current, { width, height: 64, restarts: restartsOf(page) })
+    : h("div", {}, message("no number at any step"));
+  const ends = !range ? "" : isOne(range) ? `always ${measured(name, range[0])}` : measuredRange(name, ...range);
+  const raw = title === name ? null : h("code", {}, breakable(name));
+  return h("figure", {}, head, h("p", { class: "note" }, tells), drawing, h("p", { class: "range" }, h("span", {}, ends), raw));
 }
 
 export function drawCurves({ page, step, width, redraw }) {
   const names = inOrder(page);
   if (page.curve_steps.length < 2) return null;
-  const columns = Math.max(1, Math.floor((width + 20) / 220));
+  const columns = Math.max(1, Math.floor((width + 20) / 260));
   const each = (width - 20 * (columns - 1)) / columns;
   const some = allCurves ? names : names.slice(0, FIRST);
   const showAll = () => {
@@ -111,7 +109,7 @@ export function drawCurves({ page, step, width, redraw }) {
     legend([
       [
         swatch(s("line", { class: "curve", x1: 0, x2: 18, y1: 7, y2: 7 })),
-        `${page.versus ? `under ${page.versus[0]}: ` : ""}the number at each step drawn: ${stepsDrawn(page)}; below it, the least and the greatest`,
+        `${page.versus ? `under ${page.versus[0]}: ` : ""}the number at each step drawn: ${stepsDrawn(page)}`,
         "curve",
       ],
       page.versus
@@ -156,7 +154,7 @@ export function drawNumbers({ step }) {
       h(
         "dl",
         {},
-        numbers.map((name) => h("div", {}, h("dt", {}, breakable(name)), h("dd", {}, both(name)))),
+        numbers.map((name) => h("div", {}, h("dt", {}, breakable(described(name).title), described(name).title === name ? null : h("code", {}, breakable(name))), h("dd", {}, both(name)))),
       ),
     ),
   ];

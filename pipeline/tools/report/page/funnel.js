@@ -2,7 +2,7 @@
 import { h, message, s } from "./dom.js";
 import { legend, rowSwatch } from "./legend.js";
 import { count, isNumber, andList } from "./numbers.js";
-import { UNITS } from "./units.js";
+import { UNITS } from "./metrics.js";
 
 const ACTIONS = {
   dropped: "dropped: gone from the batch",

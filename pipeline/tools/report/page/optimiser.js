@@ -5,15 +5,15 @@ import { legend, swatch } from "./legend.js";
 import { inPercent, isNumber, shareInWords, short, sum } from "./numbers.js";
 
 const MEASURED = [
-  { metric: /^optimiser\/lr$/, label: "learning rate", unit: "greatest of the parameter groups", text: short },
-  { metric: /^optimiser\/loss$/, label: "loss", unit: "mean over optimiser steps", text: short },
-  { metric: /^optimiser\/grad_norm$/, label: "gradient norm", unit: "before clipping", text: short },
-  { metric: /^optimiser\/clipped$/, label: "clipped gradients", unit: "of the optimiser steps", text: inPercent },
-  { metric: /^optimiser\/entropy$/, label: "entropy", unit: "nats, as the loss gives it", text: short },
-  { metric: /^optimiser\/clip_fraction$/, label: "clipped ratios", unit: "as the loss gives it", text: inPercent },
-  { metric: /^optimiser\/kl_approx$/, label: "KL to the sampler", unit: "nats, as the loss gives it", text: short },
-  { metric: /^optimiser\/kl_to_ref$/, label: "KL to the reference", unit: "nats, as the loss gives it", text: short },
-  { metric: /^optimiser\/tokens_per_second$/, label: "speed", unit: "tokens in the loss per second", text: short },
+  { metric: /^optimiser\/lr$/, unit: "greatest of the parameter groups", text: short },
+  { metric: /^optimiser\/loss$/, unit: "mean over optimiser steps", text: short },
+  { metric: /^optimiser\/grad_norm$/, unit: "before clipping", text: short },
+  { metric: /^optimiser\/clipped$/, unit: "of the optimiser steps", text: inPercent },
+  { metric: /^optimiser\/entropy$/, unit: "nats, as the loss gives it", text: short },
+  { metric: /^optimiser\/clip_fraction$/, unit: "as the loss gives it", text: inPercent },
+  { metric: /^optimiser\/kl_approx$/, unit: "nats, as the loss gives it", text: short },
+  { metric: /^optimiser\/kl_to_ref$/, unit: "nats, as the loss gives it", text: short },
+  { metric: /^optimiser\/tokens_per_second$/, unit: "tokens in the loss per second", text: short },
 ];
 const PARTS = ["collect", "reward", "headrace", "optimise"]; // in the order of a step; others come behind
 

@@ -18,7 +18,7 @@ import { drawSurvivors } from "./survivors.js";
 import { drawTape } from "./tape.js";
 import { hideTip, listenForTips } from "./tip.js";
 import { drawTree, openGroup } from "./tree.js";
-import { UNITS } from "./units.js";
+import { UNITS } from "./metrics.js";
 
 const page = JSON.parse(byId("page-data").textContent); // page_schema.py describes it
 const NARROWEST = 260; // a page that is laid out later, in a hidden tab, has no width yet

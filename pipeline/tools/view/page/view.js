@@ -1,14 +1,15 @@
 // The address holds the state of the viewer. Other modules draw it.
 import { byId, h } from "./dom.js";
+import { described } from "./metrics.js";
 import { count } from "./numbers.js";
 import { ask, columnName, link, reasonName } from "./view_api.js";
 import { drawPrompt, drawPrompts, resizePrompt } from "./view_prompts.js";
 import { rowsPanel } from "./view_rows.js";
 import { REWARD, drawSteps, linesOf, markStep } from "./view_steps.js";
 
-const NAMES = ["view", "step", "metric", "sort", "order", "reason", "group", "text", "prompt", "search", "by"];
-const CONTROLS = { steps: ["metric", "sort", "order", "reason", "group", "text"], prompts: ["search", "by"] };
-const DEFAULTS = { view: "steps", order: "ascending", by: "lowest" };
+const NAMES = ["view", "step", "metric", "order", "reason", "group", "text", "prompt", "search", "by"];
+const CONTROLS = { steps: ["metric", "order", "reason", "group", "text"], prompts: ["search", "by"] };
+const DEFAULTS = { view: "steps", by: "lowest" };
 const WAIT = 250; // milliseconds after the last letter that is typed
 let runs = [];
 let lines = []; // of each run, by step
@@ -62,8 +63,10 @@ let drawn = null; // the rows that are shown, so that a control without a change
 
 function drawRows(state) {
   const step = state.number;
-  options(byId("metric"), metrics().map((name) => [name, metricName(name)]), state.metric);
-  markStep(runs, lines, { ...state, metric: byId("metric").value }, (chosen) => go({ step: String(chosen) }));
+  options(byId("metric"), metrics().map((name) => [name, described(name).title]), state.metric);
+  const metric = byId("metric").value;
+  byId("tells").replaceChildren(described(metric).tells, " ", h("code", {}, metric));
+  markStep(runs, lines, { ...state, metric }, (chosen) => go({ step: String(chosen) }));
   byId("rows-title").textContent = `Rows of step ${count(step)}`;
   byId("number").value = step;
   const asked = state.step.trim();
@@ -79,9 +82,9 @@ function drawRows(state) {
     state.reason,
   );
   const reason = byId("reason").value;
-  options(byId("sort"), SORTS.map(([name, words]) => [name, words ?? columnName(name)]), state.sort);
-  byId("order").value = state.order;
-  const wanted = { sort: byId("sort").value, order: state.order, reason, group: state.group, text: state.text };
+  options(byId("order"), ORDERS, state.order);
+  const [sort, order] = byId("order").value.split(" ");
+  const wanted = { sort, order, reason, group: state.group, text: state.text };
   const key = JSON.stringify([step, wanted]);
   if (key === drawn) return;
   drawn = key;
@@ -96,16 +99,19 @@ function drawRows(state) {
   byId("rows").querySelector(".runs").replaceChildren(...panels);
 }
 
-// The numbers of all runs, the mean reward first. Times, and numbers that one run lacks, come last.
+// The numbers of all runs in the order of metrics.js, the mean reward first. Numbers that one run lacks come last.
 function metrics() {
   const inAll = (name) => name === REWARD || runs.every((run) => run.metrics.includes(name));
-  const place = (name) => (!inAll(name) ? 2 : /^(time|seconds)\//.test(name) ? 1 : 0);
+  const place = (name) => (inAll(name) ? 0 : 1000) + described(name).place;
   return [...new Set([REWARD, ...runs.flatMap((run) => run.metrics)])].sort((a, b) => place(a) - place(b));
 }
 
-const metricName = (name) => (name === REWARD ? "mean reward" : name);
-
-const SORTS = [["", "groups that teach first"], ["reward", "reward"], ["advantage"], ["loss_weight"], ["tokens"], ["row"]];
+const ORDERS = [
+  ["", "groups that teach first"],
+  ...["reward", "advantage", "loss_weight", "tokens", "row"].flatMap((name) =>
+    ["ascending", "descending"].map((order) => [`${name} ${order}`, `${columnName(name === "reward" ? "rollout_reward" : name)}, ${order === "ascending" ? "lowest" : "highest"} first`]),
+  ),
+];
 
 function listen() {
   let timer = 0;

@@ -36,7 +36,7 @@ const COLUMNS = {
   microbatch: "micro-batch",
   carried_in: "carried in from an earlier step (1: yes)",
   status: "end of the rollout",
-  reason: "in the loss?",
+  reason: "trained?",
   action: "what happened to the row",
   ground_truth: "ground truth",
   other_columns: "other columns of the dump",
@@ -44,7 +44,6 @@ const COLUMNS = {
 export const columnName = (name) => COLUMNS[name] ?? name.replaceAll("_", " ");
 
 export function reasonName(reason) {
-  if (reason === "trained") return "in the loss";
   const [stage, ...why] = reason.split("/");
   return why.length ? `${stage}: ${why.join("/").replaceAll("_", " ")}` : reason;
 }

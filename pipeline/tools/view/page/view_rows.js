@@ -7,7 +7,7 @@ const COUNT = 50; // rows at a time
 const AT_ONCE = 20000; // characters of a text that are fetched when its row is opened
 const [LINE, END] = [180, 60]; // characters of a text in the table, and how many of them are its end
 // In this order; the other columns are in an opened row.
-const SHOWN = ["group_id", "rollout_id", "rollout_reward", "advantage", "tokens", "reason"];
+const SHOWN = ["group_id", "rollout_id", "rollout_reward", "advantage", "loss_weight", "tokens", "reason"];
 const OTHERS = "other_columns"; // a JSON object of what else the dump has that was replayed
 const PARTS_OF_TEXT = "response_parts"; // the response again, in the parts that a tokenizer counts
 const TEXTS = ["prompt", "response", "ground_truth"]; // first, when a row is opened
@@ -27,6 +27,9 @@ function shownValue(name, value) {
 
 // Groups and rollouts are named by their labels, if they have any.
 const labelled = { group_id: "group_label", rollout_id: "rollout_label" };
+
+// In a replay of groups without ids, a label is the prompt and a hash. Beside the prompt, the hash is enough.
+const labelText = (label, besidePrompt) => (besidePrompt && / (#[0-9a-f]{8})[0-9a-f]{8}$/.exec(label)?.[1]) || shortId(label);
 
 // `run`: its place; `wanted`: what is asked of the rows; `state`: for links; `without`: columns that are left out.
 export function rowsPanel({ run, name, step, wanted, state, title = null, without = [] }) {
@@ -76,8 +79,7 @@ function rowsTable({ run, step, answer, state, without, sort, label }) {
   const texts = ["prompt", "response"].filter((column) => has(column) && !without.includes(column));
   // The label of a group that is its prompt is not said twice.
   const flat = (cell) => (cell?.start ?? "").replace(/\s+/g, " ").trim();
-  const labelOf = (cells) => flat(value(cells, "group_label")).replace(/ #[0-9a-f]{16}$/, ""); // as of a replay
-  const isPrompt = (cells) => labelOf(cells) && flat(value(cells, "prompt")).includes(labelOf(cells));
+  const isPrompt = (cells) => flat(value(cells, "group_label")) && flat(value(cells, "prompt")).includes(flat(value(cells, "group_label")));
   const once = has("group_label") && has("prompt") && answer.rows.every(isPrompt);
   const shown = SHOWN.filter((column) => has(column) && !(once && column === "group_id"));
   if (!has("rollout_reward") && has("reward")) shown.splice(shown.indexOf("rollout_id") + 1, 0, "reward");
@@ -107,7 +109,7 @@ function rowsTable({ run, step, answer, state, without, sort, label }) {
       h("td", { class: "opens" }, button),
       shown.map((column) => {
         const label = has(labelled[column]) ? value(cells, labelled[column]) : null;
-        const text = label ? shortId(oneLine(label)) : shownValue(column, value(cells, column));
+        const text = label ? labelText(oneLine(label), has("prompt")) : shownValue(column, value(cells, column));
         const full = label ? oneLine(label) : isNumber(value(cells, column)) ? String(value(cells, column)) : null;
         const trained = column === "reason" && value(cells, column)?.start === "trained";
         return h("td", { class: `${column}${column === "reason" && !trained ? " gone" : ""}`, "data-label": columnName(column), title: full }, text);

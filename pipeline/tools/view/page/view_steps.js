@@ -1,5 +1,6 @@
 // The list of steps, of one run or of two beside one another.
 import { byId, h } from "./dom.js";
+import { described } from "./metrics.js";
 import { NONE, count, inPercent, isNumber, number } from "./numbers.js";
 import { ask, link, reasonName } from "./view_api.js";
 import { rewardChart } from "./view_chart.js";
@@ -89,15 +90,17 @@ let latest = 0; // a number that comes late does not replace a later one
 
 async function drawChart(chart, runs, lines, { number: step, metric }, choose) {
   const mine = (latest += 1);
+  const { unit, title } = described(metric);
+  const by = unit === "%" ? 100 : 1;
   let drawn;
   try {
     drawn = rewardChart({
       names: runs.map((run) => run.name),
-      lines: await valuesOf(lines, metric),
+      lines: (await valuesOf(lines, metric)).map((of) => of.map(([at, value]) => [at, isNumber(value) ? by * value : null])),
       chosen: step,
       width: Math.max(chart.clientWidth, 260),
       choose,
-      what: metric === REWARD ? undefined : metric,
+      what: unit ? `${title} (${unit})` : title,
     });
   } catch (error) {
     drawn = h("p", { class: "empty", role: "alert" }, error.message);
