@@ -43,8 +43,8 @@ from .chances import chance_of_equal, chances_of_sizes, choosing_half, different
 RATES = ((0.0, 0.0), (0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (1.0, 1.0))
 PARTS = 0.1  # least share of rollouts on each side of `solved`; below it, solve rates are not shown
 HALVES = (
-    "Half of the rollouts of a prompt, drawn at random, choose its line above all. The other half gives the "
-    "numbers of the line, so no prompt is selected by what is counted. –: the other half has fewer than G."
+    "Half of the rollouts of a prompt, drawn at random, decide in which line it is. The numbers of the line "
+    "are those of the other half. –: this half has fewer than G rollouts. The line `all` has all rollouts."
 )
 
 
@@ -232,6 +232,7 @@ def show_group_sizes(
         f"this recipe, with {rollouts.mean():.1f} rollouts each.",
         highlight=False,
     )
+    console.print(Text(advised(sizes, needed, bound)))
     return {
         "groups": len(seen.equal),
         "uninformative": share,
@@ -242,6 +243,31 @@ def show_group_sizes(
         "quantity": name,
         "ranges": by_line,
     }
+
+
+def advised(sizes: Sequence[int], needed: Sequence[float], bound: Sequence[str]) -> str:
+    """What to do with the table; of sizes that need equally many rollouts, the greatest is named.
+
+    Args:
+        sizes: group sizes, ascending.
+        needed: rollouts per informative group, of each size.
+        bound: ``≤`` where that is an upper bound, else empty.
+
+    Example:
+        >>> print(advised([2, 4, 8], [5.7, 6.3, 9.9], ["", "", ""]))  # doctest: +ELLIPSIS
+        What to do: train with groups of 4, which need the fewest rollouts for each informative group: 6. ...
+    """
+    fewest = min(needed)
+    if fewest == inf:
+        return (
+            "What to do: no group size helps, since the rewards of each prompt are equal. Use other prompts."
+        )
+    at = max(at for at, each in enumerate(needed) if f"{each:.0f}" == f"{fewest:.0f}")
+    return (
+        f"What to do: train with groups of {sizes[at]}, which need the fewest rollouts for each informative "
+        f"group: {'at most ' * bool(bound[at])}{fewest:,.0f}. Larger groups cost more, and compare each "
+        "rollout with more others."
+    )
 
 
 def _said_of_pools(steps: int, width: int, pooled: bool) -> str:

@@ -25,9 +25,10 @@ from .advice import Advice, Advisory, History, Setup, advice_at, numbers_read
 from .dump import write_dump
 from .failed_steps import FAILED, FailedStep, read_failed
 from .history import HISTORY, add_step, begin_history
-from .html import write_page
+from .html import read_steps, write_page
 from .over_steps import totals_over
 from .page_contents import page_data
+from .page_schema import Step
 from .step import StepReport
 from .survivors import page_tables
 from .tables import FittedTable
@@ -60,8 +61,8 @@ class ReportFolder:
         existing: what to do if the folder has rows already. ``raise`` refuses. ``resume`` continues that run,
             after a restart from a checkpoint: what the folder has of the first new step and later ones is
             removed, since those steps are trained again, and the earlier ones stay. Curves, verdict and
-            advice are of the whole run, and the curves have a mark at each restart. Earlier steps cannot be
-            chosen on the page. Set it from the first start on, if `dump` is None.
+            advice are of the whole run, and the curves have a mark at each restart. Earlier steps stay on the
+            page, if they were on it. Set it from the first start on, if `dump` is None.
         page: whether to write the page.
         every: seconds, ≥ 0, between two writings of the page; more, if writing would take over 2 % of the
             time. None: the page is only written at the end.
@@ -129,8 +130,9 @@ class ReportFolder:
         self._written: set[int] = set()  # steps whose rows are in a file
         self._begun = False  # whether what an earlier process left in the folder was looked at
         self._starts: list[tuple[int, str]] = []  # as in RunHistory
+        self._latest: Mapping[str, float] = {}  # numbers of the last step
         # By place among all that were taken.
-        self._kept: Thinned[tuple[int, StepReport]] = Thinned(at_least("steps", steps, 2))
+        self._kept: Thinned[tuple[int, StepReport | Step | None]] = Thinned(at_least("steps", steps, 2))
         self._curves: Thinned[tuple[int, Mapping[str, float]]] = Thinned(POINTS)
         self._read: list[tuple[int, Mapping[str, float]]] = []  # what rules read of all steps
         self._advice: dict[int, Advice] = {}  # of those that the page shows, by place
@@ -257,6 +259,7 @@ class ReportFolder:
         return self.dump is not None or self.existing == "resume"
 
     def _note(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._latest = numbers
         self._curves.add((step, dict(numbers)))
         self._read.append((step, {key: numbers[key] for key in numbers_read() if key in numbers}))
 
@@ -270,8 +273,10 @@ class ReportFolder:
             named = self.recipe or ("" if self.title == UNNAMED else self.title)
             found = begin_history(path, step, self._began, resumes=resumes, recipe=named)
             self._starts, self._began = found.starts, found.starts[0][1]
-            for earlier in found.steps:
-                self._note(*earlier)
+            shown = read_steps(self.folder / "report.html") if found.steps else {}
+            for earlier, numbers in found.steps:
+                self._kept.add((len(self._read), shown.get(earlier)))  # None: the page did not have it
+                self._note(earlier, numbers)
         if self.dump is not None:
             self._begin_rows(step)
 
@@ -292,13 +297,15 @@ class ReportFolder:
             write_whole(path, lambda file: file.write_text(json_text(self.failed), encoding="utf-8"))
 
     def _write(self, *, live: float | None) -> None:
-        shown = dict(self._kept.all())
+        kept = self._kept.all()
+        shown = {place: report for place, report in kept if isinstance(report, StepReport)}
         self._advice = {
-            place: self._advice.get(place) or self._advice_at(report, self._read[: place + 1])
+            place: self._advice.get(place) or self._advice_at(report.numbers, self._read[: place + 1])
             for place, report in shown.items()
         }
         data = page_data(
             [*shown.values()],
+            earlier=[step for _, step in kept if isinstance(step, dict)],
             title=self.title,
             history=self._curves.all(),
             advice=[*self._advice.values()],
@@ -333,12 +340,11 @@ class ReportFolder:
     def _advice_at_last(self) -> Advice:
         if not self._read:
             return Advice("No step was recorded.", [], [])
-        _, report = self._kept.all()[-1]
-        return self._advice_at(report, self._read)
+        return self._advice_at(self._latest, self._read)
 
-    def _advice_at(self, report: StepReport, history: History) -> Advice:
+    def _advice_at(self, numbers: Mapping[str, float], history: History) -> Advice:
         """The advice at a step; none on a page of two recipes, whose question is how they differ."""
-        return advice_at(report.numbers, history) if self.versus is None else Advice("", [], [])
+        return advice_at(numbers, history) if self.versus is None else Advice("", [], [])
 
 
 def said_of_failed(failed: Sequence[FailedStep], passed: int) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 from headrace.pipeline.wording import printable
 from headrace.transforms.carry import write_whole
 
-from .page_schema import PageData, check_keys
+from .page_schema import PageData, Step, check_keys
 
 PAGE = files("headrace.pipeline.tools.report") / "page"
 EXACT_IN_JAVASCRIPT = 2**53
@@ -42,17 +42,7 @@ def render_page(data: Mapping[str, Any]) -> str:
         >>> page.splitlines()[0], "GRPO" in page
         ('<!doctype html>', True)
     """
-    check_keys(data, PageData, "page")
-    tables = [("curves", {"curve_steps": data["curve_steps"], **data["curves"]})]
-    for step in data["steps"]:
-        tables += [(f"{name} of step {step['step']}", step[name]) for name in ("groups", "rows")]
-    for where, table in tables:
-        lengths = {name: len(column) for name, column in table.items()}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(
-                f"columns of a table must be equally long; found in {where}: {lengths}; "
-                "fill up unknown values with None"
-            )
+    _check(data)
     style, script = read("page.css"), bundle(read_modules())
     contents = {"policy": policy(style, script), "style": style, "script": script, "data": embed(data)}
     # In one pass: a {{name}} within the data is not replaced.
@@ -79,6 +69,36 @@ def write_page(data: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """
     page = render_page(data)
     write_whole(Path(path), lambda file: file.write_text(page, encoding="utf-8"))
+
+
+def read_steps(path: Path) -> dict[int, Step]:
+    """The steps on a page by number; none if it is not there, or not of this version of headrace.
+
+    Example:
+        >>> read_steps(Path("no such page"))
+        {}
+    """
+    try:
+        found = re.search(r'id="page-data">(.*?)</script>', path.read_text(encoding="utf-8"))
+        data = json.loads(found[1] if found else "{}")
+        _check(data)
+        return {step["step"]: step for step in data["steps"]}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):  # a file may hold anything
+        return {}
+
+
+def _check(data: Mapping[str, Any]) -> None:
+    check_keys(data, PageData, "page")
+    tables = [("curves", {"curve_steps": data["curve_steps"], **data["curves"]})]
+    for step in data["steps"]:
+        tables += [(f"{name} of step {step['step']}", step[name]) for name in ("groups", "rows")]
+    for where, table in tables:
+        lengths = {name: len(column) for name, column in table.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(
+                f"columns of a table must be equally long; found in {where}: {lengths}; "
+                "fill up unknown values with None"
+            )
 
 
 def plain_page(title: str, style: str, body: str, rules: str) -> str:

@@ -50,6 +50,7 @@ def page_data(
     totals: Numbers | None = None,
     recorded: int | None = None,
     setup: Setup | None = None,
+    earlier: Sequence[Step] = (),
 ) -> PageData:
     """The input of :func:`render_page`: every step with its funnel, groups and rows, and curves over steps.
 
@@ -67,6 +68,7 @@ def page_data(
         totals: over all steps of the run (:func:`totals_over`); None: those of the history.
         recorded: steps of the run; None: those of the history.
         setup: of a run of the command, so that remedies are options that it has (:meth:`Remedy.under`).
+        earlier: steps of a page that was written before; they come first (:func:`.html.read_steps`).
 
     Example:
         >>> page_data([], title="GRPO")["steps"]
@@ -79,15 +81,15 @@ def page_data(
             advice_at(report.numbers, [point for point in points if point[0] <= report.step])
             for report in reports
         ]
-    fired = dict.fromkeys(each.name for said in advice for each in said.advisories)
+    room = PAGE_TEXTS // max(len(earlier) + len(reports), 1)
+    steps = [cut_step(step, room) for step in earlier]
+    steps += [_step(report, room, said) for report, said in zip(reports, advice, strict=True)]
+    fired = dict.fromkeys(each["name"] for step in steps for each in step["advisories"])
     known = [symptoms()[name] for name in fired if name in symptoms()]
     return {
         "title": printable(title),
         "recipe": [{"name": name, "text": text} for name, text in (reports[0].recipe if reports else ())],
-        "steps": [
-            _step(report, PAGE_TEXTS // len(reports), said)
-            for report, said in zip(reports, advice, strict=True)
-        ],
+        "steps": steps,
         "curve_steps": [step for step, _ in points],
         "curves": {name: [numbers.get(name) for _, numbers in points] for name in names},
         "recorded": len(points) if recorded is None else recorded,
@@ -218,6 +220,19 @@ def fitting_texts(report: StepReport, rows: Iterable[int], room: int) -> PageTex
         for name, texts in new._asdict().items():
             getattr(found, name).update(texts)
     return found
+
+
+def cut_step(step: Step, room: int) -> Step:
+    """A step of an earlier page, of whose texts as many stay as `room` bytes of the page hold."""
+    found: dict[str, Any] = {**step, "groups": {**step["groups"]}, "rows": {**step["rows"]}}
+    texts = {"groups": ("asked", "prompt"), "rows": ("response", "by_token", "beside")}
+    for table, name in ((table, name) for table, names in texts.items() for name in names):
+        for at, text in enumerate(found[table][name]):
+            room -= 0 if text is None else len(embed({"": text}))
+            if room < 0:
+                found[table][name] = found[table][name][:at] + [None] * (len(found[table][name]) - at)
+                break
+    return cast(Step, found)
 
 
 def columns_beside(report: StepReport, row: int) -> dict[str, Any]:

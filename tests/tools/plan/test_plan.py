@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import re
 import statistics
 from collections import Counter, defaultdict
@@ -29,7 +30,7 @@ from headrace.pipeline.tools.plan.chances import (
     different_values,
     pools_of,
 )
-from headrace.pipeline.tools.plan.group_sizes import GroupsSeen, lines_of, show_group_sizes
+from headrace.pipeline.tools.plan.group_sizes import GroupsSeen, advised, lines_of, show_group_sizes
 from headrace.transforms import BatchError
 
 pytestmark = pytest.mark.slow
@@ -275,6 +276,9 @@ def test_the_plan_by_hand(make_batch, tmp_path):
     assert re.search(r"all +3 +67% +≤67%", text)
     assert re.search(r"rollouts per informative group +6 +≤12", text)
     assert "* upper bounds: a prompt has too few rollouts for an estimate." in text
+    assert re.search(
+        r"What to do: train with groups of 2, which need the fewest rollouts .* group: 6\.", text, re.S
+    )
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["ranges"][-1]["chance_of_equal"]["4"] == {
         "at_most": pytest.approx(2 / 3),
@@ -283,6 +287,17 @@ def test_the_plan_by_hand(make_batch, tmp_path):
     assert found["rollouts_per_informative_group"] == pytest.approx([6, 12])
     assert [each["range"] for each in found["ranges"]] == ["all"]
     assert "tokens" in found
+
+
+def test_the_advised_group_size_needs_the_fewest_rollouts_and_of_equals_it_is_the_greatest():
+    def size_and_number(*needed, bound=("", "", "")):
+        words = advised([2, 4, 8], needed, bound)
+        return re.search(r"groups of (\d), which .* group: (.*?)\. Larger", words).groups()
+
+    assert size_and_number(6, 8, 9) == ("2", "6")
+    assert size_and_number(9, 8, 7.6) == ("8", "8")
+    assert size_and_number(6, math.inf, 5, bound=("", "≤", "≤")) == ("8", "at most 5")
+    assert "no group size helps" in advised([2, 4], [math.inf, math.inf], ["", "≤"])
 
 
 def test_a_prompt_of_several_steps_is_one_prompt(tmp_path):

@@ -9,10 +9,11 @@ from random import Random
 
 import pytest
 from busy import reported
-from pages import data_of
+from pages import data_of, rollouts_of, step_of
 
 from headrace.pipeline import ReportFolder
 from headrace.pipeline.tools.report.history import HISTORY, add_step, begin_history, read_history
+from headrace.pipeline.tools.report.page_contents import cut_step
 
 pytestmark = pytest.mark.slow
 
@@ -37,11 +38,8 @@ def report_of(make_batch):
 def what_is_said(folder: ReportFolder) -> dict:
     """Of the whole run."""
     data = data_of(folder.close())
-    whole = {name: data[name] for name in ("curves", "curve_steps", "totals", "recorded")}
-    return whole | {
-        "last": data["steps"][-1],
-        "advice": (folder.verdict, folder.advisories, folder.unchecked),
-    }
+    del data["run"]
+    return data | {"advice": (folder.verdict, folder.advisories, folder.unchecked)}
 
 
 @pytest.mark.parametrize("dump", ["parquet", None])
@@ -51,14 +49,15 @@ def test_a_run_with_restarts_says_the_same_as_one_without(tmp_path, report_of, m
     dice = Random(seed)
     steps = dice.randint(20, 40)
     monkeypatch.setattr("headrace.pipeline.tools.report.folder.POINTS", 16)  # so that curves are thinned
-    options = {"dump": dump, "every": None, "existing": "resume"}
-    whole = ReportFolder(tmp_path / "whole", **options)
+    monkeypatch.setattr("headrace.pipeline.tools.report.folder.SHARE", math.inf)  # a page at each step
+    options = {"dump": dump, "steps": 5, "existing": "resume"}
+    whole = ReportFolder(tmp_path / "whole", every=None, **options)
     for step in range(steps):
         whole.add(report_of(step))
 
     first, marks = 0, []
     for last in (False, False, False, True):
-        folder = ReportFolder(tmp_path / "parts", **options)
+        folder = ReportFolder(tmp_path / "parts", every=0, **options)
         end = steps if last else dice.randint(first + 1, steps)
         for step in range(first, end):
             folder.add(report_of(step))
@@ -67,6 +66,48 @@ def test_a_run_with_restarts_says_the_same_as_one_without(tmp_path, report_of, m
     assert what_is_said(folder) == what_is_said(whole)
     assert data_of(folder.close())["run"]["restarts"] == marks[1:]
     assert data_of(whole.close())["run"]["restarts"] == []
+
+
+@pytest.mark.parametrize(
+    "change", [None, ("</html>", "</html>"), ("page-data", "data"), ('"verdict"', '"x"')]
+)
+def test_only_a_page_of_this_version_keeps_the_steps_before_a_restart(tmp_path, report_of, change):
+    """A page that was not written, or that another version wrote, is replaced."""
+    page = tmp_path / "report.html"
+    for step in range(2):
+        with ReportFolder(tmp_path, existing="resume") as folder:
+            folder.add(report_of(step))
+        if step == 0:
+            page.write_text(page.read_text().replace(*change)) if change else page.unlink()
+    kept = change is not None and change[0] == change[1]
+    assert [each["step"] for each in data_of(page)["steps"]] == [0, 1][not kept :]
+    assert data_of(page)["curve_steps"] == [0, 1]
+
+
+def test_a_run_that_fails_after_a_restart_says_what_it_said_before(tmp_path, report_of):
+    for step in range(2):
+        with ReportFolder(tmp_path, existing="resume") as folder:
+            folder.add(report_of(step))
+    with ReportFolder(tmp_path, existing="resume") as again:
+        again.fail(2, "no rows")
+    assert (again.verdict, again.advisories) == (folder.verdict, folder.advisories)
+    assert [each["step"] for each in data_of(tmp_path / "report.html")["steps"]] == [0, 1]
+
+
+@pytest.mark.parametrize("room", [0, 40, 150, 10_000])
+def test_an_earlier_step_keeps_as_many_texts_as_there_is_room_for(room):
+    step = step_of([row for group in range(3) for row in rollouts_of(group, [0.0, 1.0])])
+    texts = [{"start": f"text {at}", "missing": 0, "end": ""} for at in range(9)]
+    step["groups"]["asked"], step["rows"]["response"] = texts[:3], texts[3:]
+    cut = cut_step(step, room)
+    left = [*cut["groups"]["asked"], *cut["rows"]["response"]]
+    size, expected = 0, []
+    for text in texts:
+        size += len(json.dumps({"": text}, separators=(",", ":")))
+        expected.append(text if size <= room else None)
+    assert left == expected
+    cut["groups"]["asked"], cut["rows"]["response"] = texts[:3], texts[3:]
+    assert cut == step  # nothing else is changed
 
 
 def test_the_time_of_a_run_is_that_of_its_beginning(tmp_path, report_of, monkeypatch):
