@@ -22,13 +22,13 @@ from headrace.transforms.table.empty import Empty
 
 from .composing.compose import (
     ConfigError,
-    add_usual_stages,
     compose_config,
     explain_composition,
     for_hydra,
+    no_stage,
     usual_stage,
 )
-from .composing.nodes import as_typed, build_node, name_parts, resolved, stages_by_column
+from .composing.nodes import as_typed, build_node, complete_stages, resolved, stages_by_column
 from .composing.recipe_names import Recipe
 from .pipeline import MaskedLogProb, Pipeline
 from .wording import said_in_python
@@ -241,7 +241,7 @@ def _overrides(recipe: str, overrides: Sequence[str], rows: str | None) -> list[
         group = override.partition("=")[0]
         if again := [other for other in others if other.startswith(f"{group}=")]:
             raise ConfigError(f"{group} is set twice, by {override} and by {again[0]}: set it once")
-    return [*chosen, *(ready for override in others for ready in for_hydra(override))]
+    return [*chosen, *for_hydra(others)]
 
 
 def _is_override(text: str) -> bool:
@@ -265,8 +265,7 @@ def build_pipeline(config: DictConfig) -> Pipeline:
 
 
 def _built(config: DictConfig) -> Pipeline:
-    add_usual_stages(config)
-    config = name_parts(config)
+    complete_stages(config)
     try:
         plain, of_values = resolved(config), stages_by_column(config)
     except OmegaConfBaseException as err:
@@ -280,11 +279,12 @@ def _built(config: DictConfig) -> Pipeline:
     stages |= of_values
     for name, node in stages.items():
         if not (node is None or callable(node) or (isinstance(node, dict) and "_target_" in node)):
-            own = isinstance(node, str) and "." in node  # the path of a class
-            others = [other for other in stages if other != name]
-            meant = f" (did you mean {{_target_: {node}}}?)" if own else suggest(name, others)
+            if isinstance(node, dict):
+                others = [other for other in stages if other != name]
+                raise ConfigError(f"pipeline.stages.{name}: {no_stage(name, node, others)}")
             raise ConfigError(
-                f"pipeline.stages.{name} must be a node with a _target_, or null{meant}; got {as_typed(node)}"
+                f"pipeline.stages.{name} must be a name, a node with a _target_, or null; got "
+                f"{as_typed(node)}"
             )
     return build_node(config, "pipeline", plain)
 
@@ -311,8 +311,8 @@ def settings_of(
     Args:
         overrides: the overrides of the same call, which must not set the same keys.
         given: values by keyword.
-        stages: options by stage; of a stage that the recipe lacks, ``{}`` or its name adds the usual one.
-            None removes the stage. An object, or a mapping with a ``_target_``, is a whole stage.
+        stages: options by stage; of a stage that the recipe lacks, ``{}`` adds the usual one. None removes
+            the stage. An object, a name, or a mapping with a ``_target_``, is a whole stage.
 
     Raises:
         ConfigError: a key, or a part of it, is set twice.
@@ -325,10 +325,10 @@ def settings_of(
         raise ConfigError(f"stages must be a mapping such as {{'filter': None}}; got {stages!r:.200}")
     found = [(KEYWORDS[word], value, f"{word}={value!r}") for word, value in given.items()]
     for name, options in stages.items():
-        if not (options is None or isinstance(options, Mapping) or callable(options) or options == name):
+        if not (options is None or isinstance(options, Mapping | str) or callable(options)):
             raise ConfigError(
-                f"stages[{name!r}] must be a mapping of options, a whole stage (an object, or a mapping with "
-                f"'_target_'), or None; got {options!r:.200}"
+                f"stages[{name!r}] must be a mapping of options, a whole stage (an object, a name, or a "
+                f"mapping with '_target_'), or None; got {options!r:.200}"
             )
         by_option: Any = {"": options}
         if isinstance(options, Mapping) and options and "_target_" not in options:
@@ -339,9 +339,8 @@ def settings_of(
     known: dict[str, str] = {}
     for override in overrides:  # by its key below `pipeline`; keys elsewhere get a slash, and never match
         key = override.partition("=")[0].lstrip("~+").rpartition("@")[2]
-        known[key.removeprefix("pipeline.") if key.startswith("pipeline.") else f"/{key}"] = override.lstrip(
-            "+"
-        )
+        key = key.removeprefix("pipeline.") if key.startswith("pipeline.") else f"/{key}"
+        known.setdefault(key, override.lstrip("+"))  # the first is as it was typed
     for key, _, source in found:
         for other, override in known.items():
             if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
@@ -365,16 +364,13 @@ def apply_settings(pipeline: DictConfig, settings: Mapping[str, Any]) -> None:
             if isinstance(each, type):
                 raise ConfigError(f"pipeline.{key}: {each.__name__} is a class; give {each.__name__}(...)")
         whole = callable(value) or (isinstance(value, Mapping) and "_target_" in value)
-        own = whole and not option
+        own = not option and (whole or isinstance(value, str))  # what it is
         known = name in pipeline.stages if value is None and not option else name in present
-        bare = not option and value in ({}, name) and usual_stage(name) is not None  # build_pipeline adds it
         placed = name in {*(pipeline.get("after") or ()), *(pipeline.get("before") or ())}
-        known = known or bare or (placed and usual_stage(name) is not None)
-        if rest and not (known or own):
-            raise ConfigError(
-                f"pipeline.{key}: the recipe has no stage {name!r}{suggest(name, present)}; "
-                f"its stages are {', '.join(present)}"
-            )
+        usual = (placed or (not option and value == {})) and usual_stage(name) is not None
+        if rest and not (known or own or usual):
+            options = [each.rpartition(".")[2] for each in settings if each.startswith(f"stages.{name}.")]
+            raise ConfigError(f"pipeline.{key}: {no_stage(name, options, present)}")
         try:
             with (
                 open_dict(pipeline),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from functools import cache
@@ -17,7 +17,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from headrace.pipeline.wording import for_python
@@ -26,11 +26,12 @@ from headrace.spelling import closest, suggest
 __all__ = [
     "TASKS",
     "ConfigError",
-    "add_usual_stages",
     "compose_config",
     "explain_composition",
     "for_hydra",
+    "known_stages",
     "leaves",
+    "no_stage",
     "options_meant",
     "recipes",
     "refuse_parts_of_no_stage",
@@ -39,8 +40,11 @@ __all__ = [
 
 TASKS = ("train", "replay", "compare", "plan", "audit", "certify", "xray")
 GROUPS = ("pipeline", "experiment", "task", "report", "rows", "xray")  # Hydra groups, which choose a file
-ABSENT = object()
+ABSENT: Any = object()
 DOTTED = re.compile(r"[+~]*\w+(\.\w+)+(=|$)")  # the override of a value, as in train.steps=2
+# The options of a stage that are parts of their own, and the folder of conf/ that has nodes for them.
+PARTS = {"criterion": "criterion", "also": "criterion", "term": "term"}
+NODE = re.compile(rf"\+*(pipeline\.stages\.\w+(?:\.(?:{'|'.join(PARTS)}))?)=(.*)", re.DOTALL)
 OF_HYDRA = ("hydra.run.dir", "hydra.sweep.dir", "hydra.searchpath", "hydra.verbose")  # those of use here
 # What other commands call an option.
 ALIASES = {
@@ -60,31 +64,45 @@ class ConfigError(ValueError):
     """A configuration that is invalid, or that has an unknown name; the message has a hint."""
 
 
-def for_hydra(override: str) -> list[str]:
-    """Return the overrides by which Hydra does what an override of headrace means.
+def for_hydra(given: Sequence[str]) -> list[str]:
+    """Return the overrides by which Hydra does what overrides of headrace mean.
 
-    ``~pipeline.stages.NAME`` sets the stage to null, because a recipe's `order` may still name it. A node
-    with a ``_target_`` replaces the recipe's node, and is not merged with it. A new stage and its place need
-    no ``+``: a stage that the order lacks is refused later.
+    ``~pipeline.stages.NAME`` sets the stage to null, because a recipe's `order` may still name it. A name, as
+    in ``pipeline.stages.second=filter``, or a node with a ``_target_`` replaces a stage, a criterion or a
+    term, and is not merged with it. Other overrides set its options, also if they come first. A new stage and
+    its place need no ``+``: a stage that the order lacks is refused later.
 
     Example:
-        >>> for_hydra("~pipeline.stages.filter"), for_hydra("pipeline=grpo")
-        (['pipeline.stages.filter=null'], ['pipeline=grpo'])
-        >>> for_hydra("pipeline.stages.filter={_target_: my.Filter}")
-        ['++pipeline.stages.filter=null', '++pipeline.stages.filter={_target_: my.Filter}']
-        >>> for_hydra("pipeline.after.bonus=collapse")
-        ['++pipeline.after.bonus=collapse']
+        >>> for_hydra(["~pipeline.stages.filter", "pipeline=grpo", "pipeline.after.bonus=collapse"])
+        ['pipeline.stages.filter=null', 'pipeline=grpo', '++pipeline.after.bonus=collapse']
+        >>> for ready in for_hydra(["pipeline.stages.second.action=drop", "pipeline.stages.second=filter"]):
+        ...     print(ready)
+        ++pipeline.stages.second=filter
+        ++pipeline.stages.second={_target_: filter}
+        ++pipeline.stages.second.action=drop
     """
-    if found := re.fullmatch(r"~(pipeline\.stages\.\w+)", override):
-        return [f"{found[1]}=null"]
-    new = re.match(r"pipeline\.(stages\.(\w+)=(\{|\2$)|(after|before)\.\w+=)", override)
-    ready = f"++{override}" if new else override
-    if found := re.match(r"(pipeline\.stages\.[\w.]+)=\{.*_target_", override, re.DOTALL):
+    nodes, named, others = dict[str, list[str]](), set[str](), list[str]()
+    for override in given:
+        override = re.sub(r"^~(pipeline\.stages\.\w+)$", r"\1=null", override)
+        found, value = NODE.fullmatch(override), ABSENT
         with suppress(HydraException):  # which Hydra raises again, with its place
-            value = OverridesParser.create().parse_override(override).value()
-            if isinstance(value, dict) and "_target_" in value:
-                return [f"{'++' * bool(new)}{found[1]}=null", ready]
-    return [ready]
+            value = OverridesParser.create().parse_override(override).value() if found else ABSENT
+        key, node = found.groups() if found else ("", "")
+        is_name = isinstance(value, str) and re.fullmatch(r"[\w.]+", value)
+        if value is None:
+            nodes.setdefault(key, []).append(override)
+        elif is_name or isinstance(value, dict):
+            named.add(key)
+            new = "++" if key.count(".") == 2 else ""  # a whole stage, not a part of one
+            target = value if is_name else value.get("_target_")
+            own = nodes.setdefault(key, [])
+            if target is not None and not any(f"@{key}." in each for each in given):
+                own.append(f"{new}{key}={target}")  # in place of what the recipe has there
+            own.append(f"{new}{key}={f'{{_target_: {value}}}' if is_name else node}")
+        else:
+            others.append(re.sub(r"^(?=pipeline\.(after|before)\.)", "++", override))
+    ready = [*(each for _, own in sorted(nodes.items()) for each in own), *others]
+    return [f"++{each}" if each.startswith(tuple(f"{key}." for key in named)) else each for each in ready]
 
 
 def compose_config(config_name: str, *overrides: str) -> DictConfig:
@@ -151,13 +169,23 @@ def usual_stage(name: str) -> DictConfig | None:
     return known[name]
 
 
-def add_usual_stages(pipeline: DictConfig) -> None:
-    """Replace a stage of a composed ``pipeline`` that is only options, or its own name, by the usual one."""
-    for name, node in (pipeline.get("stages") or {}).items():
-        only_options = OmegaConf.is_dict(node) and "_target_" not in node
-        if (only_options or node == name) and (usual := usual_stage(str(name))) is not None:
-            with open_dict(pipeline):
-                pipeline.stages[name] = OmegaConf.merge(usual, node if only_options else {})
+def no_stage(name: str, options: Collection[str], stages: Collection[str]) -> str:
+    """Say that a recipe has no such stage, and how to add it with these options."""
+    return (
+        f"the recipe has no stage {name!r}{suggest(name, stages)}; its stages are {', '.join(stages)}"
+        f"{_to_add(name, options)}"
+    )
+
+
+def _to_add(name: str, options: Collection[str]) -> str:
+    """Say how to add a stage of this name and these options; empty for the name of a usual stage."""
+    if usual_stage(name) is not None:
+        return ""
+    kinds = [each for each in known_stages() if {*options} <= {*(usual_stage(each) or ())}][:1] or ["NAME"]
+    return (
+        f". To add one, name one of `headrace stages`, or the path of a class: pipeline.stages.{name}="
+        f"{kinds[0]} (in Python stages={{{name!r}: {{'_target_': {kinds[0]!r}, ...}}}})"
+    )
 
 
 def refuse_parts_of_no_stage(config: DictConfig, overrides: Iterable[str]) -> None:
@@ -215,8 +243,7 @@ def explain_composition(error: Exception, overrides: Sequence[str] = (), config_
         )
     if there := re.search(r"An item is already at '([\w.]+)'", message):
         value = next((each.partition("=")[2] for each in overrides if each.startswith(f"+{there[1]}=")), "")
-        choice = f" or {there[1].rpartition('.')[2]}@{there[1]}={value}, which names a file" if value else ""
-        return f"{there[1]} is there already, and needs no + (did you mean {there[1]}={value}{choice}?)"
+        return f"{there[1]} is there already, and needs no + (did you mean {there[1]}={value}?)"
     if part := re.search(r"Could not override '([\w/]+@[\w.]+)'", message):
         typed = next((each for each in overrides if each.startswith(f"{part[1]}=")), part[1])
         parts = re.findall(r"[\w/]+@[\w.]+", message.replace(part[1], ""))
@@ -255,10 +282,6 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
         base = compose_config(config_name, *groups)
     except ConfigError:
         return None
-    if re.fullmatch(r"pipeline\.stages\.\w+", typed) and re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", value):
-        return (
-            f"{typed}={value}: a stage of your own is a node (did you mean '{typed}={{_target_: {value}}}'?)"
-        )
     removes = value == "null" and re.fullmatch(
         r"pipeline\.stages\.\w+", typed
     )  # as `for_hydra` has written it
@@ -303,9 +326,13 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
         last_names = {other.split(".")[-1] for other in known}
         nearest = difflib.get_close_matches(last, last_names, n=1, cutoff=0.75) or [last]
         found = deeper(last, known) or deeper(nearest[0], known)
+    new = re.match(r"pipeline\.stages\.(\w+)\.(\w+)", typed)
+    new = new if new is not None and new[1] not in stages else None  # an option of a stage that there is not
     if found:
         meant = " or ".join(f"{sign}{other}{equals}{value}" for other in found)
-        return f"unknown option {typed!r} (did you mean {meant}?)"
+        return f"unknown option {typed!r} (did you mean {meant}?){_to_add(new[1], [new[2]]) if new else ''}"
+    if new:
+        return f"{typed}{equals}{value}: {no_stage(new[1], [new[2]], stages)}"
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     full = f"{sign}{path.removesuffix(name)}{close[0]}{typed[len(path) :]}{equals}{value}" if close else ""
     hint = f" (did you mean {full}?)" if full else ""

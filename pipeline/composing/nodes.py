@@ -13,24 +13,25 @@ from copy import deepcopy
 from functools import partial, reduce
 from importlib import resources
 from operator import getitem
-from typing import Any, Literal, Union, get_args, get_origin
+from pathlib import Path
+from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf, flag_override, open_dict
+from omegaconf import DictConfig, OmegaConf, flag_override, open_dict, read_write
 
 from headrace.pipeline.wording import for_python
 from headrace.spelling import suggest
 from headrace.transforms.table.options import PYTHON, annotations_of, described, fits, is_default
 
-from .compose import ConfigError
+from .compose import PARTS, ConfigError, usual_stage
 
 __all__ = [
     "IN_THIS_FOLDER",
     "YAML",
     "as_typed",
     "build_node",
+    "complete_stages",
     "misfit",
-    "name_parts",
     "resolved",
     "stages_by_column",
     "words",
@@ -125,35 +126,55 @@ def _made(node: Any, path: str, given: Mapping[str, Any] | None = None) -> Any:
 
 OF_HYDRA = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 
-# The options of a stage that are parts of their own, and the folder of conf/ that has nodes for them.
-PARTS = {"criterion": "criterion", "also": "criterion", "term": "term"}
+# The options of stages that take parts of their own, with the folder of the part and a stage that has it.
+HOLDERS = {"criterion": ("criterion", "filter"), "term": ("term", "token_advantage")}
 
 
-def name_parts(pipeline: Any) -> Any:
-    """A ``pipeline`` node where names such as ``criterion: not_truncated`` are the nodes they name.
+def complete_stages(pipeline: Any) -> None:
+    """Complete the stages of a ``pipeline`` node, and their criteria and terms, if they are names.
 
-    It is a copy, if there are any.
+    ``second: {_target_: filter, action: drop}`` becomes the usual filter with another action, and
+    ``second: filter`` the usual filter. A stage with options alone is the usual one of its own name.
 
     Raises:
-        ConfigError: there is no criterion, or no term, of this name.
+        ConfigError: there is no stage, criterion or term of this name.
     """
-    if not isinstance(pipeline, DictConfig) or not isinstance(pipeline.get("stages"), DictConfig):
-        return pipeline
-    named = [
-        (name, option, part)
-        for name, stage in pipeline.stages.items()
-        for option in PARTS.keys() & set(stage if isinstance(stage, DictConfig) else ())
-        if isinstance(part := stage._get_node(option)._value(), str) and part.isidentifier()
-    ]
-    if named:
-        parent, pipeline = pipeline._get_parent(), deepcopy(pipeline)
-        pipeline._set_parent(parent)
-    for name, option, part in named:
-        with open_dict(pipeline):
-            pipeline.stages[name][option] = _node_named(
-                part, PARTS[option], f"pipeline.stages.{name}.{option}"
+    stages: Any = pipeline.get("stages") if isinstance(pipeline, DictConfig) else None
+    for name in map(str, stages if isinstance(stages, DictConfig) else ()):
+        where = f"pipeline.stages.{name}"
+        _complete(stages, name, "stage", where)
+        stage = stages._get_node(name)
+        for option in PARTS.keys() & set(stage if isinstance(stage, DictConfig) else ()):
+            _complete(stage, option, PARTS[option], f"{where}.{option}")
+
+
+def _complete(around: DictConfig, key: str, folder: str, where: str) -> None:
+    """Replace a name, and a node that has one as its ``_target_``, by the node of ``conf/<folder>``."""
+    given: Any = around._get_node(key)
+    value = given._value()
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w.]*", value):
+        given = OmegaConf.create({"_target_": value})
+    elif not isinstance(value, dict):
+        return
+    own = str(key) if folder == "stage" and usual_stage(str(key)) is not None else None
+    name = given.get("_target_", own)
+    if given is around._get_node(key) and not (isinstance(name, str) and name.isidentifier()):
+        return  # it is complete
+    if isinstance(name, str) and name.isidentifier():
+        known = _node_named(name, folder, where)
+        with open_dict(known):
+            for part in PARTS.keys() & set(given):
+                each = given._get_node(part)._value()
+                if isinstance(each, str) or (isinstance(each, dict) and "_target_" in each):
+                    known[part] = None  # what a whole part does not set is not that of the usual one
+            given = OmegaConf.merge(known, given, {"_target_": known._target_})
+        if required := [str(option) for option in given if OmegaConf.is_missing(given, option)]:
+            raise ConfigError(
+                f"{where}: {name} needs {' and '.join(required)}. Set, for example, "
+                f"{' '.join([f'{where}={name}', *(f'{where}.{option}=1' for option in required)])}"
             )
-    return pipeline
+    with open_dict(around), read_write(around):
+        around[key] = given
 
 
 def stages_by_column(pipeline: DictConfig) -> dict[str, Any]:
@@ -185,29 +206,29 @@ def stages_by_column(pipeline: DictConfig) -> dict[str, Any]:
                 del one.stages[name]["by_column"], one.stages[name]["values"]
                 for option in options:
                     one.stages[name][option] = deepcopy(options._get_node(option))
-            stages[value] = resolved(name_parts(one))["stages"][name]
+            complete_stages(one)
+            stages[value] = resolved(one)["stages"][name]
         column = OmegaConf.to_container(column) if OmegaConf.is_config(column) else column
         found[str(name)] = {"_target_": "headrace.transforms.ByColumn", "column": column, "stages": stages}
     return found
 
 
 def _node_named(name: str, folder: str, where: str) -> DictConfig:
-    """The node of ``conf/<folder>/<name>.yaml``."""
-    files = resources.files("headrace.conf").joinpath(folder)
-    known = sorted(file.name.removesuffix(".yaml") for file in files.iterdir())
-    if name not in known:
+    """The usual stage of a name, or the node of ``conf/<folder>/<name>.yaml``."""
+    conf = Path(str(resources.files("headrace.conf")))
+    texts = {each.stem: each.read_text(encoding="utf-8") for each in sorted((conf / folder).glob("*.yaml"))}
+    if name not in texts:
+        of_class = [each for each, text in texts.items() if f"_target_: headrace.transforms.{name}\n" in text]
+        hint = suggest(name, of_class or texts)
+        for option, (other, stage) in HOLDERS.items():
+            if folder == "stage" and (conf / other / f"{name}.yaml").is_file():
+                hint = f" (it is a {other}: did you mean {where}={stage} {where}.{option}={name}?)"
         raise ConfigError(
-            f"{where}: unknown {folder} {name!r}{suggest(name, known)}; choose from {', '.join(known)}, or "
-            "give an object, or a node with a _target_"
+            f"{where}: unknown {folder} {name!r}{hint}; headrace stages lists all. Or give an object, or the "
+            "path of a class"
         )
-    node = OmegaConf.create(files.joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
-    if required := [str(option) for option in node if OmegaConf.is_missing(node, option)]:
-        chosen = f"{'+' * where.endswith('.also')}{folder}@{where}={name}"
-        raise ConfigError(
-            f"{where}: {name} needs {' and '.join(required)}. Set, for example, "
-            f"{' '.join([chosen, *(f'{where}.{option}=1' for option in required)])}"
-        )
-    return DictConfig(node)
+    usual = usual_stage(name) if folder == "stage" else OmegaConf.create(texts[name])
+    return deepcopy(cast(DictConfig, usual))
 
 
 def _check_options(path: str, plain: Any) -> None:

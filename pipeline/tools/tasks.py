@@ -142,7 +142,7 @@ def _result(
             f"columns names columns of the batch, and {min(of_file)!r} is none. Those of the file are "
             f"source={{'columns': {{{min(of_file)!r}: …}}}}"
         )
-    ready = [each for override in overrides for each in for_hydra(override)]
+    ready = for_hydra(overrides)
     # Two recipes are composed by the task, each with the overrides that it can have.
     of_all = [each for each in ready if task != "compare" or "pipeline." not in each.partition("=")[0]]
     config = configured("config", recipe, [f"task={task}", *of_all], options)

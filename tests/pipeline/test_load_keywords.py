@@ -17,7 +17,7 @@ from headrace.pipeline import ConfigError, Decider, build_pipeline, decide, load
 from headrace.pipeline.composing.compose import compose_config, recipes
 from headrace.pipeline.composing.recipe_names import Recipe
 from headrace.pipeline.load import KEYWORDS, PipelineOptions, settings_of
-from headrace.transforms import RewardShaping, SignFactors
+from headrace.transforms import LengthWithin, NotTruncated, RewardShaping, SampleFilter, SignFactors
 from headrace.transforms.table.options import annotations_of
 
 pytestmark = pytest.mark.slow
@@ -304,7 +304,7 @@ def test_a_recipe_inserts_a_stage_by_the_name_of_its_neighbour(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "options", "message"),
     [
-        (("pipeline.stages.fliter={action: drop}",), {}, "must be a node with a _target_"),
+        (("pipeline.stages.fliter={action: drop}",), {}, r"no stage 'fliter' \(did you mean 'filter' "),
         ((f"pipeline.stages.fliter={MINE}",), {}, r"it lacks 'fliter' \(did you mean 'filter'"),
         ((PLACE,), {}, r"^pipeline\.after\.mine=advantage names the unknown stage 'mine'"),
         ((PLACE,), {"after": {"mine": "gate"}}, "after is set twice, by .* and by pipeline.after.mine=adv"),
@@ -329,7 +329,8 @@ def test_errors_name_the_place_of_a_pipeline_in_another_configuration():
         ("stages.advantage.eps", -1, "algo.rl.stages.advantage.eps must be finite and ≥ 0; got -1"),
         ("stages.advantage.scale", "no", "algo.rl.stages.advantage.scale must be"),
         ("order", ["gate"], "algo.rl.order must name each stage once"),
-        ("stages.mine", {"a": 1}, "algo.rl.stages.mine must be a node with a _target_"),
+        ("stages.mine", {"a": 1}, "algo.rl.stages.mine: the recipe has no stage 'mine'; its stages are"),
+        ("stages.mine", 3, "algo.rl.stages.mine must be a name, a node with a _target_, or null; got 3"),
     ):
         wrong = copy.deepcopy(config)
         OmegaConf.update(wrong, f"algo.rl.{path}", value, force_add=True)
@@ -363,18 +364,86 @@ def test_the_place_that_is_advised_is_one_that_is_taken(stage, place):
     assert order[order.index(place) + 1] == "signs"
 
 
-def test_a_class_of_ones_own_is_answered_with_its_name_or_its_node(tmp_path, monkeypatch):
+SAME = {"_target_": "filter", "criterion": {"_target_": "length_within", "high": 3}, "action": "drop"}
+
+
+def of_second(words: str) -> list[str]:
+    """Overrides of the stage `second`."""
+    return re.sub(r"\bsecond(?=[.=])", "pipeline.stages.second", words).split()
+
+
+@pytest.mark.parametrize(
+    ("words", "stages"),
+    [
+        ("second=filter second.action=drop second.criterion={_target_:length_within,high:3}", {}),
+        ("second.criterion.high=3 second.criterion=length_within second.action=drop +second=filter", {}),
+        ("second={_target_:filter,action:drop} +criterion@second.criterion=length_within "
+         "second.criterion.high=3", {}),
+        ("second=headrace.transforms.SampleFilter second.criterion=headrace.transforms.LengthWithin "
+         "second.criterion.high=3 second.action=drop", {}),
+        ("", {"second": SAME}),
+        ("", {"second": SAME | {"criterion": LengthWithin(high=3)}}),
+        ("", {"second": SampleFilter(criterion=LengthWithin(high=3), action="drop")}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("recipe", ["grpo", "as/trl"])  # with and without a first filter
+def test_a_second_stage_of_a_kind_has_a_name_of_its_own(recipe, words, stages):
+    pipeline = load_pipeline(recipe, *of_second(words), stages=stages, after={"second": "collapse"})
+    assert pipeline.order[:3] == ["gate", "collapse", "second"]
+    assert repr(pipeline.stages["second"]) == "SampleFilter(criterion=LengthWithin(high=3), action='drop')"
+
+
+def test_a_recipe_adds_a_second_stage_in_the_same_way(tmp_path):
+    (tmp_path / "pipeline").mkdir()
+    for second in ("filter", "{_target_: filter, criterion: not_truncated, unit: rollout}"):
+        text = f"defaults: [grpo, _self_]\nafter: {{second: filter}}\nstages: {{second: {second}}}\n"
+        (tmp_path / "pipeline" / "mine.yaml").write_text(text)
+        stages = load_pipeline("mine", f"hydra.searchpath=[file://{tmp_path}]").stages
+        plain = second == "filter"
+        wanted = stages["filter"] if plain else SampleFilter(criterion=NotTruncated(), unit="rollout")
+        assert repr(stages["second"]) == repr(wanted)
+
+
+@pytest.mark.parametrize(
+    ("words", "stages", "message"),
+    [
+        ("second={action:drop}", {}, "no stage 'second'; .*To add one.*: pipeline.stages.second=filter"),
+        ("second.action=drop", {}, "did you mean .*To add one.*: pipeline.stages.second=filter"),
+        ("second.criterion.high=3", {}, "To add one.*: pipeline.stages.second=filter"),
+        ("", {"second": {"negative": 0.5}}, "To add one.* stages={'second': {'_target_': 'signs', ...}}"),
+        ("second=fliter", {}, r"second: unknown stage 'fliter' \(did you mean 'filter'"),
+        ("second=SampleFilter", {}, r"unknown stage 'SampleFilter' \(did you mean 'filter'\?\)"),
+        ("second=fresh", {}, "a criterion: did you mean .*second=filter .*second.criterion=fresh"),
+        ("second=log_ratio", {}, "a term: did you mean .*second=token_advantage .*second.term=log_rat"),
+        ("second=filter second.acton=drop", {}, r"has no option 'acton' \(did you mean 'action'"),
+        (
+            "second=filter",
+            {"second": {"action": "drop"}},
+            "is set twice, .* by pipeline.stages.second=filter",
+        ),
+    ],
+)
+def test_options_of_a_stage_of_no_kind_are_answered_with_what_adds_it(words, stages, message):
+    with pytest.raises(ConfigError, match=message):
+        load_pipeline("grpo", *of_second(words), stages=stages, after={"second": "filter"})
+
+
+def test_a_whole_part_takes_no_option_from_the_part_that_it_replaces():
+    node = {"_target_": "headrace.transforms.NotTruncated"}  # the usual criterion has more options
+    found = load_pipeline("gdpo", stages={"filter": {"criterion": node}}, after={"filter": "collapse"})
+    assert repr(found.stages["filter"]) == "SampleFilter(criterion=NotTruncated())"
+    assert repr(load_pipeline("grpo", "pipeline.stages.advantage=gae").stages["advantage"]) == "GAE()"
+
+
+def test_a_class_of_ones_own_is_given_by_its_path_and_answered_with_its_name(tmp_path, monkeypatch):
     (tmp_path / "own_bonus.py").write_text("class LengthBonus:\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     for stage, meant in (
-        (
-            "bonus={_target_: own_bonus.LengthBonu}",
-            "own_bonus has no LengthBonu (did you mean 'LengthBonus'?)",
-        ),
-        ("bonus={_target_: no_such_module.Bonus}", "is found with PYTHONPATH=. in front of the command"),
-        ("bonus=own_bonus.LengthBonus", "'pipeline.stages.bonus={_target_: own_bonus.LengthBonus}'?)"),
-        ("filter=own_bonus.LengthBonus", "null (did you mean {_target_: own_bonus.LengthBonus}?)"),
+        ("own_bonus.LengthBonu", "own_bonus has no LengthBonu (did you mean 'LengthBonus'?)"),
+        ("{_target_: own_bonus.LengthBonu}", "own_bonus has no LengthBonu (did you mean 'LengthBonus'?)"),
+        ("no_such_module.Bonus", "is found with PYTHONPATH=. in front of the command"),
+        ("own_bonus.LengthBonus", "must be a transform or a callable; got <own_bonus.LengthBonus object"),
     ):
-        place = ["pipeline.after.bonus=collapse"] * stage.startswith("bonus")
-        with pytest.raises(ConfigError, match=re.escape(meant)):
-            load_pipeline("grpo", f"pipeline.stages.{stage}", *place)
+        for name, place in (("filter", []), ("bonus", ["pipeline.after.bonus=collapse"])):
+            with pytest.raises(ConfigError, match=re.escape(meant)):
+                load_pipeline("grpo", f"pipeline.stages.{name}={stage}", *place)

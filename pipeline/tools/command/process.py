@@ -56,7 +56,9 @@ def run_task(config: DictConfig) -> float:
     typed: Any = OmegaConf.to_container(hydra_config.overrides)  # as they are, with their interpolations
     overrides = [*typed["task"], *(each for each in typed["hydra"] if each.startswith("hydra.searchpath="))]
     if config.get("pipelines"):  # for each of which Hydra composed overrides of stages with a ++
-        overrides = [re.sub(rf"^\+\+(?={OF_ANY_RECIPE})", "", each) for each in overrides]
+        whole = "|".join(re.findall(r"^\+\+pipeline\.stages\.(\w+)=(?!null$)", "\n".join(overrides), re.M))
+        of_recipe = re.compile(rf"^\+\+(?!pipeline\.stages\.({whole})\.)(?={OF_ANY_RECIPE})")
+        overrides = [of_recipe.sub("", each) for each in overrides]
     began, failure, number = time.time(), "", float("nan")
     try:
         refuse_parts_of_no_stage(config, overrides)

@@ -87,10 +87,11 @@ MISTAKES = {
     "criterion@pipeline.stages.filter.criterion=rewards_varry": "unknown criterion 'rewards_varry' (did",
     "criterion@pipeline.stages.filter.also=fresh": "you mean +criterion@pipeline.stages.filter.also=fresh",
     "criterion@pipeline.stages.fliter.criterion=fresh": "n criterion@pipeline.stages.filter.criterion=fre",
-    "+pipeline.stages.filter.criterion=not_truncated": "criterion@pipeline.stages.filter.criterion=not_tr",
+    "pipeline.stages.second.criterion=fresh": "To add one, name one of `headrace stages`, or the path",
+    "pipeline.stages.second=not_truncated": "pipeline.stages.second=filter pipeline.stages.second.criterion=",
     "pipeline.stages.advantage.scael=none": "(did you mean pipeline.stages.advantage.scale=none?",
     "+pipeline.stages.advantage.scael=none": "no option 'scael' (did you mean 'scale'",
-    "+pipeline.stages.advantge.scale=none": "must be a node with a _target_, or null (did you mean 'advan",
+    "+pipeline.stages.advantge.scale=none": "the recipe has no stage 'advantge' (did you mean 'advantage'",
     "+pipeline.stages.filter.criterion.reward_kye=1": "no option 'reward_kye' (did",
     "pipeline.order=[gate]": "order must name each stage once",
     "loss_unit=token": "did you mean pipeline.stages.weight.unit=token",
@@ -110,9 +111,11 @@ MISTAKES = {
     "task=compare source.path=dump pipelines=[rloo,grpo] pipeline.stages.overlong.cache=3": (
         "'pipeline.stages.overlong.cache': pipeline=rloo has no stage 'overlong'; it has gate, collapse"
     ),
-    "task=compare source.path=dump pipelines=[rloo,grpo] '++pipeline.stages.mine={_target_: no.where}'": (
+    "task=compare source.path=dump pipelines=[rloo,grpo] 'pipeline.stages.mine={_target_: no.where}'": (
         "pipeline.stages.mine: _target_ 'no.where' cannot be imported"  # it is added to each recipe
     ),
+    "task=compare source.path=dump pipelines=[rloo,grpo] pipeline.stages.mine=signs "
+    "pipeline.stages.mine.negatve=0.5": "(headrace.transforms.SignFactors) has no option 'negatve'",
     "pipeline.stages.gate.group_size=${nope}": "group_size: it refers to ${nope}, which is unknown",
     "task=compare source.path=dump pipelines=abc": "pipelines must be a list (each a word); got 'abc'",
     "pipeline=3": "pipeline=3 must be the name of a file, as in pipeline=grpo",

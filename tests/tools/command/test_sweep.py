@@ -114,7 +114,8 @@ def test_options_of_a_sweep_are_those_of_its_recipes(tmp_path):
         "report.html=false",
         "pipeline.stages.relative_length.coefficient=0.25",
         "pipeline.stages.advantage.clip=[-5,5]",
-        "pipeline.stages.signs={negative: 0.5}",
+        "pipeline.stages.signs.negative=0.5",
+        "pipeline.stages.signs=signs",
         "pipeline.after.signs=advantage",
         "~pipeline.stages.filter",
     ]
