@@ -30,6 +30,7 @@ from headrace.transforms.table import (
     SharedIds,
     Table,
     TokenCount,
+    check_kind,
     column_keys,
     enter_rows,
     labels_in_errors,
@@ -146,7 +147,11 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         BatchTransform.__init__(self)
         arranged = arrange(stages, order, after, before)
         for name, stage in arranged.items():
-            if not callable(stage) or isinstance(stage, type):
+            try:
+                check_kind(stage, "stage", name)
+            except ValueError as err:
+                raise ValueError(f"stage {name!r}: {err}") from err
+            if not callable(stage):
                 raise ValueError(f"stage {name!r} must be a transform or a callable; got {stage!r}")
             if isinstance(stage, Pipeline):
                 raise ValueError(f"stage {name!r} is a pipeline: put its stages into this one instead")

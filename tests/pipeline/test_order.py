@@ -168,7 +168,7 @@ def test_stages_with_an_effect_are_accepted():
     ("given", "message"),
     [
         ({"x": 3}, "stage 'x' must be a transform or a callable"),
-        ({"x": FanOutCollapse}, "stage 'x' must be a transform or a callable; got <class"),
+        ({"x": FanOutCollapse}, r"stage 'x': a stage is an object; got the class FanOutCollapse: give Fan"),
         ({"x": Pipeline({})}, "stage 'x' is a pipeline"),
     ],
 )

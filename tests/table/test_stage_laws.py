@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from itertools import permutations, product
 
 import pytest
 import torch
@@ -15,11 +17,16 @@ from headrace.transforms import (
     BatchError,
     BatchTransform,
     BestOf,
+    ByColumn,
+    Diverged,
     FanOutCollapse,
     GroupRelativeAdvantage,
+    LogRatio,
     RewardsToGo,
     SampleFilter,
     ShuffleSplit,
+    TokenAdvantage,
+    TokenFilter,
     group_relative_advantage,
 )
 from headrace.transforms.table.columns import COLUMNS
@@ -81,6 +88,39 @@ def test_writing_to_some_rows_leaves_the_others_unchanged(values):
             rows.where(rows["reward"] > 2)["reward"] = values
 
     assert Some()(batch_of([1.5, 2, 3], [0, 0, 0]))["next", "reward"].flatten().tolist() == [1.5, 2, 0]
+
+
+class Keeps:
+    """A criterion of no base class."""
+
+    def decide(self, rows):
+        return rows["reward"] > 0
+
+    def __call__(self, batch):
+        return batch["next", "reward"] > 0
+
+
+KINDS = {
+    "stage": [Low(), FanOutCollapse(), Pipeline({})],
+    "criterion": [BestOf(k=1), Diverged(high=0.1), Keeps()],
+    "term": [LogRatio()],
+}
+TAKERS = {
+    "stage": [lambda given: Pipeline({"mine": given}), lambda given: ByColumn(column="x", stages={0: given})],
+    "criterion": [lambda given: SampleFilter(criterion=given), lambda given: TokenFilter(criterion=given)],
+    "term": [lambda given: TokenAdvantage(term=given)],
+}
+HOMES = {"stage": "into the pipeline", "criterion": "SampleFilter(criterion=", "term": "TokenAdvantage(term="}
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [*permutations(KINDS, 2)])
+def test_an_object_in_the_place_of_another_kind_is_refused_before_any_batch(kind, wanted):
+    for given, take in product(KINDS[kind], TAKERS[wanted]):
+        said = f"{given!r:.200} is a {kind}, and a {wanted} is required. Put it "
+        with pytest.raises(ValueError, match=rf"{re.escape(said)}.*{re.escape(HOMES[kind])}"):
+            take(given)
+    with pytest.raises(ValueError, match=f"a {wanted} is an object; got the class Low: give Low"):
+        TAKERS[wanted][0](Low)
 
 
 def test_a_column_as_an_attribute_is_answered_with_its_name():

@@ -10,7 +10,7 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from headrace.transforms.table import BatchTransform, Rows, as_ids, column_keys, listing
+from headrace.transforms.table import BatchTransform, Rows, as_ids, check_kind, column_keys, listing
 from headrace.transforms.table.options import nested_key
 from headrace.transforms.table.schema import COMPARED, MINIBATCH, REWARD
 
@@ -64,6 +64,8 @@ class ByColumn(BatchTransform):
     def __init__(self, *, column: NestedKey, stages: Mapping[Any, BatchTransform]):
         self.column, self.stages = nested_key(column), dict(stages)
         found = [*self.stages.values()]
+        for stage in found:
+            check_kind(stage, "stage")
         kinds = sorted({type(stage).__name__ for stage in found})
         if len({type(stage) for stage in found}) != 1:
             raise ValueError(

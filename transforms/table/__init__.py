@@ -24,7 +24,7 @@ from .places import places_on_arrival
 from .process_group import SharedIds, resolve_group
 from .rewards import Missing, as_rewards, credit_dtype, weighted_reward
 from .rows import Rows, column_keys, few, stage_parts, stages_of_values
-from .stage import BatchTransform
+from .stage import BatchTransform, check_kind
 from .table import AHEAD, OF_THE_TABLE, Table, TokenCount, unknown
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "TokenCount",
     "as_ids",
     "as_rewards",
+    "check_kind",
     "column_keys",
     "credit_dtype",
     "enter_rows",

@@ -74,6 +74,7 @@ class BatchTransform(TakesColumns, Transform):
     of_whole_rollouts: Literal["", "rewards", "places"] = ""
     stateful: ClassVar[bool] = False
     within_groups: bool = False
+    _kind: ClassVar[str] = "stage"
     _own_of_rank: ClassVar[tuple[str, ...]] = ()  # options that may differ between ranks that share a batch
     _home: int | None = None  # id of the process in which a replay buffer took this transform
 
@@ -250,6 +251,34 @@ class BatchTransform(TakesColumns, Transform):
         """The stage and its options as text, which must be equal on all ranks that share a batch."""
         options = describe_options(self, leave_out=("process_group", *self._own_of_rank))
         return f"{type(self).__name__}({re.sub(' at 0x[0-9a-f]+', '', options)})"
+
+
+PLACES = {  # of each kind of object
+    "stage": "Put it into the pipeline, as stages={{'{name}': {given}}}",
+    "criterion": "Put it into a filter: SampleFilter(criterion={given}), or on the command line "
+    "pipeline.stages.{name}=filter pipeline.stages.{name}.criterion=…",
+    "term": "Put it into the stage TokenAdvantage(term={given}), or on the command line "
+    "pipeline.stages.{name}=token_advantage pipeline.stages.{name}.term=…",
+}
+
+
+def check_kind(given: Any, kind: Literal["stage", "criterion", "term"], name: str = "mine") -> None:
+    """Refuse an object in a place for another kind of object, which would fail at the first batch.
+
+    Args:
+        given: an object of a user, also of a class without a base class.
+        kind: what it must be.
+        name: of the stage.
+
+    Raises:
+        ValueError: it is of another kind, or a class.
+    """
+    if isinstance(given, type):
+        raise ValueError(f"a {kind} is an object; got the class {given.__name__}: give {given.__name__}()")
+    own = getattr(given, "_kind", "criterion" if hasattr(given, "decide") else kind)
+    if own != kind:
+        place = PLACES[own].format(name=name, given=given)
+        raise ValueError(f"{given!r:.200} is a {own}, and a {kind} is required. {place}")
 
 
 @cache

@@ -11,7 +11,7 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictB
 from torch import Tensor
 from typing_extensions import Unpack
 
-from headrace.transforms.table import BatchError, BatchTransform, ColumnNames, Rows
+from headrace.transforms.table import BatchError, BatchTransform, ColumnNames, Rows, check_kind
 from headrace.transforms.table.ids import add_up
 from headrace.transforms.table.options import nested_key, takes_options
 from headrace.transforms.table.schema import REWARD, has_key
@@ -120,6 +120,7 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
         how: How = "add",
         **names: Unpack[ColumnNames],
     ):
+        check_kind(term, "term")
         self.name_columns(names)
         self._term_keys = [nested_key(key) for key in getattr(term, "in_keys", ())]
         reads = [self.advantage_key, self.loss_mask_key, REWARD, *self._term_keys]

@@ -9,7 +9,7 @@ ranks that share the batch (:meth:`TokenTerm.over`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -217,6 +217,7 @@ class TokenTerm(TakesColumns):
             computed when rows are gathered.
     """
 
+    _kind: ClassVar[str] = "term"
     in_keys: tuple[NestedKey, ...] = ()
     within_groups: bool = False
     elementwise: bool = False

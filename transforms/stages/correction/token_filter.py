@@ -10,7 +10,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from typing_extensions import Unpack
 
-from headrace.transforms.table import BatchError, BatchTransform, ColumnNames, Rows
+from headrace.transforms.table import BatchError, BatchTransform, ColumnNames, Rows, check_kind
 from headrace.transforms.table.schema import LENGTH
 from headrace.transforms.table.tensordicts import count_true
 from headrace.transforms.table.tokens import (
@@ -71,6 +71,7 @@ class TokenFilter(BatchTransform, columns=("loss_mask", "log_prob", "advantage")
         denominator: Denominator = "kept",
         **names: Unpack[ColumnNames],
     ):
+        check_kind(criterion, "criterion")
         self.name_columns(names)
         credit = [self.advantage_key] if denominator == "all" else []
         reads = [*getattr(criterion, "in_keys", ()), self.loss_mask_key, *credit]

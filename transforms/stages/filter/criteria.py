@@ -20,7 +20,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from typing_extensions import Unpack
 
-from headrace.transforms.table import ColumnNames, Rows, TakesColumns
+from headrace.transforms.table import ColumnNames, Rows, TakesColumns, check_kind
 from headrace.transforms.table.options import (
     INF,
     LowerBound,
@@ -112,12 +112,9 @@ def as_criterion(criterion: Callable[[TensorDictBase], Tensor]) -> Criterion:
     """The criterion itself, or any other callable as one.
 
     Raises:
-        ValueError: it is a class.
+        ValueError: it is a class, a stage or a term.
     """
-    if isinstance(criterion, type):
-        raise ValueError(
-            f"a criterion is an object; got the class {criterion.__name__}: give {criterion.__name__}()"
-        )
+    check_kind(criterion, "criterion")
     return criterion if isinstance(criterion, Criterion) else _FunctionCriterion(criterion)
 
 
