@@ -1,4 +1,4 @@
-"""What a split remembers from batch to batch: it works around :meth:`ShuffleSplit.permute`."""
+"""The state that a split keeps from batch to batch. It wraps :meth:`ShuffleSplit.permute`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SplitMemory:
         self._earlier: list[BatchProgress] = []  # of earlier batches that were not done when it came
 
     def cut(self, split: Any, rows: Rows, epochs: int = 1, *, skips: bool = True) -> Remembered:
-        """Permute a batch, with what is remembered: skip it, or join the carried rows and continue it.
+        """Permute a batch with the kept state: skip the batch, or join the carried rows and continue it.
 
         Args:
             split: the split that permutes.
@@ -62,7 +62,7 @@ class SplitMemory:
                 another; or ids of carried rows are in the batch again.
         """
         table, carries = rows.table, split.remainder == "carry"
-        # 1. Before: skip a batch that is trained; else the carried rows join it.
+        # 1. Before: skip a batch that was trained already; otherwise join the carried rows.
         if skips and self.trained_before is not None and self._skips(split, rows, self.trained_before):
             return Remembered()
         if carries or self.state.carried is not None:
@@ -98,7 +98,7 @@ class SplitMemory:
         table = rows.table
         own = table.rows_of_ranks()[table.ranks.rank]
         came = KnownBatch(len(own), identifying_columns(table, own, split.reward_key))
-        # A rank without rows has no vote.
+        # A rank that had no rows and has none says nothing.
         vote = [trained.is_again(came)] if trained.rows or came.rows else []
         votes_of_ranks = table.ranks.gather_objects(vote)
         votes = [vote for votes in votes_of_ranks for vote in votes]

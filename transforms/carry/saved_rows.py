@@ -30,7 +30,7 @@ def join_rows(batches: Sequence[TensorDictBase], what: str) -> TensorDictBase:
 
     Args:
         batches: TensorDicts ``[n_k]``, with the same columns.
-        what: what the message calls them.
+        what: name of the batches in messages.
 
     Raises:
         BatchError: they differ in columns, or in the widths of dense ones.
@@ -81,7 +81,7 @@ def to_plain(batch: TensorDictBase | None) -> dict[str, Any] | None:
             return {"rows": [to_plain(row) for row in rows]}
         return {"packed": columns, "size": len(rows), "device": str(batch.device or "")}
     columns = {}
-    if is_tensorclass(batch):  # whose own get() takes data out of what holds it
+    if is_tensorclass(batch):  # its own get() unwraps data
         batch = batch.to_tensordict()
     for key in batch.keys():
         value = batch.get(key)
@@ -95,7 +95,7 @@ def to_plain(batch: TensorDictBase | None) -> dict[str, Any] | None:
 
 
 def from_plain(plain: dict[str, Any] | None) -> TensorDictBase | None:
-    """What :func:`to_plain` made dicts of."""
+    """Restore the rows that :func:`to_plain` converted."""
     if plain is None:
         return None
     if "rows" in plain:
@@ -116,7 +116,7 @@ def from_plain(plain: dict[str, Any] | None) -> TensorDictBase | None:
 
 
 def _packed(rows: Sequence[Any]) -> dict[str, Any] | None:
-    """The columns of single rows, joined; None if they differ or are of another kind."""
+    """Join the columns of single rows. Return None if the columns differ or are of another kind."""
     columns = [row._tensordict for row in rows if type(row) is TensorDict and row.batch_dims == 0]
     if not columns or len(columns) < len(rows) or any(row.keys() != columns[0].keys() for row in columns):
         return None
@@ -136,7 +136,7 @@ def _packed(rows: Sequence[Any]) -> dict[str, Any] | None:
 
 
 def _unpacked(packed: Mapping[str, Any], size: int) -> list[TensorDict]:
-    """The single rows of :func:`_packed`, each in its own memory."""
+    """Restore the single rows of :func:`_packed`, each in its own memory."""
     columns: list[dict[str, Any]] = [{} for _ in range(size)]
     for name, value in packed.items():
         each: Sequence[Any]
@@ -154,5 +154,5 @@ def _unpacked(packed: Mapping[str, Any], size: int) -> list[TensorDict]:
 
 
 def _stack_data(data: Any, dims: int) -> Any:
-    """A list alone would become a tensor where it has numbers in it."""
+    """Stack nested lists entry by entry: TensorDict would make a tensor of a list of numbers."""
     return NonTensorStack(*(_stack_data(each, dims - 1) for each in data)) if dims else NonTensorData(data)

@@ -136,7 +136,7 @@ class Ranks(Alone):
         table.begin([0, *accumulate(counts)])
 
     def _agree_on_columns(self, table: Any, kinds: dict[Any, Any], counts: list[int]) -> dict[Any, Any]:
-        """The columns to exchange, with their dtypes and shape per row.
+        """Return the columns to exchange, with their dtypes and shapes per row.
 
         Args:
             table: that of :meth:`share`; without rows it gets empty columns.

@@ -2,7 +2,7 @@
 
 Columns with one number per row come from the table. They are put into training order at once, and split by
 minibatch. Tokens are gathered with their minibatch from the batch. A minibatch shares no memory with the
-batch or another minibatch, also if the rows are in order already, so the caller may change it in place.
+batch or another minibatch, even if the rows are in order already. So the caller may change it in place.
 """
 
 from __future__ import annotations
@@ -410,7 +410,7 @@ def _bytes_of(value: Any) -> int:
 
 # -- minibatches and micro-batches as views ---------------------------------------------------------------
 
-# By tensor, not as an attribute: pickles and copies would keep an attribute, but count versions anew.
+# A dict by tensor, not an attribute: a pickle or copy would keep the attribute, but restart the version.
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 

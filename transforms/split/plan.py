@@ -35,10 +35,10 @@ class PrefixTrees(Protocol):
     """Rows that share tokens, for ``tree`` (`Forest`)."""
 
     def shared(self, rows: Tensor, part: Tensor | None = None) -> Tensor:
-        """(n,) the leading tokens of each row that an earlier one already has."""
+        """(n,) for each row, the number of leading tokens that an earlier row already has."""
 
     def pieces(self, rows: Tensor, budget: int | None) -> tuple[Tensor, Tensor]:
-        """(n,) the tree of each row, and (n,) the leading tokens that another row of it computes."""
+        """(n,) the tree of each row, and (n,) how many of its tokens another row of the tree computes."""
 
 
 @takes_options
@@ -453,7 +453,8 @@ def draw_plans(
         calls: number of permutations drawn before; it seeds the next ones.
         epochs: passes, ≥ 1.
         forest: keeps the rows of a tree in one micro-batch; None: each row is its own tree.
-        came: the rows from this number on are carried from earlier batches, the oldest first; None: none is.
+        came: number of the first row that was carried from an earlier batch; carried rows are the last ones,
+            the oldest first. None: no row was carried.
 
     Returns:
         The plans by rank and pass.
@@ -547,7 +548,7 @@ def fit_budget(
     """Drop the last units of minibatches that need more micro-batches than a rank has rows.
 
     All ranks need the same number of micro-batches, and each needs a row. A rank with n rows can fill n
-    of them. The limit is the least of that over the ranks that take the step. A rank that needs more to
+    of them. The limit is the lowest such n among the ranks that take the step. A rank that needs more to
     keep the budget drops units, from the end of its permutation. This repeats until no limit changes,
     because a rank that drops rows can fill fewer micro-batches. A minibatch with limit 0 is dropped on
     all ranks.

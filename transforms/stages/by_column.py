@@ -89,7 +89,7 @@ class ByColumn(BatchTransform):
                 "action, or another criterion"
             )
         self.within_groups = all(stage.within_groups for stage in found)
-        for trait in OF_ALL:  # of any of them
+        for trait in OF_ALL:  # a trait that one of the stages has
             setattr(self, trait, max((getattr(stage, trait) for stage in found), key=bool))
         reads = [self.column, *(key for stage in found for key in stage.in_keys)]
         writes = [key for stage in found for key in stage.out_keys]
@@ -101,7 +101,7 @@ class ByColumn(BatchTransform):
         return self.stages
 
     def __getattr__(self, name: str) -> Any:
-        """What all stages have, such as `clip` of an advantage. What differs is not there."""
+        """Return an attribute that is equal in all stages, such as `clip` of an advantage."""
         if name.startswith("_") or "stages" not in self.__dict__:
             return super().__getattr__(name)
         first, *others = (getattr(stage, name) for stage in self.stages.values())
@@ -171,7 +171,7 @@ def _no_reason(stages: Sequence[BatchTransform]) -> str:
 
 
 def _of_parts(parts: Sequence[tuple[Tensor, Callable[[int], Tensor]]], size: int) -> Tensor:
-    """The note :data:`COMPARED` of all values: (N, ·), at the rows of each what its stage says of them."""
+    """Join the notes :data:`COMPARED` of the stages: (N, ·), where each row has the note of its own stage."""
     whole = parts[0][1](size)
     for own, compared in parts[1:]:
         whole = whole.index_copy(0, own, compared(size)[own])
@@ -179,7 +179,7 @@ def _of_parts(parts: Sequence[tuple[Tensor, Callable[[int], Tensor]]], size: int
 
 
 class _Part(Rows):
-    """The rows of one value. What a stage or its criterion sees of them."""
+    """The rows of one value, as the stage of this value and its criterion see them."""
 
     value: str
 

@@ -461,7 +461,7 @@ class CompletenessGate(
         """
         ranks, own = rows.table.ranks, rows.of_this_rank(rows.groups.labels)
         apart = ranks.shared_ids == "different"
-        if apart:  # the sampler of a rank knows its ids as they are in its batch
+        if apart:  # a rank's sampler knows the ids of the rank's own batch
             own = number_column(rows.tokens(), self.group_key).cpu()
         found: Iterable[int] = map(int, self._dispatched(own) or ())
         every = ranks.gather_objects(missing_groups(own, found) if apart else list(found))

@@ -148,7 +148,7 @@ def _numbers_of(
 
 
 def measures(rows: TensorDictBase, loss_mask_key: NestedKey, reward_key: NestedKey) -> dict[str, Tensor]:
-    """What :class:`.survival.Survivors` counts of rows, without the columns that they do not have.
+    """Read what :class:`.survival.Survivors` counts: the lengths and rewards, if the rows have them.
 
     Args:
         rows: N ≥ 1 rows.

@@ -167,7 +167,7 @@ class GroupAssembler(
         [0, 1]
     """
 
-    _journals_rows = True  # False: they are in a place that ends with the process
+    _journals_rows = True  # False: rows are stored where they are lost with the process
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ class GroupAssembler(
         """The step of the last :meth:`commit`; None: there was none with a step."""
         self._wait = Wait()
         self._begins = False  # it was restored, and nothing has happened since
-        # In this order, groups that were taken after the last commit, and the oldest version of their rows.
+        # Groups that were taken after the last commit, in this order, with the oldest version of their rows.
         self._taken_back: dict[Key, int | None] = {}
         self._wanted: int | None = None  # largest number of groups in the next batch, by want()
         self._kinds: dict[tuple[str, ...], Any] = {}  # kinds_of the last rows
@@ -309,9 +309,9 @@ class GroupAssembler(
 
     @property
     def survivors(self) -> Survivors:
-        """Which groups were trained and lost, by how long they took, since the start or the last restart.
+        """Counts of trained and lost groups by latency, turns, length and reward.
 
-        Also by their length and their reward.
+        They begin at the start or the last restart.
         """
         with self._lock:
             return self._stream.survival.so_far()
@@ -323,9 +323,9 @@ class GroupAssembler(
 
     @property
     def blocked_by(self) -> list[str]:
-        """The groups that the next step waits for, each with how old it is; empty if it may begin.
+        """The groups that the next step waits for, each with its age; empty if the step may begin.
 
-        With ``on_stale="wait"`` also those for which it waits because they would be too old later.
+        With ``on_stale="wait"`` these include groups that would be too old for a later step.
         """
         with self._lock:
             return waiting_for(self._awaited(self.groups or 1) or [], self._plan())
@@ -372,7 +372,8 @@ class GroupAssembler(
             if self.ahead is not None and self.groups is not None:
                 most = (self.ahead + 1) * self.groups
                 room = most - stream.steps.taken - self.ready - self.pending
-                # Of several partitions none may have enough for a batch: then only further groups help.
+                # If no partition has enough groups for a batch, the trainer would wait forever without new
+                # groups.
                 stuck = not self.pending and len(stream.ready) > 1
                 stuck = stuck and max(map(len, stream.ready.values())) < self.groups
                 least.append(max(room, int(stuck)))
@@ -593,7 +594,7 @@ class GroupAssembler(
             self._journal.commit(self, step, more)
 
     def _commit(self, step: int | None, more: int) -> None:
-        """The first `more` groups that were taken back are trained after all."""
+        """Count the first `more` groups that were taken back as trained."""
         stream, steps = self._stream, self._stream.steps
         for key, oldest in islice(self._taken_back.items(), more):
             if self.groups is not None and steps.taken >= self.groups:
@@ -603,7 +604,7 @@ class GroupAssembler(
             stream.close_key(key)
             stream.emitted += 1
         if more and self.groups is not None:
-            steps.taken = self.groups  # the weights have it, so it is complete, whatever was rejected
+            steps.taken = self.groups  # the weights contain this step, even if groups were rejected
         self._taken_back, self.committed = {}, self.committed if step is None else step
 
     def _take(self, wanted: int | None, most: int | None = None) -> TensorDictBase | None:
@@ -644,8 +645,8 @@ class GroupAssembler(
         newest = self.version if self.on_newer == "wait" else None
         if self.groups is not None and stream.steps.taken >= self.groups:  # the next step asks
             self._pass_step(over=True)
-        asked = max(wanted or 0, self.groups or 0) if (wanted or most) else 0  # 0: the rest, whatever it is
-        few = self.ready < asked and not stream.steps.taken  # asked often: no look at all that wait
+        asked = max(wanted or 0, self.groups or 0) if (wanted or most) else 0  # 0: all groups that are left
+        few = self.ready < asked and not stream.steps.taken  # called often: do not look at all waiting groups
         if self.waits and asked and (few or self._awaited(asked) is not None):
             return None
         if not (groups := stream.choose(wanted, most, newest, by_deadline=self.waits)):
@@ -752,10 +753,10 @@ class GroupAssembler(
     def unfinished(self) -> list[TensorDictBase]:
         """The announced rollouts that have not ended, if the process that announced them is gone.
 
-        Dispatch them again, and do not announce them. A rollout of which rows had arrived gets a new id, and
-        its rows leave as ``surplus``. A second call returns nothing. :func:`headrace.pipeline.paced` does it.
-        Groups that were announced after the step of the loaded weights are as if they never had been: draw
-        them again (:meth:`never_announced`).
+        Dispatch them again, and do not announce them. If rows of a rollout had arrived, the rollout gets a
+        new id, and these rows leave as ``surplus``. A second call returns nothing.
+        :func:`headrace.pipeline.paced` does it. Groups that were announced after the step of the loaded
+        weights are forgotten: draw them again (:meth:`never_announced`).
 
         Returns:
             Rows of the announcements: prompts and ids.
@@ -789,7 +790,7 @@ class GroupAssembler(
         return draws if not any(known) else draws[~torch.tensor(known)]
 
     def _begin(self) -> None:
-        """Before anything else happens after a restart: drop what weights that are gone have made."""
+        """Drop rows that were made by lost weights. Called before anything else happens after a restart."""
         if self._begins:
             self._note("begin")
             self._restart()

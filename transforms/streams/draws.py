@@ -19,7 +19,7 @@ from headrace.transforms.table.tensordicts import (
     write_column,
 )
 
-FRESH = 2**62  # the first id of rollouts that take the place of lost ones; hashes of text ids are less
+FRESH = 2**62  # the first id of rollouts that replace lost ones; hashes of text ids are smaller
 
 
 class Draw(NamedTuple):
@@ -28,13 +28,13 @@ class Draw(NamedTuple):
     rows: TensorDictBase
     """The rows of the whole announcement."""
     at: tuple[int, ...]
-    """Those of the group."""
+    """The indices of the group's rows among them."""
     rollouts: tuple[int, ...]
     """Their rollout ids; −1 where the dispatcher gives them later."""
 
 
 def numbers(rows: TensorDictBase, key: NestedKey | None, missing: int = 0) -> list[int]:
-    """The ids of N ≥ 1 rows; `missing` without their column. Text ids are numbered."""
+    """The ids of N ≥ 1 rows; `missing` if the rows do not have the column. Text ids are numbered."""
     if key is None or not has_key(rows, key):
         return [missing] * len(rows)
     return as_ids(labels_of(rows, key) or rows.get(key), str(key)).tolist()
@@ -43,7 +43,7 @@ def numbers(rows: TensorDictBase, key: NestedKey | None, missing: int = 0) -> li
 def dispatched_again(
     draws: Iterable[tuple[Draw, Sequence[int], int]], key: NestedKey, first: int
 ) -> list[TensorDictBase]:
-    """The rows to dispatch again, of each announcement.
+    """Return the rows to dispatch again, one TensorDict per announcement.
 
     Args:
         draws: for each group its draw, which of its rows are dispatched as they were, and how many rollouts
@@ -67,7 +67,7 @@ def dispatched_again(
 
 
 def _renamed(rows: TensorDictBase, fresh: Sequence[bool], key: NestedKey, first: int) -> TensorDictBase:
-    """New ids for some of the rollouts."""
+    """Give some of the rollouts new ids."""
     counter = iter(range(first, first + len(rows)))
     if not has_key(rows, key):  # the dispatcher gives ids
         return rows

@@ -6,11 +6,11 @@ value], …]}``, ``{"tuple": […]}`` and ``{"tensor": [dtype, shape, device]}``
 Nothing is unpickled. The events determine the state of the assembler: rows that were put, and groups that
 were announced, taken, rejected or given up, each with the clock and policy version.
 
-When the next assembler opens the file, it holds the groups again that were taken after the last commit.
+When the next assembler opens the file, it holds again the groups that were taken after the last commit.
 
-The file may also be without the rows, if these are in a place that ends with the process. Then it has what
-was announced, taken and committed. In the next assembler, the groups that were announced and not committed
-are as if nothing of them had arrived.
+If the rows are stored where they are lost with the process, the file has no rows. Then it records what was
+announced, taken and committed. In the next assembler, no row has arrived of groups that were announced and
+not committed.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Journal:
 
     @property
     def without_rows(self) -> bool:
-        """Whether events are replayed whose rows are gone."""
+        """Whether the events that are being replayed have lost their rows."""
         return self.replaying is not None and not self.rows
 
     # -- events are written -------------------------------------------------------------------------
@@ -130,9 +130,9 @@ class Journal:
             self._taken += [group.moved_to(piece) for group in groups]
 
     def commit(self, assembler: Any, step: int | None, more: int) -> None:
-        """Write that all taken groups are trained, and `more` of those taken back, and sync the file.
+        """Write that all taken groups are trained, and `more` groups that were taken back. Sync the file.
 
-        Without rows, a state is small, so that it replaces the file.
+        Without rows a state is small, so the file is replaced by it.
         """
         if not self.rows or self._end > SMALL + 2 * self._begun:
             self.begin_anew(assembler)
@@ -263,9 +263,9 @@ class Journal:
             self._steps = assembler._stream.steps.to_plain()
 
     def _take_back(self, assembler: Any) -> None:
-        """Hold the groups again that were taken since the last commit, and undo the steps since then."""
+        """Hold again the groups that were taken since the last commit, and undo the steps since then."""
         stream = assembler._stream
-        if self._taken_keys:  # else it was opened, and died before anything happened: as it was
+        if self._taken_keys:  # else the last process died before it took a group
             assembler._taken_back = self._taken_keys
         stream.take_back(self._taken)
         stream.steps, self._taken, self._taken_keys = Steps.from_plain(self._steps), [], {}

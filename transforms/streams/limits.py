@@ -160,7 +160,7 @@ def warn_of_endless(plan: StreamPlan) -> None:
 
 
 def waiting_for(groups: Iterable[Group], plan: StreamPlan) -> list[str]:
-    """Describe groups, with the worker of each where rows say which it is."""
+    """Describe groups, each with its worker if the rows name it."""
     stream, found = plan.stream, []
     for group in groups:
         words = group.describe(plan.puts)
@@ -204,7 +204,7 @@ def stalled(
 ) -> StalledError:
     """Make an error that lists waiting groups, of all workers or one, and counts all rows.
 
-    First those for which the next step waits, then the oldest.
+    The groups that the next step waits for come first, then the oldest.
     """
     stream, first = plan.stream, {group.key: group for group in awaited}
     waiting = [*first.values(), *(group for group in plan.waiting() if group.key not in first)]

@@ -24,7 +24,7 @@ from .stream import StreamPlan
 
 
 def follow(plan: StreamPlan, row: Row, origin: Origin) -> bool:
-    """Note the rollout that an environment has sent a row of.
+    """Note that an environment has sent a row of this rollout.
 
     Returns:
         True if an earlier put had a row of a later rollout of this environment.

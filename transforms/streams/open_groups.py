@@ -44,7 +44,7 @@ class Row(NamedTuple):
     version: int
     """Policy version that acted, of its oldest token; 0 if it is not read."""
     newest: int
-    """That of its newest token."""
+    """Policy version of its newest token."""
     reward: float
     """0 if it is not read."""
     partition: int
@@ -99,8 +99,9 @@ class Rollout:
     def has(self, row: Row) -> bool:
         """Whether a row is a duplicate.
 
-        Without segment numbers, every row after the end is one. With them, rows may arrive after the end that
-        were sent before it. Then only a second end or a number that is there already is a duplicate.
+        Without segment numbers, every row after the end is a duplicate. With them, rows that were sent before
+        the end may arrive after it. Then only a second end, or a segment number that has arrived already, is
+        a duplicate.
         """
         at_end = self.dones >= self.ends
         return row.segment in self.rows or (at_end and bool(row.done)) if self.by_segment else at_end
@@ -124,7 +125,7 @@ class Rollout:
         self.failed |= row.status >= Status.ABORTED
         if self.dones < self.ends:
             return
-        # Complete if no segment is missing and the beginning is there. If segments end independently, each
+        # Complete if no segment is missing and the beginning has arrived. If segments end independently, each
         # has its own beginning.
         rows, single_end = self.rows, self.ends == 1
         if self.by_segment and len(rows) <= max(rows):
@@ -263,7 +264,7 @@ class Group:
         """``turns`` and ``length`` of its longest rollouts, and the mean ``reward`` of those that have ended.
 
         Turns are rows, at least 1. The length is in tokens of the loss mask. The reward of a rollout is that
-        of its last row. Length and reward are left out if rows do not have them, and rewards that are not
+        of its last row. Length and reward are left out if rows do not have them; so are rewards that are not
         finite.
         """
         turns, longest, rewards = 1, -1, []

@@ -10,8 +10,8 @@ until it has left, was rejected, or the step that trains it has ended. With a = 
 
 Then no group is dropped for its age, none is trained after its deadline, and no step waits for ever. Proof:
 before each step, at most (b + k − v + 1) · G of the outstanding groups were born at or before b. A dispatch
-adds groups only at b = v, where (a + 1) · G are not more than that. A step keeps it, by rule 3. If all
-outstanding groups are whole, rule 3 holds, because the G earliest leave that many − G.
+adds groups only at b = v, where (a + 1) · G are not more than that. A step keeps this bound, by rule 3. If
+all outstanding groups are whole, rule 3 holds, because the step takes the G earliest of them.
 
 A row may be one version older than its announcement, if its worker got the weights late. Then it may be
 trained at the age k + 1. Groups past their deadline, because a step took fewer than G groups, are trained
@@ -31,7 +31,7 @@ from headrace.transforms.table import StreamWarning
 
 from .open_groups import Group
 
-MOST_VERSIONS = 64  # of which it is known when they began; older ones are taken to have had a step each
+MOST_VERSIONS = 64  # versions whose first step is remembered; each older version counts as one step
 
 
 class Steps:
@@ -83,8 +83,8 @@ class Steps:
     def born(self, group: Group) -> int:
         """The step at which a group was born: that of its announcement.
 
-        If all rows of a whole group are newer, because they waited for a worker, it is that of the oldest. A
-        refilled group keeps its birth.
+        If all rows of a whole group are newer, because they waited for a worker, it is the step of the oldest
+        row. A refilled group keeps its birth.
         """
         return max(group.born, self.oldest(group)) if group.is_ready and not group.refills else group.born
 
@@ -95,7 +95,7 @@ class Steps:
         )
 
     def take(self, oldest: Collection[int | None]) -> None:
-        """The current step takes groups. The age of a group is counted.
+        """Count the groups that the current step takes, by their age.
 
         Args:
             oldest: for each group the oldest policy version of its rows; None: it is not read.
@@ -156,8 +156,8 @@ def waits_for(
     )
     late = sum(group.announced for group in taken) - len(born_taken)
     for number, born in enumerate(range(first, steps.over + 1)):
-        over = bisect_right(born_left, born) - number * options.groups  # left, and cannot be trained in time
-        at_best = over + bisect_right(born_taken, born) - (size - late)  # if all of them were whole now
+        over = bisect_right(born_left, born) - number * options.groups  # left, and too old to train
+        at_best = over + bisect_right(born_taken, born) - (size - late)  # if all groups were whole
         if over > max(0, at_best):
             return [group for group in unfinished if first <= steps.born(group) <= born]
     return None

@@ -223,13 +223,13 @@ class Stream:
         self.whole = self.emitted = 0
         """Number of groups that became whole or were kept, and that were taken."""
         self.owed: set[Key] | None = None
-        """Announced groups of a process that is gone; None: there was none, or it was asked for them."""
+        """Announced groups of an earlier process; None: none, or :meth:`unfinished` has returned them."""
         self.renamed = 0
         """Number of rollouts that were dispatched again with a new id."""
         self.steps = Steps()
         """The steps that have taken groups."""
         self.survival = Survival()
-        """Which groups were trained and lost, by how long they took."""
+        """Counts of trained and lost groups by latency, turns, length and reward."""
         self.open: OrderedDict[Key, int] = OrderedDict()
         """Unfinished rollouts, oldest first, with the number of puts at their first row."""
         self.ended = self.longest = 0
@@ -357,7 +357,7 @@ class Stream:
         self.survival = Survival(before=[*self.waiting, *(group.key for group in self.whole_groups())])
 
     def unfinished(self, key: NestedKey) -> list[TensorDictBase]:
-        """The draws of owed rollouts that have not ended. Those that arrived in part leave, for a new one.
+        """The draws of owed rollouts that have not ended. Those that arrived in part leave and are replaced.
 
         Args:
             key: of the rollout ids.
@@ -381,10 +381,10 @@ class Stream:
         return found
 
     def undo(self, version: int) -> None:
-        """Drop the rollouts with rows of newer versions: those weights are gone. They are owed again.
+        """Drop the rollouts with rows of newer versions, whose weights are gone. The rollouts are owed again.
 
-        Groups that were announced after the step of these weights are as if they never had been: dispatched
-        all at once, they could not be trained in time.
+        Groups that were announced after the step of these weights are forgotten: if all were dispatched at
+        once, they could not be trained in time.
         """
         for group in [*self.waiting.values(), *self.whole_groups()]:
             if group.draw is not None and group.born > self.steps.over:
@@ -406,7 +406,7 @@ class Stream:
                 group.lost = group.left + sum(rollout.failed for rollout in group.rollouts.values())
 
     def _forget(self, group: Group) -> None:
-        """Make a group one that was never announced, with rows that are undone."""
+        """Forget that a group was announced, and undo its rows."""
         self._rows_leave(group.places(), UNDONE)
         self._no_longer_held(group)
         drawn, partition = () if group.draw is None else group.draw.rollouts, group.partition
@@ -417,7 +417,7 @@ class Stream:
             self.closed_rollouts[partition].remove(number)
 
     def forget_rows(self, now: float) -> None:
-        """All rows are gone: groups are as they were announced, and others were never there."""
+        """Drop all rows: announced groups have no row yet, and other groups are forgotten."""
         for partition, homes in self.homes.items():
             closed = self.closed_groups[partition]
             for number in [number for number, group in homes.items() if group not in closed]:

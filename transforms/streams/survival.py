@@ -1,4 +1,4 @@
-"""Which groups a stream trains and which it loses, by how long they took and how long they are.
+"""Counts of the groups that a stream trains and loses, by their latency, turns, length and reward.
 
 The **latency** of a group is the time from its announcement, or its first row, until it is whole. Slow groups
 are those with long rollouts, which are often the hard ones. If a stream loses more of them than of others, it
@@ -21,9 +21,9 @@ from typing import NamedTuple
 from .open_groups import Group, Key
 
 BINS = 8  # for each factor of two, so a bin is 9 % wide
-LEAST = 2**-10  # what is less counts as this
+LEAST = 2**-10  # smaller values count as this
 NONE = math.floor(BINS * math.log2(LEAST)) - 1  # below the bin of LEAST
-LONG = ("latency", "turns", "length")  # values that are great for groups that take long
+LONG = ("latency", "turns", "length")  # values that are large for slow groups
 TENTHS = 10
 TRAINED = "trained"
 NOT_OVER = ("unfinished", "undone")  # reasons that end no group: the run stopped, or went back
@@ -52,14 +52,14 @@ def signed_least_of(number: int) -> float:
 def slow_loss(trained: Sequence[int], lost: Sequence[int]) -> tuple[float, int]:
     """Whether parts with large values are lost more often, and from which part on the difference is clearest.
 
-    Let N groups be in K + 1 parts by their value, and n of them be trained. Of all, the share m is in part k
-    or behind it; of the trained a, of the lost b > m. With the divergence of two shares D(a, m) =
-    a · ln(a / m) + (1 − a) · ln((1 − a) / (1 − m))::
+    Let N groups be in K + 1 parts by their value, and n of them be trained. The share m of all groups is in
+    part k or a later part; so are the share a of the trained and b > m of the lost. With the divergence of
+    two shares D(a, m) = a · ln(a / m) + (1 − a) · ln((1 − a) / (1 − m))::
 
         z = −√(2 · max(0, max over k of max(n · D(a, m), (N − n) · D(b, m)) − ln K))
 
     If the lost groups are drawn at random, P(z < −x) ≤ exp(−x² / 2) for x > 0, for any N and n: Hoeffding
-    (1963) bounds the tail of each k, and ln K is for the choice of the best. So z < −4 has at most one chance
+    (1963) bounds the tail of each k, and ln K accounts for the choice of k. So z < −4 has at most one chance
     in 2,980.
 
     Args:
@@ -87,7 +87,7 @@ def slow_loss(trained: Sequence[int], lost: Sequence[int]) -> tuple[float, int]:
 
 
 def _divergence(a: float, m: float) -> float:
-    """In nats, of two shares."""
+    """The divergence D(a, m) of two shares, in nats."""
     return sum(x * math.log(x / y) for x, y in ((a, m), (1 - a, 1 - m)) if x > 0)
 
 
@@ -102,7 +102,7 @@ class Tenth(NamedTuple):
     lost: dict[str, int]
     """Groups that were not trained, by reason."""
     early: int
-    """Those of them that left before their value was known."""
+    """The part of `lost` that left before the value was known."""
 
     @property
     def left(self) -> int:
@@ -119,8 +119,8 @@ class Survivors:
             (``trained``, or a reason), whose value is known or is a lower bound, in each bin. The latency is
             in seconds. Turns are rows of the longest rollout, the length is its tokens in the loss mask. The
             reward is the mean of the rollouts that have ended. It has no lower bound: a group that left
-            before its reward was known has none. Nor has a group whose rows lack the column a length or a
-            reward.
+            before its reward was known has none. A group whose rows lack the column has no length or no
+            reward either.
         outstanding: groups that have not left. No other number counts them.
 
     Example:
@@ -167,10 +167,11 @@ class Survivors:
 
         ``trained`` is the share of the groups that have left. ``lost/<reason>``, ``early`` and
         ``outstanding`` count groups. ``latency/z`` is that of :func:`slow_loss`. If it is below 0,
-        ``latency/slow`` is where the difference is clearest, in seconds, ``latency/slow_trained`` the share
-        that was trained of the groups that took at least that long, and ``latency/others_trained`` that of
-        the others. The same of ``turns`` and ``length``, where groups differ in them. A loss of groups with
-        great or small rewards alone is no fault: long groups often have small ones. So rewards have no z.
+        ``latency/slow`` is the latency, in seconds, at which the difference is clearest,
+        ``latency/slow_trained`` the trained share of the groups that took at least that long, and
+        ``latency/others_trained`` the trained share of the others. ``turns`` and ``length`` have the same
+        numbers if groups differ in them. Rewards have no z: long groups often have small rewards, so a loss
+        of groups with small rewards is no fault by itself.
         """
         found: dict[str, float] = {}
         for value in self.fates:
@@ -199,26 +200,26 @@ class Survivors:
 class Survival:
     """Counts the groups of a stream as they leave. Its memory does not grow with their number.
 
-    It begins at a restart: how long the groups in flight would have taken is not known.
+    Counting begins anew at a restart, because the latency of groups in flight is not known.
 
     Args:
-        before: groups of before the restart, which are not counted.
+        before: groups from before the restart, which are not counted.
     """
 
     def __init__(self, before: Iterable[Key] = ()):
         self._since: dict[Key, float | None] = dict.fromkeys(before)  # when it was announced, or came
-        self._took: dict[Key, float] = {}  # the latency of those that are whole, or were when they got stale
+        self._took: dict[Key, float] = {}  # the latency of groups that are, or were, whole
         self._fates: dict[str, Counter[tuple[str, bool, int]]] = {
             value: Counter() for value in (*LONG, "reward")
         }
 
     def begin(self, groups: Iterable[Key], now: float) -> None:
-        """Groups were announced or have new rows."""
+        """Note that groups were announced or have new rows."""
         for key in groups:
             self._since.setdefault(key, now)
 
     def end(self, group: Group, now: float) -> None:
-        """No further rollout of a group is awaited."""
+        """Note that no further rollout of a group is awaited."""
         since = self._since.get(group.key)
         if since is not None:
             self._took.setdefault(group.key, now - since)
@@ -226,13 +227,13 @@ class Survival:
     def leave(
         self, groups: Iterable[Group], reason: str, now: float = math.nan, stale: Collection[Key] = ()
     ) -> None:
-        """Groups leave, and still have their rows.
+        """Count groups that leave, and that still have their rows.
 
         Args:
-            groups: that are over.
+            groups: the groups that leave.
             reason: empty: they are trained.
             now: seconds, if they are not whole.
-            stale: those that are trained without their old rows. They count as stale.
+            stale: groups that are trained without their old rows. They count as stale.
         """
         for group in groups:
             key = group.key
@@ -248,5 +249,5 @@ class Survival:
                     self._fates[value][fate, known, signed_bin_of(number)] += 1
 
     def so_far(self) -> Survivors:
-        """What was counted."""
+        """Return the counts so far."""
         return Survivors({value: dict(fates) for value, fates in self._fates.items()}, len(self._since))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from headrace.transforms.table import StreamWarning, listing
 
 LONGER = 4  # warn of a wait that is longer than this many times the longest so far
-LEAST, FIRST = 10.0, 60.0  # seconds before the first warning; before the first batch it is the second number
+LEAST, FIRST = 10.0, 60.0  # seconds of a wait before a warning: in general, and before the first batch
 
 
 class Wait:
@@ -55,11 +55,11 @@ class Wait:
         self._last_put = now
 
     def note_missed(self, now: float) -> None:
-        """The missed puts until now were counted."""
+        """Note that the missed puts until now were counted."""
         self._last_put = now
 
     def missed_puts(self, now: float) -> int:
-        """How many puts would have come, at their usual rate, while the trainer waits and none comes."""
+        """The puts that would have come, at their usual rate, while the trainer waits and none comes."""
         if self.since is None or self._last_put is None or not self._seconds:
             return 0
         return int((now - max(self.since, self._last_put)) * self._puts / self._seconds)

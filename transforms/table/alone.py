@@ -1,4 +1,4 @@
-"""A process that has all rows of its batch: what a table asks of the ranks that share one."""
+"""A process that has all rows of its batch. It has the methods that a table calls on ranks that share one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Alone:
         return [value]
 
     def send_object(self, value: Any, sender: int) -> Any:
-        """The object of one rank, on all ranks."""
+        """Return the object of the rank `sender`, on all ranks."""
         return value
 
     def note(self, starts: list[int]) -> str:
@@ -62,7 +62,7 @@ def connect(
     patience: float = 600.0,
     id_keys: Mapping[Any, str] | None = None,
 ) -> Alone:
-    """The ranks of a process group or its name; a process alone if it is None."""
+    """Connect to the ranks of a process group, or of its name; None: a process alone."""
     if group is None:
         return Alone()
     ranks = import_module("headrace.transforms.ranks").Ranks

@@ -20,13 +20,13 @@ def take_empty_out(rows: Rows, empty: Empty) -> None:
     """
     table, count = rows.table, TokenCount(rows.key("loss_mask"), rows.key("log_prob"))
     if empty == "count":
-        table.fates.excludes = True  # for a stage that runs alone behind this one, and would exclude them
+        table.fates.excludes = True  # a later stage that runs alone must not exclude them again
         return
     table.load(tokens=[count])
     if count not in table.columns:
         return
     nothing = rows.count("loss_mask", finite=True, arrived=True) == 0
-    if (votes_only := rows.votes_only) is not None:  # they vote, and need no token for that
+    if (votes_only := rows.votes_only) is not None:  # they only vote, which needs no token
         nothing = nothing & ~votes_only
     if bool(nothing.any()):
         if rows.has("rollout"):  # else each row is a rollout

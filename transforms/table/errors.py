@@ -21,7 +21,7 @@ class ColumnFact(NamedTuple):
 
 
 class ErrorNames:
-    """The names of columns and options in errors: here those of Python. Other callers have a subclass."""
+    """The names of columns and options in errors, as Python spells them. Other callers have a subclass."""
 
     def option(self, stage: str, name: str, value: str, *, other: bool) -> str:
         """An option to set to a value, which may be empty; `other`: not of the stage that raises."""
@@ -37,7 +37,7 @@ class ErrorNames:
         role: str = "",
         **_: Any,
     ) -> str:
-        """That a batch lacks the column of a role; the reader may have no option that names it."""
+        """Say that a batch lacks the column of a role; the reader may have no option that names it."""
         said = f"needs the key {self.say_column(key, option)}; the batch has {batch}"
         if not (option or role):
             return said
@@ -46,23 +46,23 @@ class ErrorNames:
         return f"{said}. If it goes by another name, {declare}set {option}{who_stamps(option)}"
 
     def say_column(self, key: NestedKey | None, option: str, **_: Any) -> str:
-        """A column, and the option that names it, if there is one."""
+        """Name a column, and the option that names it, if there is one."""
         return f"{key!r} ({option})" if option else repr(key)
 
     def say_present(self, batch: Sequence[NestedKey], **_: Any) -> str:
-        """The columns of a batch."""
+        """List the columns of a batch."""
         return f"it has {batch}"
 
     def say_stamped(self, ids: str, **_: Any) -> str:
-        """Where ids of this name are stamped."""
+        """Say where ids of this name are stamped."""
         return who_stamps(ids)
 
     def say_workers(self, **_: Any) -> str:
-        """How workers get ids of their own."""
+        """Say how workers get ids of their own."""
         return "Workers need their own ids: set StampIds(worker=…) or RepeatSampler(rank=…)"
 
     def say_infinite(self, **_: Any) -> str:
-        """How infinite rewards are left out."""
+        """Say how infinite rewards are left out."""
         return ", for infinity SampleFilter(criterion=Finite(), action='exclude') before the collapse"
 
 
@@ -138,7 +138,7 @@ class BatchError(ValueError):
 
 
 def _is_known(name: str, facts: Mapping[str, Any]) -> bool:
-    """Whether a field is a fact, or can be said of the facts."""
+    """Whether a field is a fact, or :class:`ErrorNames` can make it from the facts."""
     say = getattr(ErrorNames, f"say_{name}", None)
     if name in facts or say is None:
         return name in facts

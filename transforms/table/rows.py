@@ -183,7 +183,7 @@ class Rows:
     if not TYPE_CHECKING:  # a type checker would take any name
 
         def __getattr__(self, name: str) -> Any:
-            if hasattr(type(self), name):  # a property, which says itself what it lacks
+            if hasattr(type(self), name):  # a property, whose own error says what is missing
                 return object.__getattribute__(self, name)
             raise AttributeError(f"there is no rows.{name}; a column is rows[{name!r}]; {OF_TOKENS_IS}")
 
@@ -337,8 +337,8 @@ class Rows:
         key, table = self.key(role), self.table
         if key is not None and not self.has(role):
             raise self.missing(role)
-        # Numbering ids costs a sort. So the table keeps those of its rows, and those of the last other view,
-        # until something that they were made from is another object.
+        # Numbering ids costs a sort. So the table keeps the numbers of its rows, and of the last other view,
+        # until a tensor that they were made from is replaced.
         made_from = table.columns.get(key), self.index, self.all_count or table.fates.counted, table.size
         slot = key, self.all_count, self.index is table.fates.index
         before, ids = table.ids.get(slot, (made_from, None))
@@ -685,7 +685,7 @@ class Rows:
         return MissingKeyError("{reader} {missing}", **facts)
 
     def facts(self, role: Any, option: str = "") -> dict[str, Any]:
-        """What errors say of a column (:func:`facts_of`); `option`: that names it, if the stage says so."""
+        """What errors say of a column (:func:`facts_of`); `option`: the option that names it, if any."""
         has_option = self.names if self.declared is None else self.declared
         if not option and isinstance(role, str) and role in has_option:
             option = f"{role}_key"
@@ -780,14 +780,14 @@ class Rows:
 
 
 def stage_parts(stage: Any) -> list[Any]:
-    """A stage, and its criteria and its token term, if it has them; of a ByColumn those of each value."""
+    """A stage, its criteria and its token term, if it has them; for a ByColumn, the parts of each value."""
     own = stages_of_values(stage).values()
     parts = (getattr(each, option, None) for each in own for option in ("criterion", "also", "term"))
     return [stage, *(part for part in parts if part is not None)]
 
 
 def stages_of_values(stage: Any) -> Mapping[Any, Any]:
-    """The stages of a `ByColumn`, by value; of another stage itself, by None, which is for all values."""
+    """The stages of a `ByColumn`, by value. Any other stage is returned under None, for all values."""
     return getattr(stage, "of_values", {None: stage})
 
 

@@ -255,12 +255,12 @@ def require(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) 
 
 
 def not_written(reader: str, key: NestedKey, writer: str) -> MissingKeyError:
-    """The error that says that a stage needs a column which an earlier stage writes."""
+    """Make the error for a missing column that an earlier stage must write."""
     return MissingKeyError(f"{reader} needs the column {key!r}, written by {writer}: put {writer} before it")
 
 
 def no_lengths(reader: str, stage: str = "") -> MissingKeyError:
-    """The error that says that a stage needs tokens or their number, and the dump has texts alone.
+    """Make the error for a stage that needs tokens or their number, if the dump has only texts.
 
     Args:
         reader: name of the caller, for the message.

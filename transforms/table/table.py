@@ -70,7 +70,7 @@ class TokenCount(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """The key of a table column that :meth:`Table.measure` made of numbers computed from another column."""
+    """The key of a table column that :meth:`Table.measure` has made from another column."""
 
     name: str
     of: NestedKey
@@ -99,8 +99,8 @@ class Table:
         notes: what a stage keeps of the batch, for its `state_after` or for a report, by stage or by name.
         ranks: the ranks that share the batch, or this process :class:`Alone`.
         size: N.
-        starts: for the rows that came, and for those of an earlier batch behind them: table index of the
-            first row of each rank, and the end.
+        starts: for the rows of this batch, and for the carried rows after them: table index of the first row
+            of each rank, and the end.
         lacking: the batch, and what it is known to lack.
         ids: the :class:`Ids` that views have read, with the tensors that they were made from.
     """
@@ -212,7 +212,7 @@ class Table:
         return key in self.lacking.keys or (names is not None and first not in names)
 
     def find(self, key: NestedKey) -> Any:
-        """What the batch has under a key (:func:`column_of`)."""
+        """Return the entry of the batch under a key (:func:`column_of`)."""
         return None if self.lacks(key) else column_of(self.batch, key)
 
     def load(
@@ -371,7 +371,7 @@ class Table:
 
     @contextmanager
     def restoring_columns(self) -> Iterator[None]:
-        """Undo at the end what is done inside to `columns`, `written` and `late`."""
+        """Restore `columns`, `written` and `late` at the end of the block."""
         before = self.columns, self.written, self.late
         self.columns, self.written, self.late = dict(self.columns), dict(self.written), list(self.late)
         yield
@@ -401,7 +401,7 @@ class Table:
 
 
 class Lacking:
-    """What a batch is known to lack, so that no row needs to be asked again.
+    """The names that a batch is known to lack, so that no row needs to be asked again.
 
     Attributes:
         batch: the batch.

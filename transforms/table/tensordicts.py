@@ -1,4 +1,4 @@
-"""Rows of a TensorDict: take some, join some, leave some out."""
+"""Rows and columns of a TensorDict: take, join, mask, write and count them."""
 
 from __future__ import annotations
 
@@ -71,16 +71,16 @@ Column = tuple[NestedKey, torch.dtype, tuple[int, ...]]
 PROMPT, RESPONSE = ("tokens", "prompt"), ("tokens", "response")  # as TorchRL's wrappers write them
 ATTENTION = ("masks", "all_attention_mask")
 ELSEWHERE = ("headrace", "elsewhere")
-FEW = 2**16  # entries that cost less than the calls by which they would be counted faster
+FEW = 2**16  # up to this many entries, a plain count is faster than the calls that speed it up
 MOST = 255  # bytes of 0 and 1 that can be added up before one of them overflows
 FLOATS = {each for each in vars(torch).values() if isinstance(each, torch.dtype) and each.is_floating_point}
-UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # which torch can index, and little else
+UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch can index them, and do little else
 # dtype of a column of the table, by its dtype in the batch; any other is int64
 KINDS = {torch.bool: torch.bool, **dict.fromkeys(FLOATS, torch.float64)}
 
 
 def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
-    """The same columns in another TensorDict, nested ones too. Nothing is copied but the references.
+    """Return the same columns in another TensorDict, nested ones too. Only references are copied.
 
     ``td.clone(recurse=False)`` does the same, but visits every single string: 8,192 rows with two texts take
     it a quarter of a second.
@@ -92,7 +92,7 @@ def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
         >>> ("next", "done") in td.keys(True), copy["next", "reward"] is td["next", "reward"]
         (False, True)
     """
-    if type(batch) is TensorDict and 0 not in batch.batch_size:  # stacks of no strings know no shape
+    if type(batch) is TensorDict and 0 not in batch.batch_size:  # an empty stack of strings has no shape
         columns = batch._tensordict.copy()
         for key, value in columns.items():
             if type(value) is not Tensor and is_nested(value):
@@ -111,11 +111,11 @@ def deep_copy(batch: TensorDictBase) -> TensorDictBase:
 
 
 def _like(batch: TensorDict, columns: dict[str, Any]) -> TensorDict:
-    """A TensorDict like another, of other columns, which are known to fit."""
+    """Make a TensorDict like another, with other columns that are known to fit."""
     if not _IS_PLAIN:
         names = batch.names if batch._has_names() else None
         return of_columns(columns, batch.batch_size, batch.device, names)
-    made = TensorDict.__new__(TensorDict)  # a fifth of the cost, of which a lazy stack has thousands
+    made = TensorDict.__new__(TensorDict)  # at a fifth of the cost; a lazy stack needs thousands
     made._device, made._batch_size, made._td_dim_names = batch._device, batch._batch_size, batch._td_dim_names
     made._tensordict = columns
     return made
@@ -123,7 +123,7 @@ def _like(batch: TensorDict, columns: dict[str, Any]) -> TensorDict:
 
 def is_nested(value: Any) -> bool:
     """Whether a value has columns of its own: a TensorDict, or a tensorclass such as TorchRL's ``Tokens``."""
-    if type(value) is Tensor or type(value) is TensorDict:  # abstract classes take long to say whose they are
+    if type(value) is Tensor or type(value) is TensorDict:  # isinstance is slow for abstract classes
         return type(value) is TensorDict
     return is_tensor_collection(value) and not isinstance(value, NonTensorData | NonTensorStack | MetaData)
 
@@ -139,15 +139,15 @@ def _is_stack_of_rows(batch: TensorDictBase) -> bool:
     )
 
 
-# TensorDict's checks of columns and rows that are known to fit cost as much as to gather them. The names that
-# do without are private; tensordict 0.10 to 0.15 have them.
+# TensorDict checks columns and rows even if they are known to fit, which costs as much as gathering them. The
+# functions without checks are private; tensordict 0.10 to 0.15 have them.
 stack_of_rows = LazyStackedTensorDict._new_lazy_unsafe
 
 
 def of_columns(
     columns: dict[str, Any], size: Sequence[int], device: torch.device | None, names: Any = None
 ) -> TensorDict:
-    """A TensorDict of columns that are known to fit."""
+    """Make a TensorDict of columns that are known to fit."""
     return TensorDict._new_unsafe(columns, batch_size=torch.Size(size), device=device, names=names)
 
 
@@ -155,7 +155,7 @@ _IS_PLAIN = {*vars(of_columns({}, [], None))} == {"_device", "_batch_size", "_td
 
 
 def leaves_of(batch: TensorDictBase) -> Iterator[tuple[NestedKey, Tensor]]:
-    """The tensors of a batch, with their keys; of a lazy stack, whose columns may be ragged, none.
+    """Yield the tensors of a batch with their keys; none for a lazy stack, whose columns may be ragged.
 
     Example:
         >>> batch = TensorDict({"a": {"b": torch.zeros(1)}, "name": ["x"]}, batch_size=[1])
@@ -175,17 +175,19 @@ def take_rows(
 ) -> TensorDictBase:
     """Gather rows, in the order given.
 
-    `index_select` per dense leaf is what costs least; ``td.apply`` and ``td.gather`` would lose strings.
+    `index_select` per dense leaf costs least; ``td.apply`` and ``td.gather`` would lose strings.
 
     Args:
         batch: TensorDict ``[N]``, dense or lazily stacked.
         rows: (M,) int64, row numbers.
-        on_cpu: the same where the host sees them, which texts and ragged rows else read from the device.
-        shared: whether rows of a lazy stack may be those of the batch, which nobody will write columns to;
-            else each is a shallow copy.
+        on_cpu: the same numbers on the CPU, if they are known there. Texts and ragged rows need them; without
+            them they are read from the device.
+        shared: whether the result may hold the batch's own rows of a lazy stack, because nobody writes
+            columns to them; else each row is a shallow copy.
 
     Returns:
-        TensorDict ``[M]``, dense leaves copied, everything else indexed; of no rows, the tensors alone.
+        TensorDict ``[M]``, dense leaves copied, everything else indexed. Without rows it has only the
+        tensors.
 
     Example:
         >>> from tensordict import TensorDict
@@ -196,7 +198,7 @@ def take_rows(
     """
     if len(batch) == 0:
         return batch
-    if len(rows) == 0:  # lazy stacks of nothing have no columns, and stacks of no strings no shape
+    if len(rows) == 0:  # an empty lazy stack has no columns, and an empty stack of strings no shape
         return without_rows(describe_columns(batch), device_of(batch))
     seen = rows if on_cpu is None else on_cpu
     if isinstance(batch, NonTensorStack) and batch.stack_dim == 0:
@@ -205,13 +207,13 @@ def take_rows(
         chosen = [batch.tensordicts[row] for row in seen.tolist()]
         return stack_of_rows(*(chosen if shared else map(shallow_copy, chosen)))
     if isinstance(batch, LazyStackedTensorDict):
-        return batch[seen].clone(recurse=False)  # indexing alone hands out the rows themselves
+        return batch[seen].clone(recurse=False)  # indexing returns the rows themselves
     columns = {key: take_column(value, rows, on_cpu=on_cpu) for key, value in batch.items()}
     return of_columns(columns, [len(rows), *batch.batch_size[1:]], batch.device)
 
 
 def leave_out(batch: TensorDictBase, keys: Iterable[NestedKey]) -> TensorDictBase:
-    """A batch without some columns, and without the nested TensorDicts that have no other.
+    """Return a batch without some columns, and without nested TensorDicts that have no other columns.
 
     Example:
         >>> batch = TensorDict({"a": {"b": torch.zeros(1)}, "c": torch.ones(1)}, batch_size=[1])
@@ -235,7 +237,7 @@ def rows_between(batch: TensorDictBase, some: slice) -> TensorDictBase:
 
 
 def take_column(value: Any, rows: Tensor, *, on_cpu: Tensor | None = None) -> Any:
-    """:func:`take_rows` of whatever a batch holds under a key."""
+    """Do :func:`take_rows` for one entry of a batch, of any kind."""
     if isinstance(value, Tensor):
         return value[rows] if value.dtype in UNSIGNED else value.index_select(0, rows)
     if isinstance(value, TensorDictBase):
@@ -244,7 +246,7 @@ def take_column(value: Any, rows: Tensor, *, on_cpu: Tensor | None = None) -> An
 
 
 def write_column(batch: TensorDictBase, key: NestedKey, values: Any) -> None:
-    """Write a column to a batch that is the caller's own, as ``batch.set`` does with checks of each row.
+    """Write a column to a batch that is the caller's own, like ``batch.set``, but without its checks.
 
     Args:
         batch: TensorDict ``[N]``, by :func:`shallow_copy` or :func:`take_rows`.
@@ -268,13 +270,13 @@ def write_column(batch: TensorDictBase, key: NestedKey, values: Any) -> None:
 
 
 def write_entry(row: TensorDictBase, key: NestedKey, value: Any) -> None:
-    """``row.set`` without its checks, of a row that is the caller's own."""
+    """Do ``row.set`` without its checks, for a row that is the caller's own."""
     *path, last = (key,) if isinstance(key, str) else key
     write_entries(row, path, [(last, value)])
 
 
 def write_entries(row: TensorDictBase, path: Sequence[str], values: Iterable[tuple[str, Any]]) -> None:
-    """:func:`write_entry` of some names below one path."""
+    """Do :func:`write_entry` for several names below one path."""
     inside: Any = row
     for name in path:
         if type(inside) is TensorDict:
@@ -289,14 +291,14 @@ def write_entries(row: TensorDictBase, path: Sequence[str], values: Iterable[tup
             row.set((*path, name), value)
 
 
-# TensorDict looks at every text whenever one is made, stacked, indexed or listed: 1 to 40 microseconds each.
-# The names by which it does without are as private as those above.
+# TensorDict checks every text whenever one is made, stacked, indexed or listed, at 1 to 40 microseconds each.
+# The functions without checks are private, like those above.
 stack_of_texts = NonTensorStack._new_lazy_unsafe
 _text_of = NonTensorData._from_tensordict
 
 
 def as_texts(values: Sequence[str]) -> NonTensorStack:
-    """A column of one text a row.
+    """Make a column with one text per row.
 
     Example:
         >>> as_texts(["a", "b"]).tolist()
@@ -307,7 +309,7 @@ def as_texts(values: Sequence[str]) -> NonTensorStack:
 
 
 def as_data(value: Any, size: Sequence[int], device: torch.device | None) -> NonTensorData:
-    """What is no tensor, as an entry of a TensorDict.
+    """Wrap a value that is not a tensor as an entry of a TensorDict.
 
     Example:
         >>> as_data((2, 3), [1], None).data
@@ -317,7 +319,7 @@ def as_data(value: Any, size: Sequence[int], device: torch.device | None) -> Non
 
 
 def listed(column: Any) -> list[Any]:
-    """What is no tensor, as a list of N.
+    """Convert a column that is not a tensor to a list of N values.
 
     Example:
         >>> listed(as_texts(["a", "b"]))
@@ -330,24 +332,24 @@ def listed(column: Any) -> list[Any]:
 
 
 def texts_of(column: Any) -> list[Any]:
-    """What is no tensor, one a row, of a column (N,) or (N, 1)."""
+    """The values of a column (N,) or (N, 1) that is not a tensor, one per row."""
     return [each[0] if isinstance(each, list) and len(each) == 1 else each for each in listed(column)]
 
 
 def flat_rows(values: Tensor) -> Tensor:
-    """(N, ...) → (N, K), also of no rows."""
+    """Flatten (N, ...) to (N, K), even if N is 0."""
     return values if values.ndim == 2 else values.unsqueeze(1).flatten(1)
 
 
 def describe_columns(batch: TensorDictBase) -> list[Column]:
-    """Key, dtype and shape in a row of each tensor column of a batch ``[N]``, N ≥ 1: in the first row."""
+    """Key, dtype and shape per row of each tensor column of a batch ``[N]``, read from its first row."""
     row = batch.tensordicts[0] if isinstance(batch, LazyStackedTensorDict) else batch[0]
     leaves = [(key, row.get(key)) for key in row.keys(include_nested=True, leaves_only=True)]
     return [(key, leaf.dtype, tuple(leaf.shape)) for key, leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def without_rows(columns: Sequence[Column], device: torch.device | None) -> TensorDict:
-    """A TensorDict ``[0]`` with such columns."""
+    """Make a TensorDict ``[0]`` with such columns."""
     batch = TensorDict({}, batch_size=[0], device=device)
     for key, dtype, shape in columns:
         batch.set(key, torch.empty(0, *shape, dtype=dtype, device=device))
@@ -373,7 +375,7 @@ def mask_tokens_of(batch: TensorDictBase, key: NestedKey, masked: Tensor) -> Non
         return
     column = batch.get(key)
     wide = masked.view(-1, *[1] * (column.ndim - 1))
-    # The plain ways, `column & ~wide` and `masked_fill`, cost ten times and up to three times as much on CPU.
+    # The plain expressions cost more on a CPU: `column & ~wide` ten times, `masked_fill` up to three times.
     if column.dtype is torch.bool:
         kept_bits = (~wide).view(torch.uint8).neg()  # 0 or 255: a True may be any byte but 0
         batch.set(key, (column.contiguous().view(torch.uint8) & kept_bits).view(torch.bool))
@@ -384,17 +386,18 @@ def mask_tokens_of(batch: TensorDictBase, key: NestedKey, masked: Tensor) -> Non
 def fill_out_of_loss(
     batch: TensorDictBase, mask_key: NestedKey, log_prob_key: NestedKey | None, others: Iterable[NestedKey]
 ) -> None:
-    """Let columns of tokens be finite out of the loss, so that a loss may multiply them by its mask.
+    """Make token columns finite at tokens out of the loss, so that a loss may multiply them by its mask.
 
-    0 · NaN is NaN, and so is the gradient of ``torch.where`` through what it did not choose. A token without
-    a finite log-probability is out of the loss (:func:`count_in_loss`), so it leaves the mask. What is not
-    finite out of the mask becomes 0. No device read; the batch gets new tensors, the old ones are left alone.
+    0 · NaN is NaN, and so is the gradient of ``torch.where`` through a NaN that it did not choose. A token
+    without a finite log-probability is out of the loss (:func:`count_in_loss`), so it leaves the mask. Values
+    out of the mask that are not finite become 0. No device read; the batch gets new tensors, the old ones are
+    left alone.
 
     Args:
         batch: TensorDict ``[N]``, dense or ragged; without the mask nothing happens.
         mask_key: (N, T) bool.
-        log_prob_key: (N, T) float; None: not looked at.
-        others: (N, T) float each; one that is not there, or has another size, stays as it is.
+        log_prob_key: (N, T) float; None: not read.
+        others: (N, T) float each; a column that is missing, or has another size, stays as it is.
     """
     for rows in batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]:
         mask = rows.get(mask_key, None)
@@ -412,7 +415,7 @@ def fill_out_of_loss(
 
 
 def device_of(batch: TensorDictBase) -> torch.device:
-    """Where a batch lies: its own word, else that of its first tensor."""
+    """The device of a batch: its `device` if that is set, else the device of its first tensor."""
     if batch.device is not None:
         return batch.device
     if isinstance(batch, LazyStackedTensorDict) and batch.tensordicts:
@@ -429,8 +432,8 @@ def device_of(batch: TensorDictBase) -> torch.device:
 def count_true(mask: Tensor) -> Tensor:
     """(N,) int64: the True entries of each row of a bool (N, ...).
 
-    On the CPU eight bytes are added at a time, as one integer: PyTorch's own sum of bools takes sixty times
-    as long. Elsewhere it is that sum, and nothing is read.
+    On the CPU eight bytes are added at a time, as one integer, because PyTorch's sum of bools takes sixty
+    times as long. On other devices it is PyTorch's sum, without a device read.
 
     Example:
         >>> count_true(torch.tensor([[True, False, True], [False, False, False]])).tolist()
@@ -443,10 +446,10 @@ def count_true(mask: Tensor) -> Tensor:
         return rows.count_nonzero(-1)
     width = rows.shape[1] // 8 * 8
     whole = rows[:, :width].reshape(-1)
-    if whole.storage_offset() % 8:  # a row of a larger batch begins anywhere
+    if whole.storage_offset() % 8:  # rows of a larger batch may begin at any byte
         whole = whole.clone()
     words = whole.view(torch.uint8).view(torch.int64).view(len(rows), -1)
-    if int(whole.view(torch.uint8).amax()) > 1:  # a True that is another byte than 1, of a view of other data
+    if int(whole.view(torch.uint8).amax()) > 1:  # in a view of other data, True may be a byte other than 1
         return (rows != 0).sum(-1)
     total = rows[:, width:].sum(-1)
     for part in words.split(MOST, dim=1):
@@ -455,19 +458,19 @@ def count_true(mask: Tensor) -> Tensor:
 
 
 WIDE = object()
-"""A column of more numbers a row than were asked for."""
+"""Stands for a column that has more numbers per row than were asked for."""
 
 
 def number_column(
     batch: TensorDictBase, key: NestedKey, *, raw: bool = False, most: int | None = None
 ) -> Any:
-    """A column of a few numbers a row: (N,) or (N, K) where it is, or N texts; None where there is none.
+    """Return a column of a few numbers per row: (N,) or (N, K) on its device, or N texts; None if missing.
 
     Args:
         batch: TensorDict ``[N]``, dense or a lazy stack.
         key: of the column.
-        raw: in the shape in which the batch has it; ragged rows are a list.
-        most: numbers a row; a column of more, or of ragged rows, is :data:`WIDE`.
+        raw: return it in the shape that it has in the batch; ragged rows are a list.
+        most: numbers per row; a column with more, or with ragged rows, is returned as :data:`WIDE`.
 
     Raises:
         BatchError: some rows of a lazy stack have it, and some have not.
@@ -490,13 +493,13 @@ def number_column(
     value = value.detach() if value.requires_grad else value
     if value.dtype in UNSIGNED or value.is_complex():
         value = _whole_numbers(value, key)
-    if value.shape[1:].numel() == 1:  # of no rows, too
+    if value.shape[1:].numel() == 1:  # even without rows
         return value if value.ndim == 1 else value.reshape(-1)
     return value.flatten(1)
 
 
 def _whole_numbers(column: Tensor, key: NestedKey) -> Tensor:
-    """An unsigned column as int64.
+    """Convert an unsigned column to int64.
 
     Raises:
         BatchError: a number is complex, or needs 64 bits.
@@ -513,7 +516,7 @@ def _whole_numbers(column: Tensor, key: NestedKey) -> Tensor:
 
 
 def column_of(batch: TensorDictBase, key: NestedKey) -> Any:
-    """What is under a key, dense or stacked from the rows of a lazy stack; None where nothing is.
+    """Return the entry under a key, dense or stacked from the rows of a lazy stack; None if there is none.
 
     Rows of different shapes come back as a list of tensors.
 
@@ -531,7 +534,7 @@ def column_of(batch: TensorDictBase, key: NestedKey) -> Any:
 
 
 def entries_of(batch: LazyStackedTensorDict, key: NestedKey) -> list[Any] | None:
-    """What each row of a lazy stack has under a key; None where no row has anything.
+    """Return the entry of each row of a lazy stack under a key; None if no row has one.
 
     Raises:
         BatchError: some rows have the column, and some have not.
@@ -549,7 +552,7 @@ def entries_of(batch: LazyStackedTensorDict, key: NestedKey) -> list[Any] | None
 
 
 def parts_of(batch: TensorDictBase, key: NestedKey) -> list[Any]:
-    """A column of a dense batch, alone; or what each row of a lazy stack has; of none nothing.
+    """Return a list: the column of a dense batch, or the entry of each row of a lazy stack; empty if missing.
 
     Raises:
         BatchError: some rows have the column, and some have not.
@@ -579,7 +582,7 @@ def any_row_has(batch: TensorDictBase, key: NestedKey) -> bool:
 
 
 def first_names(batch: TensorDictBase) -> set[str] | None:
-    """The names of a batch's columns and nested TensorDicts, of all rows; None for rows of another class."""
+    """The first names of all keys of a batch, over all its rows; None if a row is of another class."""
     rows = batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]
     return set().union(*map(_COLUMNS, rows)) if set(map(type, rows)) <= {TensorDict} else None
 
@@ -588,7 +591,7 @@ _COLUMNS = attrgetter("_tensordict")
 
 
 def same_column(before: TensorDictBase, after: TensorDictBase, key: NestedKey) -> bool:
-    """Whether a column of two batches is the same tensors, whatever is in them; or both have none."""
+    """Whether two batches have the same tensor objects under a key, or both have none."""
     old, new = (parts_of(batch, key) or [None] for batch in (before, after))
     return len(old) == len(new) and all(map(_same, old, new))
 
@@ -599,12 +602,12 @@ def _same(old: Any, new: Any) -> bool:
         and isinstance(new, Tensor)
         and old.shape == new.shape
         and old.data_ptr() == new.data_ptr()
-        and old.numel() > 0  # else nothing has a place in memory
+        and old.numel() > 0  # an empty tensor has no address
     )
 
 
 def _under(batch: Any, key: NestedKey) -> Any:
-    """What is under a key of a dense batch or a row; None where nothing is."""
+    """Return the entry under a key of a dense batch or a row; None if there is none."""
     for name in (key,) if isinstance(key, str) else key:
         if type(batch) is TensorDict:
             batch = batch._tensordict.get(name)
@@ -621,11 +624,11 @@ def _under(batch: Any, key: NestedKey) -> Any:
 
 
 def loss_mask_of(batch: TensorDictBase, key: NestedKey) -> Any:
-    """The loss mask, (N, T) bool or a list of ragged rows; else that of TorchRL's prompt and response.
+    """Return the loss mask, (N, T) bool or a list of ragged rows; else make it of TorchRL's response.
 
-    Where there is no mask, the response is what trains, if the batch says where it is: ``("tokens",
-    "prompt")`` and ``("tokens", "response")`` lie end to end under ``("masks", "all_attention_mask")``, as
-    TorchRL's wrappers write them. None where nothing says which tokens train.
+    Without a mask, the response trains, if the batch says where it is: ``("tokens", "prompt")`` and
+    ``("tokens", "response")`` lie end to end under ``("masks", "all_attention_mask")``, as TorchRL's wrappers
+    write them. The result is None if nothing says which tokens train.
 
     Raises:
         BatchError: the mask is not bool.
@@ -656,7 +659,7 @@ def _require_bool(masks: Iterable[Tensor], key: NestedKey) -> None:
 
 
 def check_mask(batch: TensorDictBase, key: NestedKey) -> None:
-    """Refuse a loss mask that is none: of 0.0 and 1.0, say, whose rows could not be masked.
+    """Refuse a loss mask that is not bool, such as one of 0.0 and 1.0, because its rows could not be masked.
 
     Raises:
         BatchError: it is not bool.
@@ -665,9 +668,9 @@ def check_mask(batch: TensorDictBase, key: NestedKey) -> None:
 
 
 def number_of(mask_key: NestedKey) -> NestedKey:
-    """Where a batch has the number of tokens in a mask, if its rows' tokens are elsewhere.
+    """The key under which a batch has the number of tokens in a mask, if the tokens are stored elsewhere.
 
-    (N,) int64, or (N, 2): and of those with a finite log-probability.
+    The column is (N,) int64, or (N, 2) with the number of tokens that have a finite log-probability.
     """
     return ("headrace", "number_of", mask_key if isinstance(mask_key, str) else ".".join(mask_key))
 
@@ -675,10 +678,11 @@ def number_of(mask_key: NestedKey) -> NestedKey:
 def count_in_loss(
     batch: TensorDictBase, mask_key: NestedKey, log_prob_key: NestedKey | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Tokens of each row in the loss mask, and those of them with a finite log-probability; (N,) int64 each.
+    """Count each row's tokens in the loss mask, and those with a finite log-probability; (N,) int64 each.
 
-    TorchRL's GRPOLoss counts the latter. Without log-probabilities both are the same. Of tokens elsewhere the
-    batch has the number (:func:`number_of`). None twice where nothing says which tokens train.
+    TorchRL's GRPOLoss counts the latter. Without log-probabilities both are the same. If the tokens are
+    stored elsewhere, the batch has their number (:func:`number_of`). Both are None if nothing says which
+    tokens train.
 
     Raises:
         BatchError: mask and log-probabilities differ in shape; the mask is not bool.
@@ -710,7 +714,7 @@ def count_in_loss(
     masks, values = flat_rows(mask), flat_rows(log_prob)
     if values.device.type != "cpu" or values.numel() == 0:
         return tokens, count_true(masks & torch.isfinite(values))
-    # A sum is finite only where all of it are: a sixth of the cost of looking at every number.
+    # A sum is finite only if all its terms are. This costs a sixth of a test of every number.
     sums = values.sum(-1)
     if isfinite(sums.sum().item()):
         return tokens, tokens
@@ -721,9 +725,9 @@ def count_in_loss(
 
 
 def _count_between(flags: Tensor, sizes: Sequence[int]) -> Tensor:
-    """(N,) int64: the True entries of (ΣT,) bool by row, of so many each."""
+    """(N,) int64: the True entries of each row of (ΣT,) bool `flags`, whose rows have these `sizes`."""
     ends = torch.tensor([0, *accumulate(sizes)], device=flags.device)
-    upto = nn.functional.pad(flags.cumsum(0, dtype=torch.int32), (1, 0))  # what is over 2³¹ cancels out
+    upto = nn.functional.pad(flags.cumsum(0, dtype=torch.int32), (1, 0))  # an overflow beyond 2³¹ cancels out
     return upto.index_select(0, ends).diff().long()
 
 
@@ -736,7 +740,7 @@ def _differ(mask_key: NestedKey, log_prob_key: Any, mask: Any, log_prob: Any) ->
 
 
 def read_packed(columns: Sequence[Tensor]) -> list[Tensor]:
-    """Columns of numbers on the CPU, as copies: int64, float64 or bool. From a device one packed copy.
+    """Copy columns of numbers to the CPU, as int64, float64 or bool; from a device in one packed copy.
 
     Args:
         columns: (N,) or (N, K) each, on one device.
@@ -754,12 +758,12 @@ def read_packed(columns: Sequence[Tensor]) -> list[Tensor]:
 
 
 def bits_of(column: Tensor) -> Tensor:
-    """int64: floats by the bits of their float64."""
+    """Convert a column to int64; floats become the bits of their float64."""
     return column.double().view(torch.int64) if column.is_floating_point() else column.long()
 
 
 def of_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """What :func:`bits_of` made integers of."""
+    """Restore the column that :func:`bits_of` converted."""
     return (bits.contiguous().view(torch.float64) if dtype.is_floating_point else bits).to(dtype)
 
 
@@ -775,7 +779,7 @@ def bytes_of(column: Tensor) -> Tensor:
 
 
 def send_packed(columns: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Columns on a device, in one packed copy; on the CPU they are themselves.
+    """Send columns to a device in one packed copy; for the CPU, return them as they are.
 
     Args:
         columns: of any shape and dtype, on the CPU.

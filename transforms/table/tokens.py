@@ -207,7 +207,7 @@ def whole_numbers(column: Tensor, key: NestedKey, option: str) -> Tensor:
 
 
 def has_versions_of_tokens(batch: TensorDictBase, key: NestedKey) -> bool:
-    """Whether a column of policy versions has one for each token. That of rows of one token may be either."""
+    """Whether a column of policy versions has one per token. With rows of one token it may be either."""
     column = column_of(batch, key)
     if isinstance(column, list):
         return any(isinstance(entry, Tensor) and entry.numel() != 1 for entry in column)

@@ -1,6 +1,6 @@
-"""TorchRL's base classes of a stage; without TorchRL, the little of them that a stage uses.
+"""TorchRL's base classes of a stage. Without TorchRL, they have only the parts that a stage uses.
 
-TorchRL is imported, not looked for: beside a tensordict that it does not fit it is found, and cannot be
+TorchRL is imported, not only looked for: with a tensordict of another version it can be found but not
 imported. Then no object of its classes exists.
 """
 
@@ -23,7 +23,7 @@ else:
     except ImportError:
 
         class EnvBase(nn.Module):
-            """Stands for TorchRL's class, of which there are no objects."""
+            """Stands for TorchRL's class. No object of it exists."""
 
         class Transform(nn.Module):
             """A module with keys and a container.

@@ -35,12 +35,12 @@ def note_votes_only(rows: Rows) -> None:
         )
     tokens = [rows.key("loss_mask"), rows.key("log_prob")]
     if table.masking.elsewhere or any(key is not None and table.find(key) is not None for key in tokens):
-        rows.mask(votes)  # for a stage that runs alone, behind which nothing drops them
+        rows.mask(votes)  # after a stage that runs alone, nothing drops them
         table.fates.masks = True
     table.fates.let_vote(rows.to_arrival(votes), rows.reason_name(REASON))
 
 
 def drop_votes_only(rows: Rows) -> None:
-    """Take the rollouts that vote only, of which there are some, out of the batch: they have voted."""
+    """Drop the rollouts that vote only from the batch, because they have voted. There must be some."""
     rows.leave(rows.votes_only, REASON, "dropped")
     rows.table.fates.votes_only = None

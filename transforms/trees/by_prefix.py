@@ -65,11 +65,11 @@ def tree_advantage(
         leave_one_out    A(node) = V(node) − V(parent without the node)
 
     The root holds the tokens that all rollouts of a group share, such as the prompt, and gets 0. That is a
-    bias if they were sampled once and then forked. If rollouts share no
-    token after it, A is R − mean(group), as in Dr. GRPO, or that of RLOO. ``leave_one_out`` is unbiased if
-    the branches of a node are sampled independently and their number is fixed before. Branches that begin
-    with equal tokens by chance are one node here, which is a bias. ``mean`` has a bias factor of (m − 1)/m
-    for m branches of one size. Statistics are float64 and rounded once. Sums do not depend on the row order.
+    bias if they were sampled once and then forked. If rollouts share no token after the root, A is R −
+    mean(group), as in Dr. GRPO, or the advantage of RLOO. ``leave_one_out`` is unbiased if the branches of a
+    node are sampled independently and their number is fixed before. Branches that begin with equal tokens by
+    chance are one node here, which is a bias. ``mean`` has a bias factor of (m − 1)/m for m branches of one
+    size. Statistics are float64 and rounded once. Sums do not depend on the row order.
 
     Args:
         reward: (N,) floats, one per rollout; each row is a rollout.

@@ -43,7 +43,7 @@ def train_shared_once(tokens: Tensor, trains: Tensor, rollout: Tensor, there: Te
         tokens: (N, T) int64.
         trains: (N, T) bool, the tokens in the loss. A token out of `there` does not train.
         rollout: (N,) int64, equal in the rows of a rollout.
-        there: (N, T) bool, True at tokens that are no padding; None: those that are not ``END``.
+        there: (N, T) bool, False at padding; None: only ``END`` is padding.
 
     Example:
         >>> tokens = torch.tensor([[3, 4, 5, 6], [3, 4, 7, 8]])
@@ -55,8 +55,8 @@ def train_shared_once(tokens: Tensor, trains: Tensor, rollout: Tensor, there: Te
     there = (tokens != END if there is None else there).cpu()
     depth = there.cumsum(1)
     order, shared = prefix_order(left_aligned(tokens, there, depth), rollout, depth[:, -1:].sum(1))
-    # 1. In sorted order, rows with equal first tokens are neighbours. Column t of `first` is where those
-    #    begin that have the first t + 1 tokens of the row.
+    # 1. In sorted order, rows with equal first tokens are neighbours. Column t of `first` is the
+    #    first of the rows that have the same first t + 1 tokens.
     place = torch.arange(rows)
     begins = shared[:, None] <= torch.arange(width)
     first = torch.where(begins, place[:, None], 0).cummax(0).values

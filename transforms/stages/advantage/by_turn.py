@@ -1,4 +1,4 @@
-"""The advantage per turn: the return from a turn on, compared with the same turn of the group's others."""
+"""The advantage per turn: the return from a turn on, compared with other rollouts' returns at that turn."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")
             lambda row: f"{float(reward[row])} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
         )
         groups = Ids(rows.groups.of, counts & rows.rollouts.is_first)
-        if self.reward is not None:  # its other rewards may give a group without this one an advantage
+        if self.reward is not None:  # other rewards may give an advantage to a group without this one
             rows.require(
                 (groups.spread(groups.count) > 0) | total.isnan(),
                 f"a group's difficulty is the mean of reward {self.reward}; no rollout has it in {{found}}. "

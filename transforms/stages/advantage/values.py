@@ -64,8 +64,9 @@ def generalized_advantage(
         target_k = A_k + V_k
 
     With λ = 1, A_k is γ^{K−1−k} R − V_k. Each row is computed by TorchRL's ``generalized_advantage_estimate``
-    as if nothing came after it. What comes after adds c (γλ)^k', at k' steps before the row's last, where c
-    is R, or γ V + γ λ A of the first step of the next row. Everything is float64 and rounded once.
+    as if nothing came after it. Later rows add c (γλ)^k' to the step that is k' steps before the row's last.
+    There c is R in the last row of a rollout, else γ V + γ λ A of the first step of the next row. Everything
+    is float64 and rounded once.
 
     Args:
         value: (N, T) float, V before the token is sampled; read at sampled tokens only.
@@ -138,7 +139,7 @@ def of_rows(value: Tensor, begins: Tensor, number: Tensor, gamma: float, lam: fl
 def row_ends(
     value: Tensor, sampled: Tensor, step: Tensor | None, gamma: float, lam: float
 ) -> dict[str, Tensor]:
-    """(B,) each: the number of steps of a row, and the value and the own advantage of its first step."""
+    """(B,) each: the steps of a row; the value and advantage of its first step, if nothing came after."""
 
     def of_some(value: Tensor, sampled: Tensor, step: Tensor | None) -> dict[str, Tensor]:
         begins, number = steps_of(sampled, step)
@@ -216,7 +217,7 @@ class GAE(
 ):
     """Write the advantage of each token from the values of a critic (:func:`generalized_advantage`).
 
-    The steps are the tokens of the loss mask as the row arrived, also of a row that is masked now. The reward
+    The steps are the tokens of the loss mask as the row arrived, even if the row is masked now. The reward
     is that of the rollout, at its last step. The rows of a rollout follow each other in the order of
     `turn_key`, or in that of the batch. A row that was dropped or excluded before is passed over: the step
     before it is followed by the step after it, so exclude whole rollouts (``unit="rollout"``) if the critic

@@ -91,7 +91,7 @@ def ask(rows: Rows, criterion: Callable[[TensorDictBase], Any]) -> Any:
 
 
 class _FunctionCriterion(Criterion):
-    """A callable from a batch to (N,) bool, or one with `decide`, with the attributes that it may lack."""
+    """Wrap a callable, or an object with `decide`, and add the attributes of a criterion that it lacks."""
 
     def __init__(self, function: Callable[[TensorDictBase], Tensor]):
         self.function = function
@@ -109,7 +109,7 @@ class _FunctionCriterion(Criterion):
 
 
 def as_criterion(criterion: Callable[[TensorDictBase], Tensor]) -> Criterion:
-    """The criterion itself, or any other callable as one.
+    """Return the criterion itself, or wrap any other callable as a criterion.
 
     Raises:
         ValueError: it is a class, a stage or a term.
@@ -126,8 +126,9 @@ class RewardsVary(Criterion, columns=("reward", "group")):
     ``zero_variance``.
 
     Args:
-        several: that of the advantage. ``decoupled``: of the K rewards of ``FanOutCollapse(columns=K)`` one
-            must differ, because each has an advantage of its own. ``sum``: their weighted sum.
+        several: as in the advantage. ``decoupled``: at least one of the K rewards of
+            ``FanOutCollapse(columns=K)`` must differ, because each has an advantage of its own. ``sum``:
+            their weighted sum must differ.
         names: other names of columns, such as `reward_key` (:class:`ColumnNames`).
     """
 

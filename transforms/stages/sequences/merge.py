@@ -76,7 +76,7 @@ def merge_turns(
         turn: (N,) int64, orders the rows of a rollout; None: they are in order.
         masked: (N,) bool, rows out of the loss. No row is merged into one of these, so masked rows at the end
             of a segment are not merged. None: no row is masked.
-        there: (N, T) bool, True at tokens that are no padding; None: those that are not ``END``.
+        there: (N, T) bool, False at padding; None: only ``END`` is padding.
 
     Example:
         >>> tokens = torch.tensor([[5, 6, END, END], [5, 6, 7, 8], [5, 9, 9, END]])
@@ -96,7 +96,7 @@ def merge_turns(
     order = order[rollout[order].sort(stable=True).indices]
     previous = order.roll(1)
     follows = rollout[order] == rollout[previous]
-    follows[:1] = False  # `roll` gives the first row the last one
+    follows[:1] = False  # `roll` compares the first row with the last
 
     # 2. The tokens of a row start at `begin`. If some rows have holes, move all tokens to the left.
     begin, count = _first(there), count_true(there)
@@ -186,7 +186,7 @@ class MergeTurns(
         >>> from tensordict import TensorDict
         >>> tokens = torch.tensor([[5, 6, 0, 0], [5, 6, 7, 8]])
         >>> masks = {"all_attention_mask": tokens > 0, "all_assistant_mask": (tokens == 6) | (tokens == 8)}
-        >>> masks["all_assistant_mask"][1, 1] = False  # its own turn trains there
+        >>> masks["all_assistant_mask"][1, 1] = False  # row 0 trains this token
         >>> rows = {"tokens": {"full": tokens}, "masks": masks, "rollout_id": [3, 3]}
         >>> td = TensorDict(rows, batch_size=[2])
         >>> MergeTurns()(td)["masks", "all_assistant_mask"].int().tolist()

@@ -129,7 +129,7 @@ def pack(
     sizes = [shape.numel() for shape in shapes]
     real, width = _end_to_end(attention).reshape(-1), max(sizes)
     at = packed_at = real.nonzero().flatten()  # the first device read
-    if min(sizes) < width:  # `at` is in rows of different widths, and `unpack` makes rows of one
+    if min(sizes) < width:  # `at` counts in rows of different widths, `unpack` in rows of one width
         size = torch.tensor(sizes)
         moved = repeated(torch.arange(len(sizes)) * width - size.cumsum(0) + size, size)
         packed_at = at + send_packed([moved], at.device)[0].index_select(0, at)
@@ -246,7 +246,7 @@ def unpack_tokens(values: Tensor, packed: TensorDictBase) -> Tensor:
 
 
 def _in_rows(values: Tensor, packed: TensorDictBase) -> Tensor:
-    """(n, T, ...) of (L, ...)."""
+    """Unpack (L, ...) values to (n, T, ...)."""
     at = require(packed, "packed_at", reader="unpack", option="written by pack")[0]
     rows, width = packed["packed_from"]
     flat = values.new_zeros(rows * width, *values.shape[1:])
@@ -289,7 +289,7 @@ def _shapes(column: Tensor | list[Tensor]) -> list[torch.Size]:
 
 
 def _end_to_end(column: Tensor | list[Tensor]) -> Tensor:
-    """The rows joined, with padding."""
+    """Join the rows, with their padding."""
     if isinstance(column, Tensor):
         return column.reshape(-1, *column.shape[2:])
     if len(dtypes := {row.dtype for row in column}) > 1:
@@ -301,7 +301,7 @@ def _end_to_end(column: Tensor | list[Tensor]) -> Tensor:
 def _lay(
     column: Tensor | list[Tensor], key: NestedKey, sizes: list[int], at: Tensor, segment: Tensor | None = None
 ) -> Tensor:
-    """(1, L, ...) of a per-token column, or with `segment` of a column with one number per row."""
+    """Pack a per-token column to (1, L, ...); with `segment`, a column with one number per row."""
     flat, shapes = _end_to_end(column), _shapes(column)
     if segment is not None and flat.numel() == len(sizes) and all(shape.numel() == 1 for shape in shapes):
         return flat.reshape(-1).index_select(0, segment).view(1, -1, *[1] * (len(shapes[0]) - 1))

@@ -1,4 +1,4 @@
-"""Loss weights: the mean over a step that the loss is, however the step is split."""
+"""Loss weights. They make the loss a mean over the whole step, however the step is split."""
 
 from __future__ import annotations
 

@@ -184,6 +184,6 @@ def component_loss(terms: Mapping[str, Tensor], batch: TensorDictBase) -> Tensor
                 f"the term of a component must have one number for each token, {tuple(weight.shape)} or "
                 f"{(*weight.shape, 1)}; {key!r} is {tuple(term.shape)}. Set aggregation='none' on GRPOLoss"
             )
-        # Not 0 · NaN: the term may be anything outside of its component.
+        # Masked, not only multiplied by 0: a term may be NaN outside of its component, and 0 · NaN is NaN.
         total = total + (term.reshape(weight.shape).masked_fill(weight == 0, 0.0) * weight).sum()
     return total

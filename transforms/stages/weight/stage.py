@@ -58,7 +58,7 @@ Gradients = Literal["sum", "mean"]
 NEEDS = {
     "constant": "rollout",
     "inverse_length": "rollout",
-}  # the unit whose ids a mean needs, if not its own
+}  # the unit whose ids a mean needs, if it is another unit
 SORTED = 2**15  # tokens whose turns are sorted in one block; sorting needs 100 bytes per token
 
 
@@ -322,8 +322,8 @@ class LossWeight(
 
     ``("headrace", "step_weights", name)`` (N,) is the sum of its weights over the row's step.
 
-    Of a dump that has neither tokens nor their number (``("headrace", "no_lengths")``) it writes nothing: a
-    weight depends on lengths, and there is no loss to weigh. Under `fold` it raises.
+    For a dump with neither tokens nor their number (``("headrace", "no_lengths")``) the stage writes nothing,
+    because a weight depends on lengths and there is no loss to weigh. Under `fold` it raises.
 
     Args:
         unit: ``token``, ``sample``, ``turn``, ``rollout``, ``group``, ``constant``, ``inverse_length``.
@@ -448,7 +448,7 @@ class LossWeight(
                 f"of new ones: use one LossWeight, or remove the column with batch.exclude({LOSS_WEIGHTS!r})"
             )
         if rows.table.masking.no_lengths and self.fold == "none":
-            return  # a weight is for the loss of tokens, and here are none; a fold would change the advantage
+            return  # without tokens there is no loss to weigh; only a fold would change the advantage
         # 2. What is counted in each step: tokens, and the units that have a token in the loss.
         tokens = rows.count("loss_mask", finite=True) * rows.in_loss
         units = dict[str, Ids]()
