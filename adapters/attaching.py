@@ -1,4 +1,4 @@
-"""A recipe in a trainer that is an object."""
+"""Attach a recipe to a trainer that is an object."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class FewerRowsWarning(UserWarning):
 
 
 class Follows:
-    """What the default recipe takes from a trainer's settings; adapters derive from it."""
+    """The settings of a trainer that the default recipe follows. Adapters derive from this class."""
 
     gives: frozenset[NestedKey | None] | None = None
-    """Columns that the recipe gets; None: a stage that lacks one says so at the first step."""
+    """Columns that the recipe gets; None: not known, so a missing column is an error at the first step."""
     followed: Mapping[str, str]
     """Options of the recipe that are those of the trainer, by stage and option."""
 
@@ -54,7 +54,7 @@ class Follows:
         return f"<{type(self).__name__}: {' → '.join(self.pipeline.order)}; from the trainer: {taken}>"
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a recipe is checked, since it may be changed during training."""
+        """Set an attribute. A recipe is checked, because it may be changed during training."""
         if name == "pipeline":
             check_recipe(self, value, self.gives)
         super().__setattr__(name, value)
@@ -64,7 +64,7 @@ class Follows:
         """Check the trainer's settings.
 
         Raises:
-            ValueError: one of them would have no effect.
+            ValueError: a setting would have no effect.
         """
 
     @staticmethod
@@ -74,7 +74,7 @@ class Follows:
 
 
 def log_run(trainer: Any, run: Run, training: bool | None = None) -> None:
-    """Keep what the recipe made of a batch, and log its metrics among the trainer's own."""
+    """Keep the recipe's run of a batch, and log its metrics among the trainer's own."""
     run.step = trainer.state.global_step
     trainer.last_run = run
     training = trainer.model.training if training is None else training
@@ -93,18 +93,18 @@ def attach(
 ) -> Trainer:
     """Make the advantages of a trainer of TRL or ms-swift those of a recipe.
 
-    Its class becomes a subclass of its own, so that what the trainer does else, and what a subclass of yours
-    does, stays. `trainer.pipeline` is the recipe; it may be changed between steps, and one that remembers
-    something has its state there: `trainer.pipeline.state_dict()`. `trainer.last_run` is the last batch's
-    :class:`Run`, and its report has the trainer's global step. Its metrics are logged among the trainer's
-    own, under ``headrace/``. Several reward functions are as many columns of rewards.
+    The trainer's class becomes a subclass of itself, so everything else that the trainer, or your subclass of
+    it, does stays the same. `trainer.pipeline` is the recipe. You may change it between steps. If it has a
+    state, save `trainer.pipeline.state_dict()`. `trainer.last_run` is the last batch's :class:`Run`, and its
+    report has the trainer's global step. Its metrics are logged among the trainer's own, under ``headrace/``.
+    With several reward functions, each is a column of rewards.
 
     Args:
         trainer: a ``GRPOTrainer``, also as Unsloth patches it, or TRL's ``RLOOTrainer`` or
             ``AsyncGRPOTrainer``, before ``train()``.
-        recipe: its name, or a pipeline; by default the one that computes what the trainer computes: for
-            RLOOTrainer with the leave-one-out baseline, for others by its `scale_rewards`. Options that you
-            set change no other.
+        recipe: its name, or a pipeline. By default the recipe that computes what the trainer computes: for
+            RLOOTrainer with the leave-one-out baseline, for others by its `scale_rewards`. Your options
+            change only themselves.
         overrides: as of :func:`load_pipeline`.
         over_generation: k ≥ 1, for TRL. Of the completions that TRL generates, 1/k are trained: the first
             groups that pass the recipe's filter. The others have the reason ``over_generation/left_over``.
@@ -115,7 +115,7 @@ def attach(
         The trainer. Its repr names the stages, and the options that are the trainer's.
 
     Raises:
-        TypeError: a trainer that has no such hook; docs/coming-from/ has the way for others.
+        TypeError: the trainer has no such hook; see docs/coming-from/ for others.
         ValueError: the trainer has a recipe already or weighs rewards itself, a pipeline comes with options,
             a setting of the trainer would have no effect, the recipe reads columns that the trainer does not
             give, or its `group_size` is not `num_generations`.
@@ -189,7 +189,7 @@ INSTEAD = {
 
 
 def warn_of_fewer_rows(kind: str, package: str, pipeline: Pipeline) -> None:
-    """Warn if a filter drops rows, for which the trainer samples no others."""
+    """Warn if a filter drops rows and the trainer samples no others for them."""
     drops = [
         name
         for name, stage in pipeline.stages.items()
@@ -222,7 +222,7 @@ def check_recipe(trainer: Any, recipe: Any, gives: frozenset[NestedKey | None] |
 
     Args:
         trainer: the trainer.
-        recipe: what its user gives as a recipe.
+        recipe: the recipe that the user gives.
         gives: columns that the recipe gets; None: not known.
 
     Raises:
@@ -266,12 +266,12 @@ def check_recipe(trainer: Any, recipe: Any, gives: frozenset[NestedKey | None] |
 
 
 def package_of(kind: type) -> str:
-    """The package of a class. Unsloth writes its own to a module that is in none."""
+    """The package of a class. Unsloth writes its class to a module without a package."""
     return "trl" if kind.__name__.startswith("_Unsloth") else kind.__module__.partition(".")[0]
 
 
 def refuse_separate_rewards(trainer: Any) -> None:
-    """Refuse a trainer that normalizes each reward before it adds them up, which the default recipe does not.
+    """Refuse a trainer that, unlike the default recipe, normalizes each reward before it adds them up.
 
     Raises:
         ValueError: it does.

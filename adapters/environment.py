@@ -1,4 +1,4 @@
-"""Which recipe an adapter runs that a trainer knows by an import path alone."""
+"""The recipe of an adapter that a trainer only knows by an import path."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ Part = Literal["advantages", "rows", "whole"]
 
 
 def recipe_of_environment(default: str, *words: str) -> Pipeline:
-    """The recipe that the environment names: HEADRACE_RECIPE, changed by HEADRACE_OVERRIDES.
+    """Return the recipe that the environment names: HEADRACE_RECIPE, changed by HEADRACE_OVERRIDES.
 
-    The trainer calls a function in a process that it started, with arguments of its own: what reaches all of
-    them is the environment. HEADRACE_OVERRIDES has Hydra overrides as on a command line, between spaces. Both
-    are read at each call, and what was composed once is kept.
+    The trainer calls a function in a process that it started, with its own arguments. Only the environment
+    reaches all such processes. HEADRACE_OVERRIDES has Hydra overrides, separated by spaces, as on a command
+    line. Both are read at each call. Composed recipes are cached.
 
     Args:
-        default: without HEADRACE_RECIPE.
+        default: name of the recipe without HEADRACE_RECIPE.
         words: overrides in front of those of the environment.
 
     Raises:
         ConfigError: as :func:`load_pipeline`.
-        ValueError: a recipe that remembers something from batch to batch: the trainer would not save it.
+        ValueError: the recipe has a state from batch to batch, which the trainer would not save.
 
     Example:
         >>> os.environ["HEADRACE_OVERRIDES"] = "pipeline.stages.gate.group_size=4 ~pipeline.stages.filter"
@@ -103,14 +103,14 @@ def scale_here(default: str, trainers: Any) -> tuple[str, ...]:
 
 
 def decide_here(default: str, columns: Mapping[str, Any], *words: str, part: Part = "advantages") -> Decision:
-    """What that recipe decides about rows; of the columns those that it reads.
+    """Return what the recipe of the environment decides about rows. It gets only the columns that it reads.
 
     Args:
         default: as of :func:`recipe_of_environment`.
         columns: as of :func:`headrace.decide`.
         words: as of :func:`recipe_of_environment`.
-        part: ``advantages``, the stages in front of the cut; ``rows``, those without their
-            :func:`token_stages`; ``whole``, cut and weight, too.
+        part: ``advantages``: the stages before the split. ``rows``: these without their :func:`token_stages`.
+            ``whole``: all stages, with split and weight.
     """
     decider = _decider(default, words, part)
     with options_are_words():
@@ -120,7 +120,7 @@ def decide_here(default: str, columns: Mapping[str, Any], *words: str, part: Par
 def advantages_by_uid(
     default: str, token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[Any], *words: str
 ) -> Tensor:
-    """(N, T) advantages by that recipe of rows that are a rollout each, as verl and SkyRL see them.
+    """(N, T) advantages by the recipe of the environment, if each row is a rollout, as for verl and SkyRL.
 
     Args:
         default: as of :func:`recipe_of_environment`.
@@ -139,7 +139,7 @@ def advantages_by_uid(
 
 @contextmanager
 def options_are_words() -> Iterator[None]:
-    """Let the error for a missing column say where the options are that it names.
+    """Let the error for a missing column say where to set the options that it names.
 
     Raises:
         MissingKeyError: the same.
@@ -155,7 +155,7 @@ def options_are_words() -> Iterator[None]:
 
 
 def token_stages(pipeline: Pipeline) -> dict[str, TokenAdvantage]:
-    """The stages that change the advantage of each token by its own numbers, last in front of the cut.
+    """The stages that change the advantage of each token by its own numbers. They come last before the split.
 
     Raises:
         ValueError: one of them compares rows, or a stage comes after it.

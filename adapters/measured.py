@@ -1,4 +1,4 @@
-"""Settings of `task=xray` for recipes that are attached to a trainer: its whole step, with its own loss."""
+"""Settings of `task=xray` for recipes that are attached to a trainer. They run its whole step and loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from headrace.pipeline.tools.xray.setting import LONGEST, RECIPE, Setting
 
 from .attaching import FewerRowsWarning, attach
 
-# The trainer's loss weighs the tokens: by recipe, the `loss_type`, and the recipe's option with its weights.
+# The trainer's loss weighs the tokens. By recipe: the `loss_type`, and the recipe's option with equal
+# weights.
 OF_TRL = {
     "grpo": ("grpo", "weight.unit=sample"),
     "dapo": ("dapo", "weight.unit=token"),
@@ -32,7 +33,7 @@ def recipes_in_trl() -> list[Setting]:
     class Attached(GRPOTrainer):
         def __init__(self, *args: Any, recipe: str, **kwargs: Any):
             super().__init__(*args, **kwargs)
-            with warnings.catch_warnings():  # that rows are dropped is no matter of their weights
+            with warnings.catch_warnings():  # dropped rows do not matter for weights
                 warnings.simplefilter("ignore", FewerRowsWarning)
                 attach(self, recipe)
 

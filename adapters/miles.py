@@ -1,4 +1,4 @@
-"""A recipe in miles, by the two paths of functions that it takes.
+"""A recipe in miles, by two import paths of functions.
 
 radixark/miles at 31f1ca961a (2026-08-21), miles/ray/rollout/train_data_conversion.py:
 ``_post_process_rewards`` and ``convert_samples_to_train_data``.
@@ -17,10 +17,10 @@ __all__ = ["convert_samples_to_train_data", "post_process_rewards"]
 
 
 def convert_samples_to_train_data(args: Any, samples: list[Any]) -> dict[str, Any]:
-    """miles' own data, with the advantages of the recipe and its weights, too.
+    """Return miles' own data with the advantages and the weights of the recipe.
 
-    By ``--custom-convert-samples-to-train-data-path``. miles stores denominators as whole numbers. Its hook
-    gets no metadata, which dynamic batch sizes and several adapters are in.
+    For ``--custom-convert-samples-to-train-data-path``. miles stores denominators as whole numbers. Its hook
+    does not get the metadata, which has dynamic batch sizes and several adapters.
     """
     from miles.ray.rollout import train_data_conversion
 

@@ -18,7 +18,7 @@ POLL = 0.005  # seconds, as in NeMo RL's own samplers
 
 
 class Slot(NamedTuple):
-    """A slot of the buffer. It has the version that began it, which its rows cannot change."""
+    """A slot of the buffer, with the version that began it. Rows cannot change this version."""
 
     born: int
     order: int
@@ -51,7 +51,7 @@ class DeadlineSampler:
         self._reserve, buffer.reserve = buffer.reserve, self.reserve
 
     def reserve(self, **options: Any) -> Any:
-        """The buffer's own. A prompt that is tried again counts twice, so never below 0."""
+        """Call the buffer's own. A prompt that is tried again counts twice, so the count stops at 0."""
         self.unreserved = max(0, self.unreserved - 1)
         return self._reserve(**options)
 
@@ -61,18 +61,18 @@ class DeadlineSampler:
         return (max(self.ahead, 1) + 1) * groups_per_step
 
     def set_dispatch_index(self, resume_from_step: int) -> None:
-        """The trainer begins with this step."""
+        """Note the step with which the trainer begins."""
         self._at(resume_from_step)
 
     def outstanding(self, version: int) -> int:
-        """Groups that were dispatched, without lost ones and those of steps that are over."""
+        """Groups that were dispatched, without lost groups and those of steps that have ended."""
         self._at(version)
         return self.unreserved + len(self.buffer.ready_list) + self.steps.taken
 
     async def admit(self, *, trainer_version_fn: Callable[[], int]) -> None:
         """Wait until at most `steps_ahead` steps of groups are outstanding; then dispatch those of a step.
 
-        Or until less than one step is, so that prompts that failed are replaced.
+        The wait also ends if less than one step is outstanding, so that failed prompts are replaced.
         """
         if not self.groups:
             raise ValueError("call required_buffer_capacity, which tells the groups of a step, before admit")
@@ -83,7 +83,7 @@ class DeadlineSampler:
     async def select(
         self, *, current_train_weight: int, min_prompt_groups: int, max_prompt_groups: int
     ) -> tuple[Any, int]:
-        """All groups of a step, whatever `min_prompt_groups` is, and their number; None and 0: it waits."""
+        """All groups of a step, whatever `min_prompt_groups` is, and their number; None and 0: wait."""
         self._at(current_train_weight)
         slots: list[Any] = [Slot(born, order) for order, born in enumerate(self.buffer.start_weight_list)]
         ready = [slot for slot in slots if self.buffer.ready_list[slot.order]]
@@ -98,11 +98,11 @@ class DeadlineSampler:
         return first.concat(*others), len(taken)
 
     async def evict(self, *, current_train_weight: int) -> int:
-        """None is too old."""
+        """Evict nothing, because no group is too old."""
         return 0
 
     def should_abort_inflight(self, *, start_weight_version: int, current_train_weight: int) -> bool:
-        """None will be too old."""
+        """Return False, because no group will be too old."""
         return False
 
     def _at(self, version: int) -> None:

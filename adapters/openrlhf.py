@@ -26,7 +26,7 @@ def replace_advantages() -> None:
 
 @torch.no_grad()
 def compute_advantages_and_returns(self: Any, experiences: list[Any]) -> list[Any]:
-    """What the method of its name does, with the advantages of the recipe in the place of shaped rewards."""
+    """Do what OpenRLHF's method of this name does, with the recipe's advantages instead of shaped rewards."""
     from openrlhf.models.utils import compute_reward
     from openrlhf.trainer.ppo_utils.length_penalty import apply_length_penalties
 
@@ -38,7 +38,7 @@ def compute_advantages_and_returns(self: Any, experiences: list[Any]) -> list[An
     places = [place for each in experiences for place in each.index]
     prompts = [prompt for each in experiences for prompt in each.prompts]
     columns = {
-        # The rollouts of a prompt were sampled side by side. Another prompt among them is a group too small.
+        # The rollouts of a prompt are consecutive. Another prompt among them makes a group that is too small.
         "group_id": [f"{place // size}: {prompt}" for place, prompt in zip(places, prompts, strict=True)],
         "rollout_id": places,
         "expected_rollouts": [size] * len(places),

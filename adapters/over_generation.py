@@ -37,7 +37,7 @@ class FirstGroups(Criterion, columns=("group",)):
 
 
 def train_first(pipeline: Pipeline, groups: int) -> Pipeline:
-    """The stages before the split, and then a filter that masks all but the first informative groups."""
+    """The stages before the split, then a filter that masks all but the first informative groups."""
     first = before_the_split(pipeline)
     more = {STAGE: SampleFilter(criterion=FirstGroups(groups=groups), action="mask")}
     return part_of(first, first.order, first._half, more=more)
@@ -65,7 +65,7 @@ def rows_to_train(in_loss: Tensor, group_size: int, number: int) -> Tensor:
 
 
 def rows_of(output: dict[str, Any], rows: Tensor, number: int) -> dict[str, Any]:
-    """Some rows of a trainer's batch.
+    """Select some rows of a trainer's batch.
 
     Args:
         output: tensors of `number` rows, numbers and None.

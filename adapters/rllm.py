@@ -1,4 +1,4 @@
-"""rLLM's advantage estimator `headrace`: import this module where the trainer is made.
+"""An advantage estimator `headrace` for rLLM: import this module where you make the trainer.
 
 rllm-org/rllm, rllm/trainer/algorithms/advantage.py, ``register_rllm_adv_estimator``, at 9beb6e0f67
 (2026-08-15). rLLM calls it once for each role, with the groups of that role.
@@ -20,7 +20,7 @@ recipe_of_environment("as/rllm")  # raises here if it is unknown
 def estimate_advantages(
     rewards: list[np.ndarray], algorithm_config: Any, traj_groups: list[Any], **others: Any
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Advantages and returns of trajectories, group after group; a trajectory is a rollout of any steps."""
+    """Advantages and returns of trajectories, by group. A trajectory is a rollout of any steps."""
     rows = [(group, trajectory) for group in traj_groups for trajectory in group.trajectories]
     columns = {
         "group_id": [group.group_id for group, _ in rows],

@@ -1,4 +1,4 @@
-"""What slime's and miles' hooks share: their ``Sample`` as columns, and a recipe's weights as denominators.
+"""Shared by slime's and miles' hooks: their ``Sample`` as columns, and a recipe's weights as denominators.
 
 THUDM/slime at 624b824a89, slime/utils/types.py; radixark/miles at 31f1ca961a, miles/utils/types.py (both
 2026-08-21).
@@ -17,13 +17,13 @@ from headrace.transforms import BatchError, Status
 from .environment import Part, decide_here, scale_here
 
 Rewards = tuple[list[float], list[float]]
-"""Those of the samples, and what the trainer takes for advantages."""
+"""The rewards of the samples, and the numbers that the trainer uses as advantages."""
 
 
 def decide_samples(
     args: Any, samples: list[Any], *words: str, part: Part = "advantages"
 ) -> tuple[list[float], Decision]:
-    """Rewards, and what the recipe decides; samples that leave the loss are removed."""
+    """Return the rewards and the recipe's decision, and mark samples that leave the loss as removed."""
     masks = [
         [0] if s.remove_sample else [1] * s.response_length if s.loss_mask is None else s.loss_mask
         for s in samples
@@ -45,18 +45,19 @@ def decide_samples(
 
 
 def rollout_ids(samples: list[Any]) -> list[Any]:
-    """As both trainers have it: `index` where `rollout_id` is None."""
+    """The rollout ids by both trainers' rule: `index` if `rollout_id` is None."""
     return [s.index if s.rollout_id is None else s.rollout_id for s in samples]
 
 
 def weigh_samples(
     args: Any, samples: list[Any], convert: Callable[[list[Any], Rewards], dict[str, Any]], *, whole: bool
 ) -> dict[str, Any]:
-    """The trainer's data of the samples that are trained, with the weights of the recipe as denominators.
+    """Return the trainer's data of the trained samples, with the recipe's weights as denominators.
 
-    The trainer's loss is Σ mask · term / rollout_mask_sums / global_batch_size over a step, which it cuts
-    after so many rollouts. A row that weighs w has the denominator 1 / (w · global_batch_size). Of one below
-    1, which the trainer clamps, and of the part that a whole number leaves, the advantage takes the rest.
+    The trainer's loss is Σ mask · term / rollout_mask_sums / global_batch_size over a step of
+    global_batch_size rollouts. A row of weight w gets the denominator 1 / (w · global_batch_size). The
+    trainer clamps denominators below 1, and may need whole numbers; the advantage is multiplied by the factor
+    that is then missing.
     """
     if args.calculate_per_token_loss:
         raise ValueError(

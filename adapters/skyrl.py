@@ -1,9 +1,9 @@
-"""SkyRL's advantage estimator `headrace`: import this module in your entry point.
+"""An advantage estimator `headrace` for SkyRL: import this module in your entry point.
 
 NovaSky-AI/SkyRL, skyrl/backends/skyrl_train/utils/ppo_utils.py, ``register_advantage_estimator``, and
 skyrl/train/trainer.py, ``compute_advantages_and_returns``, at a9564572eb (2026-08-21). With
-`generator.step_wise_trajectories` SkyRL hands over the last step of each trajectory, and gives its advantage
-to the others.
+`generator.step_wise_trajectories` SkyRL passes the last step of each trajectory, and gives its advantage to
+the other steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def estimate_advantages(
     grpo_norm_by_std: bool = True,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns (N, T) where each row is a rollout and `index` its group."""
+    """Advantages and returns (N, T). Each row is a rollout, and `index` is its group."""
     words = scale_here("as/skyrl", grpo_norm_by_std)
     advantages = advantages_by_uid("as/skyrl", token_level_rewards, response_mask, index, *words)
     return advantages, advantages

@@ -1,4 +1,4 @@
-"""A recipe in slime, by the three paths of functions that it takes.
+"""A recipe in slime, by three import paths of functions.
 
 THUDM/slime at 624b824a89 (2026-08-21): slime/ray/rollout.py, ``_post_process_rewards`` and
 ``_convert_samples_to_train_data``; slime/backends/megatron_utils/loss.py, ``compute_advantages_and_returns``.
@@ -24,10 +24,10 @@ BY_TOKEN = "headrace.adapters.slime.compute_advantages"
 
 
 def post_process_rewards(args: Any, samples: list[Any]) -> Rewards:
-    """Rewards, and the advantages that the trainer takes in their place; rows that leave are removed.
+    """Return the rewards, and the advantages that the trainer uses instead. Rows that leave are removed.
 
-    By ``--custom-reward-post-process-path``. Where :func:`compute_advantages` is named, too, what the recipe
-    does to tokens is left to it.
+    For ``--custom-reward-post-process-path``. If :func:`compute_advantages` is set, too, it does the recipe's
+    work on tokens.
     """
     by_token = getattr(args, "custom_advantage_function_path", None) == BY_TOKEN
     rewards, decision = decide_samples(args, samples, part="rows" if by_token else "advantages")
@@ -35,9 +35,9 @@ def post_process_rewards(args: Any, samples: list[Any]) -> Rewards:
 
 
 def convert_samples_to_train_data(args: Any, samples: list[Any]) -> dict[str, Any]:
-    """slime's own data, with the advantages of the recipe and its weights, too.
+    """Return slime's own data with the advantages and the weights of the recipe.
 
-    By ``--custom-convert-samples-to-train-data-path``.
+    For ``--custom-convert-samples-to-train-data-path``.
     """
     from slime.ray.rollout import RolloutManager
 
@@ -52,10 +52,10 @@ def convert_samples_to_train_data(args: Any, samples: list[Any]) -> dict[str, An
 
 
 def compute_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
-    """Advantages and returns of the tokens of this rank's rows: `rewards`, changed as the recipe has it.
+    """Write advantages and returns of the tokens of this rank's rows: `rewards`, changed by the recipe.
 
-    By ``--custom-advantage-function-path``, behind one of the two above. A rank has some rows of a group,
-    and no group ids: a term that compares rows is refused.
+    For ``--custom-advantage-function-path``, after one of the two functions above. A rank has only some rows
+    of a group, and no group ids, so a term that compares rows is refused.
     """
     lengths, masks = rollout_data["response_lengths"], rollout_data["loss_masks"]
     name = "rollout_log_probs" if args.use_rollout_logprobs else "log_probs"

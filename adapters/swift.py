@@ -19,7 +19,7 @@ from .attaching import Follows, log_run
 
 
 class RecipeAdvantages(Follows):
-    """What a trainer of ms-swift does otherwise with a recipe attached."""
+    """The methods of ms-swift's trainer that a recipe replaces."""
 
     pipeline: Pipeline
 
@@ -45,5 +45,5 @@ class RecipeAdvantages(Follows):
 
 
 def status_of(finish_reason: str | None) -> int:
-    """Of an engine's reason ours, as a number."""
+    """Convert an engine's finish reason to our status number."""
     return int(Status.TRUNCATED if finish_reason == "length" else Status.COMPLETED)

@@ -20,7 +20,7 @@ LIKE_TORCHTITAN = ("pipeline.stages.advantage.ddof=0", "pipeline.stages.advantag
 
 
 class RecipeEstimator(Configurable):
-    """Called for one group at a time, whose rollouts are all there, failed ones too."""
+    """Estimate the advantages of one group. All its rollouts are there, including failed ones."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -48,7 +48,7 @@ class RecipeEstimator(Configurable):
 
 
 def status_of(status: Any) -> int:
-    """Of torchtitan's status ours, as a number."""
+    """Convert torchtitan's status to our status number."""
     if status.is_error():
         return int(Status.FAILED)
     return int(Status.TRUNCATED if status.is_truncated() else Status.COMPLETED)

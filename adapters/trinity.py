@@ -20,7 +20,7 @@ recipe_of_environment("as/verl")  # raises here if it is unknown
 
 
 class RecipeOperator(ExperienceOperatorV1):
-    """Experiences of one task are a group; those of one run are one rollout, however many steps it has."""
+    """Experiences of one task are a group; those of one run are a rollout, however many steps it has."""
 
     async def process(self, exps: list[Any]) -> tuple[list[Any], dict[str, float]]:
         """Write advantages and returns; experiences that leave the loss are left out, as Trinity's own do."""
@@ -48,10 +48,10 @@ class RecipeOperator(ExperienceOperatorV1):
 
     @classmethod
     def compute_in_trainer(cls) -> bool:
-        """Not in the trainer: all experiences of a step are here."""
+        """Return False: compute here, where all experiences of a step are."""
         return False
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
-        """None: the environment names the recipe."""
+        """No arguments, because the environment names the recipe."""
         return {}

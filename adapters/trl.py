@@ -21,7 +21,7 @@ from .over_generation import rows_of, rows_to_train, train_first
 
 
 class RecipeAdvantages(Follows):
-    """What TRL's ``GRPOTrainer`` does otherwise with a recipe attached."""
+    """The methods of TRL's ``GRPOTrainer`` that a recipe replaces."""
 
     gives = GIVEN
     pipeline: Pipeline
@@ -29,7 +29,7 @@ class RecipeAdvantages(Follows):
 
     def _calculate_rewards(self: Any, inputs: Any, prompts: Any, completions: Any, ids: Any) -> torch.Tensor:
         rewards = super()._calculate_rewards(inputs, prompts, completions, ids)  # type: ignore[misc]
-        first = self.accelerator.process_index * len(inputs)  # they are those of all ranks, rank after rank
+        first = self.accelerator.process_index * len(inputs)  # rewards are those of all ranks, in order
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         cut_off = torch.tensor([row[-1] not in ends for row in ids], device=rewards.device)
         self._scored = {
@@ -44,7 +44,7 @@ class RecipeAdvantages(Follows):
         batch = TensorDict(self._scored, [len(inputs)], device=output["completion_mask"].device)
         training = self.model.training
         size = self.num_generations if training else self.num_generations_eval
-        # TRL repeats each prompt `size` times. Another one among them is a group that the gate refuses.
+        # TRL repeats each prompt `size` times. The gate refuses a group with another prompt in it.
         places = (batch["rollout_id"] // size).tolist()
         batch["group_id"] = [f"{at}: {row.get('prompt')}" for at, row in zip(places, inputs, strict=True)]
         batch["expected_rollouts"] = torch.full_like(batch["rollout_id"], size)
@@ -62,7 +62,7 @@ class RecipeAdvantages(Follows):
         if training and not self.accelerator.gather(result.in_loss.any(1)).any():
             warn_of_no_rows(self)
         logged, found = self._logs["advantages"], self.accelerator.gather(result.advantage.mean(1)).tolist()
-        for _ in range(min(len(logged), len(found))):  # in the place of TRL's own
+        for _ in range(min(len(logged), len(found))):  # replaces TRL's own
             logged.pop()
         logged.extend(found)
         return rows_of(output, rows_to_train(result.in_loss, size, kept), len(inputs)) if chooses else output
@@ -75,13 +75,13 @@ class RecipeAdvantages(Follows):
 
 
 def say_without_reward(names: Sequence[str], rewards: torch.Tensor) -> str:
-    """Which reward functions gave None; empty if none did. `rewards`: (N, K), a column for each."""
+    """Name the reward functions that gave None; empty if none did. `rewards`: (N, K), a column for each."""
     lacking = [name for name, lacks in zip(names, rewards.isnan().any(0).tolist(), strict=True) if lacks]
     return f". Reward functions that gave None or NaN: {listing(lacking)}" if lacking else ""
 
 
 class RecipeAdvantagesOfRows(RecipeAdvantages):
-    """What TRL's ``RLOOTrainer`` does otherwise: its loss has one advantage of each completion."""
+    """The same for TRL's ``RLOOTrainer``, whose loss has one advantage for each completion."""
 
     @staticmethod
     def check(trainer: Any) -> None:
@@ -114,7 +114,7 @@ class RecipeAdvantagesOfRows(RecipeAdvantages):
 
 
 class RecipeAdvantagesOfUnsloth(RecipeAdvantages):
-    """What a GRPOTrainer does otherwise that Unsloth patched (2026.10.9, unsloth/models/rl.py).
+    """The same for a GRPOTrainer that Unsloth has patched (2026.10.9, unsloth/models/rl.py).
 
     Its loss pads completions on the left, too (``max_left_pad``), and does not pad advantages.
     """

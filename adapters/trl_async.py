@@ -33,10 +33,10 @@ class Dispatched(NamedTuple):
 
 
 class Paced:
-    """What TRL's rollout loop does otherwise, in the child process.
+    """The methods of TRL's rollout loop that are replaced, in the child process.
 
-    A group begins when the trainer's GroupAssembler has room for it. Its samples have the policy version with
-    which it began, and say which rollout they are of.
+    A group begins when the trainer's GroupAssembler has capacity for it. Its samples have the policy version
+    with which the group began, and the number of their rollout.
     """
 
     def __init__(self, *, allowed: Any, **options: Any):
@@ -79,7 +79,7 @@ class Paced:
 
 
 class PacedLoops(NamedTuple):
-    """Makes the loop in the child process; TRL calls it as it would the loop's class."""
+    """Makes the loop in the child process. TRL calls it in place of the loop's class."""
 
     base: type
     allowed: Any
@@ -90,15 +90,15 @@ class PacedLoops(NamedTuple):
 
 
 class WholeGroups:
-    """A queue that takes samples from TRL's, and hands out those that a recipe trains.
+    """A queue that takes samples from TRL's queue and returns those that a recipe trains.
 
-    As many whole groups as a step trains are decided together. Each row of the others has one reason in
+    The recipe runs on as many whole groups as a step trains. Rows that are not trained have one reason in
     :attr:`counts`.
 
     Args:
         trainer: an AsyncGRPOTrainer with a recipe attached.
-        allowed: a number that the rollout loop reads: groups that it may begin. None: the worker has its own
-            loop. Then groups are not announced, and those that are too old are dropped.
+        allowed: the number of groups that the rollout loop may begin, which the loop reads. None: the worker
+            has its own loop. Then groups are not announced, and groups that are too old are dropped.
 
     Raises:
         ValueError: a step does not train a whole number of groups.
@@ -126,22 +126,22 @@ class WholeGroups:
         )
         self.came, self.handed_out, self.announced = 0, 0, 0
         self._samples = dict[int, Any]()
-        self._rollouts = Counter[int]()  # of a group, if samples do not say it
+        self._rollouts = Counter[int]()  # rollouts by group, if samples have no rollout number
         self._ready = deque[Any]()
         self._decided = Counter[str]()
-        self._too_old = 0  # rows that waited here for a further step
+        self._too_old = 0  # rows that became too old while they waited here
         self._logged = Counter[str]()
         self._allow()
 
     @property
     def counts(self) -> dict[str, int]:
-        """What became of the rows that came: handed out, waiting, or out for a reason; they add up."""
+        """Counts of all rows that arrived: handed out, waiting, or out for a reason."""
         out = self._left() + self._decided
         waits = self.assembler.held + len(self._ready)
         return {"came": self.came, "handed_out": self.handed_out, "waiting": waits, **out}
 
     def _left(self) -> Counter[str]:
-        """Rows that were not trained, for a reason that is not the recipe's."""
+        """Rows that were not trained, for a reason outside the recipe."""
         return Counter(self.assembler.counts) + Counter(stale=self._too_old)
 
     def qsize(self) -> int:
@@ -193,7 +193,7 @@ class WholeGroups:
         self.assembler.put(TensorDict(columns, [1]))
 
     def _reward(self, metrics: Mapping[str, float]) -> Any:
-        """One number, or a column of each reward function if the recipe has several."""
+        """One reward, or one for each reward function if the recipe has several."""
         collapse = dict(self.trainer.pipeline.stages).get("collapse")
         if getattr(collapse, "columns", 1) == 1:
             return metrics["reward"]
@@ -203,7 +203,7 @@ class WholeGroups:
         """Take the groups of a step, if it may begin, and run the recipe."""
         if self.assembler.version != (version := self._version()):
             self.assembler.version = version
-        if begun := self.handed_out % self._rows_of_step:  # a filter took some, and others fill the step up
+        if begun := self.handed_out % self._rows_of_step:  # a filter took rows out: others fill the step
             self.assembler.want(-(-(self._rows_of_step - begun) // self.size))
         batch = self.assembler.take()
         if batch is not None:
@@ -227,7 +227,7 @@ class WholeGroups:
             counts = result.run.ledger.counts()
             self._decided += Counter({reason: n for reason, n in counts.items() if reason != "trained"})
             self.assembler.reject(len(groups - trained))
-            # A group that the recipe takes out is over, too: TRL counts epochs and resumes by these ids.
+            # A group that the recipe takes out has ended, too: TRL counts epochs and resumes by these ids.
             self.trainer._trained_groups |= groups - trained
             for group in groups:
                 self._rollouts.pop(group, None)
@@ -235,7 +235,7 @@ class WholeGroups:
         out = self._left()
         for reason, number in (out - self._logged).items():
             self.trainer._metrics["train"][f"headrace/out/stream/{reason}_total"].append(float(number))
-        if out != self._logged and self.allowed is None:  # some left without being taken, all too old by two
+        if out != self._logged and self.allowed is None:  # groups left that were two versions too old
             oldest = self.assembler.version - self.trainer.args.max_staleness - 1
             young = {row: each for row, each in self._samples.items() if each.model_version >= oldest}
             self._samples = young
@@ -247,7 +247,7 @@ class WholeGroups:
         args, version = self.trainer.args, int(self.trainer.model_version)
         if self._first is None:
             self._first = version
-        if args.token_budget:  # then a step has as many rows as fit, and its end is not known here
+        if args.token_budget:  # a step then has as many rows as fit, so its end is not known here
             return version
         return max(version, self._first + self.handed_out // self._rows_of_step // args.weight_sync_steps)
 
@@ -257,7 +257,7 @@ class WholeGroups:
 
 
 class RecipeAdvantagesOfQueue(Follows):
-    """What TRL's ``AsyncGRPOTrainer`` does otherwise with a recipe attached."""
+    """The methods of TRL's ``AsyncGRPOTrainer`` that a recipe replaces."""
 
     gives = GIVEN | {COLUMNS["version"].default}
     pipeline: Pipeline
@@ -279,7 +279,7 @@ class RecipeAdvantagesOfQueue(Follows):
         return {"advantage.scale": "group", "advantage.ddof": "0", "advantage.eps": "1e-8"}
 
     def get_train_dataloader(self: Any) -> Any:
-        """TRL's own data loader, over whole groups."""
+        """Make TRL's own data loader, over whole groups."""
         worker, allowed = self.rollout_worker, None
         if worker is not None:
             if hasattr(worker, "_loop_cls"):  # TRL's own worker, whose loop is in a child process

@@ -1,4 +1,4 @@
-"""verl's advantage estimator `headrace`: ``VERL_USE_EXTERNAL_MODULES=headrace.adapters.verl``.
+"""An advantage estimator `headrace` for verl: ``VERL_USE_EXTERNAL_MODULES=headrace.adapters.verl``.
 
 verl-project/verl 0.9.1, the release; the same lines are in 1dda039b9c (2026-08-22). verl imports this module
 in every process. ``register_adv_est`` of trainer/ppo/core_algos.py sees rows and their `uid`. The v1 trainer,
@@ -27,9 +27,9 @@ except ImportError:  # it needs TransferQueue, which the older trainer does with
     trainer_base = None
 
 recipe_of_environment("as/verl")  # raises here if it is unknown
-# Rows that the v1 trainer adds to fill its batch, trainer/ppo/padding_utils.py; they are no rollouts.
+# Rows that the v1 trainer adds to fill its batch (trainer/ppo/padding_utils.py). They are not rollouts.
 PADDING = re.compile(r"pad[0-9a-f]{32}_\d+_0")
-LAST = "pipeline.stages.collapse.reward=last"  # verl's reward of a session is that of its last output
+LAST = "pipeline.stages.collapse.reward=last"  # verl's reward of a session is the reward of its last output
 
 
 @register_adv_est("headrace")
@@ -40,7 +40,7 @@ def estimate_advantages(
     config: Any = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns (N, T) where each row is a rollout and `index` its group."""
+    """Advantages and returns (N, T). Each row is a rollout, and `index` is its group."""
     by_std = config is None or config.get("norm_adv_by_std_in_grpo", True)
     advantages = advantages_by_uid(
         "as/verl", token_level_rewards, response_mask, index, *scale_here("as/verl", by_std)
