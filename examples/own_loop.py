@@ -22,7 +22,7 @@ import headrace
 from headrace.pipeline import Checkpoint, RepeatSampler, RolloutStream
 
 END = 10
-PROMPTS = [(digit, times) for digit in range(10) for times in (1, 2, 3)]  # say the digit so many times
+PROMPTS = [(digit, times) for digit in range(10) for times in (1, 2, 3)]  # say the digit this many times
 MASK, SAMPLED, OLD = ("masks", "all_assistant_mask"), ("log_probs", "full"), ("old_log_probs", "full")
 
 

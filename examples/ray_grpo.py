@@ -1,4 +1,4 @@
-"""GRPO with rollouts from tasks of Ray, which end as they end.
+"""GRPO with rollouts from tasks of Ray, which may end in any order.
 
     pip install "headrace[ray]"
     python examples/ray_grpo.py --steps 60
@@ -23,7 +23,7 @@ from headrace.pipeline.reverse import DigitPolicy, ReverseEnv
 GROUP_SIZE, PROMPTS = 8, 8  # rollouts of a group, groups of a step
 
 
-@ray.remote(max_retries=0)  # one that Ray began anew would send its rows twice, and be refused
+@ray.remote(max_retries=0)  # a task that Ray restarts would send its rows twice, and be refused
 def generate(assembler: RayAssembler, draws: TensorDict, weights: dict[str, torch.Tensor]) -> None:
     """Generate the rollouts of a group: one or two turns each."""
     torch.set_num_threads(1)

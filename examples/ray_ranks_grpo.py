@@ -3,7 +3,7 @@
     pip install "headrace[ray]"
     python examples/ray_ranks_grpo.py --ranks 2
 
-Ranks are tasks of Ray, like the writers. Each rank takes whole groups, those that are there when it asks. Its
+Ranks are tasks of Ray, like the writers. Each rank takes the whole groups that are there when it asks. The
 rows come from the nodes of their writers, and pass through no other rank.
 """
 
@@ -40,7 +40,7 @@ class Weights:
         return self.weights
 
 
-@ray.remote(max_retries=0)  # one that Ray began anew would send its rows twice, and be refused
+@ray.remote(max_retries=0)  # a task that Ray restarts would send its rows twice, and be refused
 def collect(
     writer: int, writers: int, assembler: RayAssembler, weights: ray.actor.ActorHandle, batches: int
 ) -> None:
@@ -97,7 +97,7 @@ def train(
 def main(batches: int = 20, writers: int = 2, ranks: int = 2) -> list[tuple[list[TensorDict], Any]]:
     """Start the assembler, the writers and the ranks, and wait for the ranks."""
     torch.manual_seed(0)
-    assembler = RayAssembler(groups=PROMPTS // ranks)  # that one rank takes
+    assembler = RayAssembler(groups=PROMPTS // ranks)  # groups that one rank takes
     weights = Weights.remote(DigitPolicy().state_dict())
     tasks = [collect.remote(writer, writers, assembler, weights, batches) for writer in range(writers)]
     with socket.socket() as free:

@@ -1,7 +1,7 @@
 """TorchRL's GRPO recipe with headrace in it: python examples/torchrl_grpo.py --turns 2
 
-What differs from torchrl_mcadvantage.py, which has MCAdvantage, are five lines: two imports, the ids of
-rollouts, the transform of the buffer, and the assembler around the collector.
+Five lines differ from torchrl_mcadvantage.py, which has MCAdvantage: two imports, the ids of rollouts, the
+transform of the buffer, and the assembler around the collector.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def prompts(rng):
 
 
 def make_scorer(actor):
-    """Log-probabilities of all tokens, which TransformersWrapper does not give when it generates."""
+    """Compute log-probabilities of all tokens, which TransformersWrapper does not give when it generates."""
 
     def score(rows):
         rows = rows.reshape(-1)

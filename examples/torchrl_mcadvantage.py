@@ -34,7 +34,7 @@ def prompts(rng):
 
 
 def make_scorer(actor):
-    """Log-probabilities of all tokens, which TransformersWrapper does not give when it generates."""
+    """Compute log-probabilities of all tokens, which TransformersWrapper does not give when it generates."""
 
     def score(rows):
         rows = rows.reshape(-1)

@@ -2,7 +2,7 @@
 
 Collectors write into a replay buffer, each in an actor of its own, and the trainer samples from it, as in
 sota-implementations/grpo/grpo-async.py of TorchRL at 0039d5c. Lines that headrace changes or adds end with
-`# headrace`. The model is small and made in memory, and collectors ask an actor for the newest weights, where
+`# headrace`. The model is small and made in memory. Collectors ask an actor for the newest weights, whereas
 the recipe sends them to vLLM.
 """
 
@@ -58,7 +58,7 @@ def make_env(worker, workers, num_envs, seed):
 
 
 def make_actor(model):
-    """What gives the log-probabilities of responses, which TransformersWrapper does not when it samples."""
+    """Make an actor for the log-probabilities that TransformersWrapper does not give when it samples."""
     reads = {"input_mode": "tokens", "input_key": ("tokens", "full"), "generate": False}
     return TransformersWrapper(model, tokenizer=make_tokenizer(), return_log_probs=True, **reads)
 

@@ -1,11 +1,11 @@
-"""GRPO on several processes, whose weights are those of one.
+"""GRPO on several processes, with the same weights as on one.
 
     torchrun --nproc-per-node 2 examples/torchrun_grpo.py
     python examples/torchrun_grpo.py
 
-Two workers roll out one half of each group each. Two processes run one of them each, or one process runs
-both. Groups straddle the processes, and advantages are the same to the last bit, since means and denominators
-span the ranks. Gradients are summed, and differ by rounding alone.
+Two workers each generate one half of each group. Either two processes run one worker each, or one process
+runs both. Groups have rollouts on both processes. Advantages are equal bit for bit, because means and
+denominators cover all ranks. Gradients are summed, and differ only by rounding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WORKERS, GROUP_SIZE, PROMPTS = 2, 8, 8
 
 
 def roll_out(draws: TensorDict, worker: int, policy: DigitPolicy) -> TensorDict:
-    """A worker's part of each group: every other rollout of it."""
+    """Generate a worker's part of each group: every other rollout."""
     rows = draws[worker::WORKERS]
     torch.manual_seed(int(rows["rollout_id"][0]))  # no two workers sample alike
     rows["tokens", "prompt"] = digits.prompts()[rows["prompt"]]

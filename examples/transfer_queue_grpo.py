@@ -3,10 +3,9 @@
     pip install "headrace[tq]"
     python examples/transfer_queue_grpo.py --batches 20
 
-Producers put rows as they come. One process gets the few columns by which it makes whole groups and runs the
-pipeline, and says to each rank which rows of each optimiser step are its own. The rank fetches them from the
-queue's storage. Gradients are summed over the ranks, and the first of them publishes the weights with which
-the producers go on.
+Producers put rows as they finish. One process gets only the few columns that it needs to make whole groups
+and run the pipeline. It tells each rank its rows of each optimiser step, and the rank fetches them from the
+queue's storage. Gradients are summed over the ranks. The first rank publishes the weights for the producers.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from headrace.pipeline.reverse import DigitPolicy, ReverseEnv
 from headrace.transforms import GroupAssembler
 
 GROUP_SIZE, PROMPTS, RANKS = 8, 8, 2
-# TransferQueue's actors ask for CPUs of Ray, which count and do not compute.
+# TransferQueue's actors reserve CPUs of Ray, but hardly compute.
 CPUS = 16
 
 
 def initial_policy() -> DigitPolicy:
-    """The same in all processes."""
+    """Make the policy that all processes start with."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     return DigitPolicy()

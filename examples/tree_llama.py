@@ -1,7 +1,7 @@
 """A Llama that sees each token of a group once: python examples/tree_llama.py --turns 6
 
-Rollouts of four groups have a row for each turn, with all that came before it as its prompt. The same
-optimiser steps are taken row by row and as trees, and the weights end in the same place.
+Rollouts of four groups have a row for each turn, with everything before it as the prompt. The same optimiser
+steps are taken row by row and as trees, and the final weights are the same.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from headrace.transforms import ScoreRows, logits_of_tokens, tree_mask
 VOCABULARY, PROMPT, TURN = 64, 24, 8
 
 
-class Actor(TensorDictModuleBase):  # what GRPOLoss asks for the distribution of each token
+class Actor(TensorDictModuleBase):  # GRPOLoss asks it for the distribution of each token
     def __init__(self, model):
         super().__init__()
         self.model, self.seen = model, 0
