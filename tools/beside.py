@@ -3,9 +3,9 @@
 python tools/beside.py             # all, in an hour or so; writes docs/beside.json
 python tools/beside.py verl oldest # only these; the others keep their results
 
-Each environment is made anew in build/beside/NAME from the package index: what stands beside headrace first,
-then the wheel of this clone. `pip check` must find no conflict that was not there, no other version may have
-moved, and the trainer's own tests must end as they did before.
+Each environment is made anew in build/beside/NAME from the package index: first the other packages, then the
+wheel of this clone. `pip check` must find no conflict that was not there, no other version may have moved,
+and the trainer's own tests must end as they did before.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ VERL = "verl==0.9.1 TransferQueue cachetools uvicorn fastapi"
 
 
 class Beside(NamedTuple):
-    """An environment."""
+    """An environment with other packages."""
 
     title: str
     packages: str
-    """What stands there before headrace comes, as `pip install` takes it; after ``;`` what comes next."""
+    """Arguments of `pip install` before headrace; after ``;`` those of a second call."""
     runs: tuple[str, ...] = ()
-    """Arguments of its Python, in the clone; each must end with status 0."""
+    """Commands for the environment's Python, run in the clone. Each must end with status 0."""
     extra: str = ""
     """The extra that headrace is installed with."""
     own_tests: str = ""
-    """Package whose source distribution has tests; those named `*_on_cpu.py` run before and after."""
+    """Package whose source distribution has tests. Its tests `*_on_cpu.py` run before and after."""
     clone: str = ""
-    """Repository whose clone the runs need. Its path is then in the variable CLONE."""
+    """Repository whose clone the commands need. The variable CLONE has its path."""
     asks_only: bool = False
     """Let pip resolve the packages together, and install nothing."""
     python: str = ""
-    """Another Python, for which torch is not installed, and headrace without what it requires."""
+    """Another Python, without torch, and with headrace installed without its requirements."""
 
 
 COMPILES = "-W error -m compileall -q {folder}/lib/*/site-packages/headrace"
@@ -140,13 +140,13 @@ def frozen(python: Path, log: Path) -> dict[str, str]:
 
 
 def conflicts(python: Path, log: Path) -> set[str]:
-    """What `pip check` finds."""
+    """The conflicts that `pip check` finds."""
     found = run(f"{python} -m pip check || true", log).splitlines()
     return set(found) - {"No broken requirements found."}
 
 
 def outcomes(python: Path, package: str, folder: Path, log: Path) -> dict[str, str]:
-    """How each test of a package ends that needs no GPU."""
+    """The result of each test of a package that needs no GPU."""
     if not list(folder.glob("*/tests")):
         run(f"{python} -m pip download -q --no-deps --no-binary :all: {package} -d {folder}", log)
         with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
@@ -158,7 +158,7 @@ def outcomes(python: Path, package: str, folder: Path, log: Path) -> dict[str, s
     command = f"{python} -m pytest -q -c /dev/null --rootdir . --junitxml={report} {files}"
     try:
         run(command, log, cwd=source, timeout=1800)
-    except RunError:  # some fail in any environment: what counts is that none ends otherwise than before
+    except RunError:  # some tests fail in any environment; it counts that results do not change
         if not report.exists():
             raise
     cases = ElementTree.parse(report).iter("testcase")
@@ -178,7 +178,7 @@ def wheel() -> Path:
 
 
 def check(name: str, beside: Beside, built: Path) -> dict[str, Any]:
-    """Make one environment, run what it is for, and return a line of the table."""
+    """Make one environment, run its commands, and return a line of the table."""
     folder, log = BUILD / name, BUILD / f"{name}.log"
     rmtree(folder, ignore_errors=True)
     log.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Write what follows from the code: listings, YAML nodes, the pages of recipes and symptoms.
+"""Write the files that are generated from code: listings, YAML nodes, pages of recipes and symptoms.
 
 python tools/generate.py          # writes what is out of date
 python tools/generate.py --check  # names it, and exits with 1
@@ -13,18 +13,18 @@ from pathlib import Path
 import make_listings
 
 ROOT = Path(__file__).parent.parent
-# Each reads what those before it write: the YAML is of listed stages, and a recipe finds a stage by its YAML.
+# In this order, because makers read earlier files: YAML is made of listed stages, and recipes read the YAML.
 MAKERS = ("make_listings", "make_stages", "make_recipes", "make_symptoms", "make_beside", "make_policies")
 
 
 def outdated(maker: str) -> dict[Path, str]:
-    """The files of a maker that are not what they should be, each with what it should hold."""
+    """The files of a maker that are out of date, each with its right text."""
     found: dict[Path, str] = import_module(maker).files()
     return {path: text for path, text in found.items() if not path.exists() or path.read_text() != text}
 
 
 def write(files: dict[Path, str]) -> None:
-    """Write them, and say so."""
+    """Write files, and print their names."""
     for path, text in files.items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
@@ -49,7 +49,7 @@ def generate() -> None:
     for maker in MAKERS:
         found = outdated(maker)
         if found and maker == "make_listings":
-            make_listings.write(found)  # takes them back if the package cannot be imported with them
+            make_listings.write(found)  # restores the old files if the package cannot be imported
         write(found)
         some = some or bool(found)
     if not some:

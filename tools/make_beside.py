@@ -1,4 +1,4 @@
-"""docs/beside.md, from what `make test-light` found."""
+"""Make docs/beside.md from the results of `make test-light`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def said(result: dict[str, Any] | None) -> str:
 
 
 def files() -> dict[Path, str]:
-    """The page, and what it should hold."""
+    """The page, with its text."""
     from beside import BESIDE
 
     results = json.loads(RESULTS.read_text())

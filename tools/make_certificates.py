@@ -24,7 +24,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "certificates.json"
 
 
 def rounded(value: Any) -> Any:
-    """Numbers with nine digits, and what is rounding alone as 0, so that machines write the same file."""
+    """Round numbers to nine digits, and rounding errors to 0, so that all machines write the same file."""
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -35,7 +35,7 @@ def rounded(value: Any) -> Any:
 
 
 def certificates(named: Collection[str] = ()) -> list[dict[str, Any]]:
-    """All of them, but of recipes that refuse a task's rows.
+    """All certificates, except those of recipes that refuse a task's rows.
 
     Args:
         named: the recipes that are computed; the others keep the certificates that they have. Empty: all.

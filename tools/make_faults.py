@@ -22,16 +22,16 @@ def seconds(after: float) -> str:
 
 
 def table() -> str:
-    """Try every cell, and write down what was found.
+    """Try every cell, and return the table of the results.
 
     Raises:
-        ValueError: something else than the cell says was found.
+        ValueError: a result differs from its cell.
     """
     import ray
     from troubles import CELLS, PLACES, look_at_all
 
     ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-    every = [look_at_all(place, at_once=2) for place in PLACES]  # more would slow one another down
+    every = [look_at_all(place, at_once=2) for place in PLACES]  # more processes would slow one another down
     ray.shutdown()
     lines = ["| the environment … | " + " | ".join(PLACES) + " |", "|---" * (1 + len(PLACES)) + "|"]
     for trouble, cells in CELLS.items():

@@ -29,7 +29,7 @@ def parts() -> dict[str, Path]:
 
 
 def files() -> dict[Path, str]:
-    """The listing with all parts in it; nothing if it lacks none."""
+    """The listing with all parts in it; empty if it lacks none."""
     listing = FOLDER / "__init__.py"
     before = text = listing.read_text()
     for name, path in parts().items():
@@ -63,7 +63,7 @@ def write(listings: dict[Path, str]) -> None:
 
 
 def tidy(text: str) -> str:
-    """As the linter orders imports and names."""
+    """Sort imports and names like the linter."""
     ruff = (sys.executable, "-m", "ruff")
     for words in (("check", "--quiet", "--fix", "--select", "I001,RUF022"), ("format", "--quiet")):
         text = subprocess.run(

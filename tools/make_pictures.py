@@ -1,4 +1,4 @@
-"""Takes pictures of a page: at three widths, in light and in dark, with nothing cut off below.
+"""Take pictures of a page at three widths, light and dark, at full height.
 
     python tools/make_pictures.py outputs/…/report.html pictures [--open] [--panel strip]
     python tools/make_pictures.py outputs/…/report.html docs/images --as page.png --widths 1280 \\
@@ -52,13 +52,13 @@ def take(
     panel: str | None = None,
     height: int | None = None,
 ) -> bytes:
-    """A PNG of a page, or of one of its panels, as long as it is, or its first `height` pixels."""
+    """Take a PNG of a page, or of one of its panels, at full height or the first `height` pixels."""
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     driver.get(page.resolve().as_uri())
-    if opened:  # one after another, since a group makes its rollouts when it is opened
+    if opened:  # one after the other, because a group adds its rollouts when it is opened
         for kind in ("group", "rollout"):
             driver.execute_script(f"document.querySelector('details.{kind} > summary')?.click()")
     of = "document.getElementById(arguments[0])" if panel else "document.documentElement"

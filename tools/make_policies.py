@@ -1,4 +1,4 @@
-"""Write what each policy does to slow rollouts into docs/streams.md, as benchmarks/runs.py found it."""
+"""Write the effect of policies on slow rollouts into docs/streams.md, from benchmarks/runs.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAD = """
 
 
 def files() -> dict[Path, str]:
-    """The page with its table: each cell has the numbers of the first three worlds."""
+    """The page with its table. Each cell has the numbers of the first three worlds."""
     worlds = json.loads(RESULTS.read_text())["tables"][:3]
     heads = worlds[0]["head"][1:]
     lines = []

@@ -255,7 +255,7 @@ def table(folder: Path, prefix: str = "") -> str:
 
 
 def meaning(advantage: dict[str, Any]) -> tuple[str, str]:
-    """The length of the gradient in a certificate, and what its direction is."""
+    """Say the length and the direction of the gradient in a certificate."""
     ratio, turned = advantage["ratio"], 1 - (advantage["cosine"] or 0.0)
     low, high = (f"{each:.0%}".replace("%", " %").replace("-", "−") for each in (min(ratio), max(ratio)))
     if advantage["relative_bias"] < 1e-6:
@@ -287,12 +287,12 @@ def numbers(certificate: dict[str, Any]) -> list[str]:
 
 
 def certificates() -> list[dict[str, Any]]:
-    """All that were computed, in their order."""
+    """All certificates that were computed, in order."""
     return json.loads(CERTIFICATES.read_text())["certificates"]
 
 
 def certified() -> str:
-    """The recipes with a certificate on the first task, by what their gradient is."""
+    """The recipes with a certificate on the first task, grouped by their gradient."""
     found = certificates()
     alike: dict[tuple[str, str], list[str]] = {}
     for each in found:
@@ -354,5 +354,5 @@ def names() -> str:
 
 
 def files() -> dict[Path, str]:
-    """The pages and the module, and what they should hold."""
+    """The pages and the module, with their texts."""
     return {PAGE: page(), TABLES: tables(), NAMES: names()}

@@ -42,12 +42,12 @@ NAMES = {
 }
 # Options that the pipeline has too: one word there renames a column for all stages.
 SHARED = ("loss_mask_key", "log_prob_key", "group_key", "rollout_key")
-OWN = {(transforms.DenseRows, "log_prob_key")}  # of the policy that sampled, whatever the loss reads
+OWN = {(transforms.DenseRows, "log_prob_key")}  # always of the policy that sampled, whatever the loss reads
 WIDTH = 110
 # Per folder of conf/: the contracts of its classes, and the levels from an option up to the pipeline's node.
 KINDS: dict[str, tuple[tuple[type, ...], int]] = {
     "stage": ((transforms.BatchTransform,), 3),
-    "criterion": ((transforms.Criterion, transforms.Diverged), 4),  # which may not import the filter
+    "criterion": ((transforms.Criterion, transforms.Diverged), 4),  # it may not import the filter
     "term": ((transforms.TokenTerm,), 4),
 }
 ABSTRACT = (
@@ -59,7 +59,7 @@ ABSTRACT = (
 
 
 def node(cls: type, levels: int) -> str:
-    """The YAML of a class: its options at their defaults, each with what it may be.
+    """The YAML of a class: its options with their defaults, each with its allowed values.
 
     Args:
         cls: a stage, a criterion or a term.
@@ -83,7 +83,7 @@ def node(cls: type, levels: int) -> str:
         what = described[option] if option in described else COLUMNS[role].holds
         choices, what = literals(hints[option]), as_comment(what)
         if choices and set(re.findall(r"\w+", what)) - {"or"} <= set(choices):
-            what = ""  # it only lists them
+            what = ""  # the type only lists the values
         listed = ", ".join(choices)
         words = [text for text in (listed, what.removeprefix(listed).lstrip(".: ")) if text]
         lines += commented(f"{option}: {value}", ": ".join(words))
@@ -91,19 +91,19 @@ def node(cls: type, levels: int) -> str:
 
 
 def as_comment(text: str) -> str:
-    """A docstring's words of an option, in one line."""
+    """Make one line of a docstring's text about an option."""
     return " ".join(plain(text).replace("`", "").split()).removesuffix(".")
 
 
 def commented(line: str, comment: str) -> list[str]:
-    """A line with its comment: at its end if there is room, else above it."""
+    """Add a comment to a line: at its end if there is room, else above it."""
     if len(f"{line} # {comment}") <= WIDTH:
         return [f"{line} # {comment}"]
     return [*textwrap.wrap(comment, WIDTH, initial_indent="# ", subsequent_indent="# "), line]
 
 
 def head_of(cls: type) -> list[str]:
-    """What a class does, and the equations of the functions that its first paragraph names."""
+    """The summary of a class, and the equations of the functions that its first paragraph names."""
     text = body_of(cls)
     functions = [vars(sys.modules[cls.__module__]).get(name) for name in re.findall(r":func:`(\w+)`", text)]
     first = text.partition("\n\n")[0]
@@ -123,7 +123,7 @@ def body_of(documented: Any) -> str:
 
 
 def plain(text: str) -> str:
-    """A docstring without its markup, and with the words of YAML."""
+    """Remove the markup of a docstring, and use the words of YAML."""
     text = re.sub(r" \(:func:`\w+`\)", "", text)
     text = re.sub(r"^``(\w+)``(?=   )", r"\1    ", text, flags=re.M)  # the first column of a table
     text = re.sub(r":\w+:`~?([^`]*)`", r"\1", text).replace("``", "`")
@@ -141,7 +141,7 @@ def names_of_columns() -> str:
 
 
 def literals(hint: Any) -> list[str]:
-    """The words that a Literal allows, within an optional one too; nothing for other types."""
+    """The values that a Literal allows, also inside an optional type; empty for other types."""
     if get_origin(hint) is Literal:
         return [in_yaml(value) for value in get_args(hint)]
     if get_origin(hint) in (Union, type(int | None)):
@@ -150,7 +150,7 @@ def literals(hint: Any) -> list[str]:
 
 
 def describe_arguments(cls: type) -> dict[str, str]:
-    """What the docstring says of each option, in one line each."""
+    """The docstring's text about each option, in one line each."""
     text = inspect.getdoc(cls) or ""
     section = re.search(r"^Args:\n((?:    .*\n|\n)+)", text + "\n", re.MULTILINE)
     found = re.findall(
@@ -181,7 +181,7 @@ def undocumented() -> list[str]:
 
 
 def in_yaml(value: Any) -> str:
-    """A default as YAML has it; what must be given is ``???``."""
+    """Write a default as YAML does; a required option is ``???``."""
     if value is inspect.Parameter.empty:
         return "???"
     if value is None or isinstance(value, bool):
@@ -205,7 +205,7 @@ def nodes(contracts: tuple[type, ...]) -> dict[str, type]:
 
 
 def files() -> dict[Path, str]:
-    """Each file and what it should hold.
+    """Each file with its text.
 
     Raises:
         SystemExit: docstrings and signatures differ.

@@ -1,4 +1,4 @@
-"""docs/symptoms.md, from the symptoms that advisories name."""
+"""Make docs/symptoms.md from the symptoms that advisories name."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def section(symptom: Symptom) -> str:
 
 
 def files() -> dict[Path, str]:
-    """The page, and what it should hold."""
+    """The page, with its text."""
     every = list(symptoms().values())
     index = [f"- [{symptom.title}](#{symptom.name})" for symptom in every]
     return {PAGE: "\n".join([HEAD, *index, "", "\n\n".join(section(symptom) for symptom in every)]) + "\n"}

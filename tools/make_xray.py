@@ -1,7 +1,7 @@
 """Measure the trainers that are installed, and write docs/xray.json and the tables of docs/xray.md.
 
-python tools/make_xray.py           # trainers that are not installed keep what was measured of them last
-python tools/make_xray.py ms_swift  # this one alone, which wants another TRL beside it
+python tools/make_xray.py           # trainers that are not installed keep their last results
+python tools/make_xray.py ms_swift  # only this one, which needs another TRL
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WORDS = {
 
 
 def measured(names: list[str]) -> dict[str, Any]:
-    """What `headrace task=xray` writes of these trainers, or of all that are installed; others are kept."""
+    """Run `headrace task=xray` for these trainers, or all installed ones. Others keep their results."""
     from headrace.installed import version_of
     from headrace.pipeline.composing.compose import compose_config
     from headrace.pipeline.tools.xray import measure_trainer
@@ -46,7 +46,7 @@ def measured(names: list[str]) -> dict[str, Any]:
 
 
 def in_columns(documented: str) -> tuple[str, str]:
-    """The documented weight, and within which rows: "mean over tokens" and "each micro-batch"."""
+    """The documented weight and its scope, such as "mean over tokens" and "each micro-batch"."""
     if " of " not in documented:
         return documented, "–"
     weight, _, rows = documented.rpartition(" of ")
@@ -54,7 +54,7 @@ def in_columns(documented: str) -> tuple[str, str]:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """A table for each trainer; settings that were measured alike share a line."""
+    """A table for each trainer. Settings with equal results share a line."""
     lines = []
     for trainer in found.values():
         alike: dict[tuple[str, ...], list[str]] = {}

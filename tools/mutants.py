@@ -4,9 +4,9 @@ python tools/mutants.py                            # in the lines that differ fr
 python tools/mutants.py adapters pipeline/run.py   # in these files and folders
 python tools/mutants.py --sample 200 --seed 1      # at random places of the product, or of files and folders
 
-The faults are made by the operators of cosmic-ray; at each place one of them, by chance. Its own runner has
-one command for all modules, and changes the clone. mutmut leaves out functions with a decorator, and tests do
-not see its copies, because they import through `src/`.
+The operators of cosmic-ray make the faults: at each place one of them, chosen at random. cosmic-ray's own
+runner has one command for all modules, and changes the clone. mutmut leaves out functions with a decorator,
+and tests do not see its copies, because they import through `src/`.
 
 First all tests run once: coverage says which of them run which line, and the time of each is kept. A fault
 gets the tests that run its line: those of its module first, then those that run the fewest lines.
@@ -59,7 +59,7 @@ FATES = ("killed", "timed out", "survived", "equivalent")
 
 
 class Mutant(NamedTuple):
-    """A fault, with the lines that it changes; `code` is that of the whole file."""
+    """A fault, with the lines that it changes; `code` is the code of the whole file."""
 
     file: str
     line: int
@@ -80,7 +80,7 @@ def equivalent() -> set[tuple[str, ...]]:
 
 
 def unseen_by_tests(node: ast.AST) -> ast.AST | None:
-    """A part that no test can see: `strict=` matters where lengths differ, `TYPE_CHECKING` in no run."""
+    """A part that no test can see: `strict=` only matters if lengths differ, `TYPE_CHECKING` in no run."""
     if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
         return node
     return node.value if isinstance(node, ast.keyword) and node.arg == "strict" else None
@@ -90,7 +90,7 @@ def unseen_by_tests(node: ast.AST) -> ast.AST | None:
 def places_of(file: str) -> dict[Any, list[tuple[Any, int]]]:
     """The places of a file that operators change, each with the operators and the number of the place.
 
-    Not those of annotations, which nothing reads.
+    Annotations are left out, because nothing reads them.
     """
     from cosmic_ray import plugins
     from cosmic_ray.ast import ast_nodes, get_ast
@@ -113,7 +113,7 @@ def places_of(file: str) -> dict[Any, list[tuple[Any, int]]]:
 
 
 def mutant_at(file: str, place: Any, rng: random.Random) -> Mutant | None:
-    """One of the mutants of a place, by chance; None if none is another program."""
+    """One of the mutants of a place, at random; None if no mutant changes the program."""
     from cosmic_ray.mutating import mutate_code
 
     source, ways = (ROOT / file).read_text(), places_of(file)[place]
@@ -134,7 +134,7 @@ def mutant_at(file: str, place: Any, rng: random.Random) -> Mutant | None:
 
 
 def changed_lines(base: str) -> dict[str, set[int]]:
-    """The lines of the product that are not as where this branch left `base`, by file."""
+    """The lines of the product that differ from where this branch left `base`, by file."""
     words = ["git", "diff", "-U0", "--merge-base", base, "--", *(f"{folder}/*.py" for folder in FOLDERS)]
     text = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     new = ["git", "ls-files", "--others", "--exclude-standard", *words[-len(FOLDERS) :]]
@@ -165,7 +165,7 @@ def chosen_mutants(paths: list[str], base: str, sample: int | None, seed: int) -
 
 
 def lines_of(mutant: Mutant) -> tuple[range, bool]:
-    """The lines of its statement, or of a compound one's head, and whether they run at import.
+    """The lines of a mutant's statement, or of a compound one's head; and whether they run at import.
 
     Coverage may name any of these lines.
     """
@@ -182,7 +182,7 @@ def lines_of(mutant: Mutant) -> tuple[range, bool]:
 
 
 class Runner:
-    """Runs tests in copies of the clone, so that it stays as it is."""
+    """Runs tests in copies of the clone, so that the clone is not changed."""
 
     def __init__(self, count: int, folder: Path):
         self.copies = Queue[Path]()
@@ -193,7 +193,7 @@ class Runner:
         self.lines = Counter(test for tests in self.tests.values() for test in tests)
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        """The tests that run its line, the most telling first; or those of the file, if none is known to."""
+        """The tests that run a mutant's line, nearest first; if none is known, the tests of the file."""
         near, (lines, at_import) = tuple(nearest_tests(mutant.file)), lines_of(mutant)
         found = {test for line in lines for test in self.tests.get((mutant.file, line), ())}
         if at_import:
@@ -218,7 +218,7 @@ class Runner:
         return quick[:NEAREST], quick[NEAREST:] + slower
 
     def fate_of(self, mutant: Mutant) -> str:
-        """What becomes of a mutant."""
+        """Run the tests of a mutant, and return its fate."""
         if mutant.is_equivalent:
             return "equivalent"
         batches, copy = self.batches_of(mutant), self.copies.get()
@@ -321,7 +321,7 @@ def status_of(copy: Path, words: list[str], tests: Iterable[str], seconds: float
 
 
 def fates_of(mutants: list[Mutant], processes: int = 2) -> dict[Mutant, str]:
-    """What becomes of each mutant."""
+    """The fate of each mutant."""
     with TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
         runner = Runner(processes, Path(folder))
         return dict(zip(mutants, pool.map(runner.fate_of, mutants), strict=True))

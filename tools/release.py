@@ -1,4 +1,4 @@
-"""Prepare a release, or print what CHANGELOG.md says of one.
+"""Prepare a release, or print its section of CHANGELOG.md.
 
 python tools/release.py prepare 0.1.0  # sets the version and the date in all files, and how to install it
 python tools/release.py notes v0.1.0   # refuses a tag that is not the version of the files
@@ -13,14 +13,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RELEASE = re.compile(r"^## (\d+\.\d+\.\d+) - (\d{4}-\d{2}-\d{2})\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
-# What pages say until headrace is on a package index.
+# The text on pages until headrace is on a package index.
 UNPUBLISHED = re.compile(r"\s<!-- until it is on PyPI -->.*?<!-- \. -->", re.DOTALL)
 WHEEL = re.compile(r"[\w/]*headrace-[\d.]+-py3-none-any\.whl")
 VERSIONS = {"pyproject.toml": r'(?<=^version = ").*(?="$)', "CITATION.cff": r"(?<=^version: ).*$"}
 
 
 def versions() -> dict[str, str]:
-    """The version, by the file that says it."""
+    """The version in each file that has it."""
     found = {
         name: re.search(form, (ROOT / name).read_text(), re.MULTILINE) for name, form in VERSIONS.items()
     }
@@ -28,13 +28,13 @@ def versions() -> dict[str, str]:
 
 
 def prepared(version: str, today: str, texts: dict[str, str]) -> dict[str, str]:
-    """The files of a release: its version and date, what was unreleased below its heading, and pages that
-    install it from the index.
+    """The files of a release: with its version and date, the unreleased changes below its heading, and pages
+    that install it from the index.
 
     Args:
         version: such as 0.1.0.
         today: YYYY-MM-DD.
-        texts: what pyproject.toml, CITATION.cff, CHANGELOG.md and pages say now.
+        texts: the present texts of pyproject.toml, CITATION.cff, CHANGELOG.md and pages.
 
     Raises:
         ValueError: the version is invalid, or in the changelog already, or nothing is unreleased.
@@ -59,7 +59,7 @@ def notes_of(tag: str, said: dict[str, str], changelog: str) -> str:
     """The changes of a version.
 
     Raises:
-        ValueError: a file says another version, or the changelog has none like that with a date.
+        ValueError: a file has another version, or the changelog has no such version with a date.
     """
     version = tag.removeprefix("v")
     if others := {name: other for name, other in said.items() if f"v{other}" != tag}:

@@ -23,13 +23,13 @@ RETURNS = re.compile(r"^(Returns|Yields|Return):\n((?:(?:    .*)?\n)*(?:    .*)?
 
 @cache
 def public_paths() -> dict[str, str]:
-    """Where each public name is documented, by that name."""
+    """The path of each public name's documentation, by name."""
     return {path.rpartition(".")[2]: path for entries in entries_by_topic().values() for path in entries}
 
 
 @cache
 def has_entry(path: str, member: str) -> bool:
-    """Whether a class's member is documented with it: it is its own, and says what it is."""
+    """Whether a member is documented with its class: the class defines it, and it has a docstring."""
     module, _, name = path.rpartition(".")
     own = vars(getattr(import_module(module), name)).get(member)
     bare = any(path in entries_by_topic()[page] for page in WITHOUT_MEMBERS)
@@ -87,22 +87,22 @@ def as_markdown(text: str, owner: str = "") -> str:
     """
     text = with_tables(with_fences(text))
     text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
-    # What is returned is a sentence with a shape in it, and no "type: description".
+    # "Returns" has a sentence with a shape, not "type: description".
     text = RETURNS.sub(lambda found: f"**{found[1]}:**\n\n{textwrap.dedent(found[2])}\n", text)
     return ROLE.sub(lambda found: link(found[1], owner), text)
 
 
 class PlainDocstrings(griffe.Extension):
-    """Convert each docstring before it is parsed, and let each public name lead to where it is defined."""
+    """Convert each docstring before it is parsed, and link each public name to its definition."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Convert what was found in the source."""
+        """Convert the docstring of an object that griffe has found."""
         if obj.docstring is not None:
             parent = obj.parent if obj.parent is not None and obj.parent.is_class else obj
             obj.docstring.value = as_markdown(obj.docstring.value, parent.name)
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
-        """Spell out the keywords that a docstring explains, where the signature has a TypedDict of them."""
+        """Spell out the keywords that a docstring explains, if the signature has a TypedDict of them."""
         *others, last = [*func.parameters] or [None]
         if str(last and last.annotation) != "Unpack[PipelineOptions]" or not func.docstring:
             return
@@ -113,7 +113,7 @@ class PlainDocstrings(griffe.Extension):
             func.parameters = griffe.Parameters(*others, *keywords)
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Of a function in a file of its name griffe takes the file."""
+        """Choose the function if a file has its name, because griffe would choose the file."""
         for path in public_paths().values() if pkg.name == "headrace" else ():
             listing, name = path.rsplit(".", 1)
             thing = getattr(import_module(listing), name)

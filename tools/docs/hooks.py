@@ -1,7 +1,7 @@
-"""What `mkdocs build` does beyond its plugins: pages from outside docs/, links to the source, llms.txt.
+"""Hooks of `mkdocs build`: pages from outside docs/, links to the source, llms.txt.
 
-Links in docs/ are written as on disk, so that they work in the repository too. Here those that lead out of
-docs/ go to a page: of the three files at the root, or of the source file or folder that is named.
+Links in docs/ are written as on disk, so that they work in the repository, too. On the site, links that leave
+docs/ go to a page for one of the three files at the root, or for the source file or folder that is named.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def pages_in(nav: Any) -> set[str]:
 
 
 def expanded(nav: Any, unnamed: list[str]) -> Any:
-    """A navigation with pages in the place of patterns; each page is taken once, out of `unnamed`."""
+    """Replace the patterns of a navigation by pages. Each page is taken once, from `unnamed`."""
     if isinstance(nav, dict):
         return {title: expanded(item, unnamed) for title, item in nav.items()}
     if isinstance(nav, str):
@@ -86,7 +86,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Let links go to where pages are on the site."""
+    """Change links to the addresses of pages on the site."""
     source = home(page.file.src_uri)
     here = posixpath.dirname(page.file.src_uri)
 
@@ -100,12 +100,12 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Name source files as they are named in the repository."""
+    """Name source files by their paths in the repository."""
     return html.replace("<code>build/docs/headrace/", "<code>")
 
 
 def on_nav(nav: Any, **_: Any) -> None:
-    """Keep the navigation, whose pages get their text later."""
+    """Keep the navigation. Its pages get their text later."""
     NAV[:] = nav.pages
 
 
@@ -132,7 +132,7 @@ def page_of(path: str) -> str:
 
 
 def resolved(source: str, target: str) -> str | None:
-    """A link's path in the repository; None where nothing is there, which mkdocs then says."""
+    """A link's path in the repository; None if nothing is there. Then mkdocs reports it."""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
     return path if not path.startswith("..") and (ROOT / path).exists() else None
 
@@ -163,6 +163,6 @@ def source_page(path: str) -> str:
 
 
 def outside_fences(text: str, change: Any) -> str:
-    """The text with all of it changed but for fenced blocks."""
+    """Change a text, except for its fenced blocks."""
     pieces = re.split(r"(^`{3,}.*?^`{3,}$)", text, flags=re.MULTILINE | re.DOTALL)
     return "".join(piece if i % 2 else change(piece) for i, piece in enumerate(pieces))

@@ -28,7 +28,7 @@ class SitePage(NamedTuple):
 
 
 def first_sentence(text: str) -> str:
-    """What a page says of itself: its first sentence behind the heading, as plain words."""
+    """The first sentence of a page after its heading, without markup."""
     body = re.sub(r"<!--.*?-->|^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     paragraphs = [part.strip() for part in re.split(r"\n\s*\n", body)]
     prose = next((part for part in paragraphs if part and not part.startswith(NO_PROSE)), "")
@@ -59,7 +59,7 @@ def index(name: str, about: str, pages: list[SitePage]) -> str:
 
 
 def full(pages: list[SitePage]) -> str:
-    """All pages, with docstrings where the API's have references."""
+    """All pages. References in pages of the API are replaced by docstrings."""
     entry = re.compile(r"^::: (\S+)$(?:\n    .*)*", re.MULTILINE)
     return "\n\n".join(entry.sub(lambda found: described(found[1]), page.text) for page in pages)
 

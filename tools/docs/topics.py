@@ -45,7 +45,7 @@ def _kind(*bases: str) -> Callable[[Any, str], bool]:
 
 @cache
 def topics() -> dict[str, tuple[str, str, Callable[[Any, str], bool]]]:
-    """By page: its title, its subject, and which names belong there, of those that no page before it has."""
+    """By page: its title, its subject, and a function that chooses its names among those left."""
     return {
         "own-parts": (
             "Parts of your own",
@@ -101,10 +101,10 @@ def topics() -> dict[str, tuple[str, str, Callable[[Any, str], bool]]]:
 
 
 def public_things() -> dict[str, Any]:
-    """Everything public by its full name, as it is first listed."""
+    """Everything public, by the full name under which it is first listed."""
     found: dict[str, Any] = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchrl warns of its own classes, and mkdocs shows it
+        warnings.simplefilter("ignore")  # torchrl warns about its own classes, and mkdocs would show it
         for listing in LISTINGS:
             package = import_module(listing)
             for name in sorted({*package.__all__} - INNER):
@@ -139,7 +139,7 @@ def entry_of(path: str, thing: Any) -> str:
 
 
 def page_text(page: str) -> str:
-    """The page of a topic, in Markdown: its classes first, but where it is about functions."""
+    """The page of a topic, in Markdown. Classes come first, except on pages about functions."""
     title, about, _ = topics()[page]
     names = {path.rpartition(".")[2]: path for path in entries_by_topic()[page]}
     order = sorted(names, key=str.swapcase if page == "functions" else str)
