@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headrace.transforms import group_relative_advantage
 
-SIZES = (512, 8_192, 131_072, 1_048_576)  # rows; the growth is that of the last two
+SIZES = (512, 8_192, 131_072, 1_048_576)  # rows; the growth is measured between the last two
 QUICK = (64, 128, 256, 512)
 # Targets, one for each of SIZES: of the uniform layout by group size, and of all others.
 UNIFORM = {8: (None, 2.6, 1.7, 1.6), 16: (None, 3.2, 1.9, 1.8)}
@@ -40,14 +40,14 @@ other lines have the time of `group_relative_advantage`, divided by that of the 
 
 
 def reshape_formula(reward: Tensor, group_size: int) -> Tensor:
-    """The advantage where every group is a row of a matrix."""
+    """The advantage, if every group is a row of a matrix."""
     x = reward.view(-1, group_size)
     x = x - x.mean(-1, keepdim=True)
     return (x / (x.std(-1, keepdim=True) + 1e-6)).view(-1)
 
 
 def layouts(rows: int, group_size: int) -> dict[str, Sequence[Tensor]]:
-    """Rewards, group ids and rollout ids, by how rows lie."""
+    """Rewards, group ids and rollout ids, by the layout of the rows."""
     generator = torch.Generator().manual_seed(0)
     reward, ids = torch.randn(rows, generator=generator), torch.arange(rows)
     fanned, groups = ids // 4, rows // group_size
@@ -79,9 +79,9 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     sizes = QUICK if options.quick else SIZES
     for group_size, uniform in UNIFORM.items():
         times = {}
-        for size in sizes[:2]:  # which take so little time that more rounds are needed, and can be had
+        for size in sizes[:2]:  # these take little time, so they need and can have more rounds
             times |= measure(candidates(size, group_size), 10 * options.rounds)
-        # Together, for the growth from one to the other.
+        # Measured together, for the growth from one to the other.
         large, largest = (candidates(size, group_size) for size in sizes[2:])
         times |= measure(large | largest, options.rounds)
         rows = []

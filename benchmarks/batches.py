@@ -39,7 +39,7 @@ def collected(rows: int, tokens: int, *, texts: bool = False) -> TensorDict:
 
 @cache
 def grpo(minibatches: int, *words: str) -> Pipeline:
-    """The grpo recipe; composing it takes longer than most of what is measured."""
+    """The grpo recipe. Composing it takes longer than most measurements."""
     return load_pipeline("pipeline=grpo", f"pipeline.stages.split.minibatches={minibatches}", *words)
 
 
@@ -55,7 +55,7 @@ def grpo_loop(batch: TensorDict, minibatches: int, *words: str) -> Callable[[], 
 
 
 def in_pieces(batch: TensorDict) -> Callable[[], None]:
-    """The same, in as many as most benchmarks have."""
+    """The same, with as many minibatches as in most benchmarks."""
     return grpo_loop(batch, MINIBATCHES)
 
 

@@ -61,7 +61,7 @@ def collected(count: int, writer: int, tokens: int, *, ragged: bool) -> TensorDi
 
 
 class Writer:
-    """A process that collects. What it has collected is there before it is asked to send."""
+    """A process that collects. It has its rows before it is asked to send them."""
 
     def collect(self, count: int, writer: int, tokens: int, ragged: bool) -> None:
         """Make rows, in pieces."""
@@ -77,7 +77,7 @@ class Writer:
 
 
 class Counting(RayAssembler):
-    """Notes the bytes of what goes to the assembler's actor and comes from it."""
+    """Counts the bytes that go to the assembler's actor and come from it."""
 
     sent = 0
 
@@ -94,7 +94,7 @@ class Counting(RayAssembler):
 
 
 def bytes_of(thing: Any) -> int:
-    """Of a message between processes, as Ray makes it."""
+    """The bytes of a message between processes, as Ray serializes it."""
     import ray
 
     return ray._private.worker.global_worker.get_serialization_context().serialize(thing).total_bytes
@@ -139,7 +139,7 @@ def rates(options: argparse.Namespace, tokens: int, ragged: bool) -> list[Cell]:
 
 
 class Plain:
-    """Puts of TransferQueue, and gets, of rows that are encoded already."""
+    """Plain puts and gets of TransferQueue, for rows that are encoded already."""
 
     def __init__(self, partition: str):
         self.partition = partition
@@ -155,7 +155,7 @@ class Plain:
         )
 
     def rows(self, count: int) -> int:
-        """Get so many."""
+        """Get this many rows."""
         import transfer_queue
 
         found = 0

@@ -1,4 +1,4 @@
-"""A GPU.
+"""The grpo recipe on a GPU.
 
 python benchmarks/gpu.py [--rounds 20]
 """

@@ -1,4 +1,4 @@
-"""Which faults the tests find: one at a time, at random places of the product.
+"""Count the planted faults that tests find: one fault at a time, at random places of the product.
 
 python benchmarks/mutation.py [--sample 200] [--seed 1]
 """
@@ -24,7 +24,7 @@ survives."""
 
 
 def folder_of(mutant: Mutant) -> str:
-    """The folder of its file, as the table of layers in CONTRIBUTING has them."""
+    """The folder of its file, as in the table of layers in CONTRIBUTING."""
     return "/".join(mutant.file.split("/")[:-1][:3])
 
 
@@ -35,7 +35,7 @@ def words_of(mutant: Mutant) -> str:
 
 
 def tables(options: argparse.Namespace) -> list[Table]:
-    """What became of the mutants of each folder, and those that no test sees."""
+    """The fates of the mutants of each folder, and the mutants that no test finds."""
     fates = fates_of(chosen_mutants([], "", options.sample, options.seed))
     rows = []
     for folder in [*sorted({folder_of(mutant) for mutant in fates}), "all"]:

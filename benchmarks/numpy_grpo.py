@@ -28,7 +28,7 @@ class Rows(NamedTuple):
     expected: np.ndarray  # rollouts of the row's group
     reward: np.ndarray
     masked_in: np.ndarray  # tokens in the mask
-    tokens: np.ndarray  # those of them with a finite log-probability
+    tokens: np.ndarray  # tokens in the mask with a finite log-probability
 
 
 class Steps(NamedTuple):
@@ -48,13 +48,13 @@ def grpo(
         batch: TensorDict ``[N]``, dense.
         minibatches: K.
         incomplete: groups are an error, or dropped.
-        drawn: orders that the pipeline has drawn before, one for each batch.
+        drawn: number of orders that the pipeline has drawn before, one for each batch.
     """
     return gather(batch, decide(read(batch), minibatches, incomplete, drawn))
 
 
 def read(batch: TensorDict) -> Rows:
-    """A few numbers a row."""
+    """Read a few numbers for each row."""
     mask, log_prob = batch[MASK].numpy(), batch[LOG_PROB].numpy()
     numbers = (batch[name].view(-1).numpy() for name in NUMBERS)
     return Rows(*numbers, np.count_nonzero(mask, 1), np.count_nonzero(mask & np.isfinite(log_prob), 1))

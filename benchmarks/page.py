@@ -106,7 +106,7 @@ SUMMARY: dict[str, Callable[[Number], str]] = {
     "`task=replay` of a dump of a million rows with texts, 948 MiB": _replay,
     "`headrace view` of a run of 500 steps, until it shows rows": _viewer,
 }
-"""What the first table says, each computed from cells of the tables below."""
+"""The lines of the first table, each computed from cells of the tables below."""
 
 
 def _costs(tables: Mapping[str, list[Table]]) -> list[str]:

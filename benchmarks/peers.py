@@ -43,16 +43,16 @@ they check nothing."""
 
 
 def trl(rewards: Tensor) -> Tensor:
-    """Rewards that lie in the order of their groups, less the mean of each, over its std."""
+    """For rewards in the order of their groups: subtract the mean of each group, and divide by its std."""
     groups = rewards.view(-1, GROUP_SIZE)
     mean, std = (by_group.repeat_interleave(GROUP_SIZE) for by_group in (groups.mean(1), groups.std(1)))
     return (rewards - mean) / (std + EPS)
 
 
 def verl_vectorised(scores: Tensor, uids: np.ndarray) -> Tensor:
-    """Counts, sums and sums of squares by uid, without a loop; of one score the mean is 0 and the std 1.
+    """Counts, sums and sums of squares by uid, without a loop. One score has the mean 0 and the std 1.
 
-    Integers are used as they are, and other uids numbered in their order.
+    Integers are used as they are. Other uids are numbered in their order.
     """
     number = torch.from_numpy(uids if uids.dtype == np.int64 else np.unique(uids, return_inverse=True)[1])
     columns = torch.stack([torch.ones_like(scores), scores, scores * scores])
@@ -66,7 +66,7 @@ def verl_vectorised(scores: Tensor, uids: np.ndarray) -> Tensor:
 
 
 def verl(scores: Tensor, uids: list[str]) -> Tensor:
-    """Rewards by the string of their prompt; then row by row, less its prompt's mean, over its std."""
+    """Collect rewards by the text of the prompt; for each row, subtract the mean and divide by the std."""
     by_uid: dict[str, list[Tensor]] = defaultdict(list)
     for row, uid in enumerate(uids):
         by_uid[uid].append(scores[row])
@@ -81,7 +81,7 @@ def verl(scores: Tensor, uids: list[str]) -> Tensor:
 
 
 def miles(rewards: list[float], groups: list[int], rollouts: list[int]) -> list[float]:
-    """One reward a rollout, by group; a tensor for each group, less its mean, over its std."""
+    """Collect a reward per rollout by group; for each group, subtract the mean and divide by the std."""
     by_group: dict[int, dict[int, float]] = defaultdict(dict)
     for reward, group, rollout in zip(rewards, groups, rollouts, strict=True):
         by_group[group].setdefault(rollout, reward)
@@ -101,7 +101,7 @@ class Trajectory:
 
 
 def rllm(trajectories: list[Trajectory], tasks: list[str]) -> list[float]:
-    """Trajectories by task; a NumPy array for each group, less its mean, over its std with divisor n."""
+    """The same in NumPy, with trajectories by task and the std with divisor n."""
     by_task: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory, task in zip(trajectories, tasks, strict=True):
         by_task[task].append(trajectory)
@@ -120,7 +120,7 @@ def shuffled(rows: int) -> Tensor:
 
 
 def candidates(rows: int) -> dict[str, Callable[[], object]]:
-    """Each with its own containers, which are filled before."""
+    """The functions, each with its own containers, which are filled before."""
     order = shuffled(rows)
     group, reward = order // GROUP_SIZE, torch.rand(rows, generator=torch.Generator().manual_seed(1))
     uids, groups, rollouts = [f"prompt {g}" for g in group.tolist()], group.tolist(), order.tolist()
@@ -139,7 +139,7 @@ def candidates(rows: int) -> dict[str, Callable[[], object]]:
 
 
 def check(functions: dict[str, Callable[[], object]]) -> None:
-    """All give the same numbers, but for rllm's divisor and TRL's order: else times mean nothing."""
+    """Check that all give the same numbers, except for rllm's divisor and TRL's order."""
     ours = functions["headrace"]()
     divisor = {"rllm": ((GROUP_SIZE - 1) / GROUP_SIZE) ** 0.5}
     for name, function in functions.items():
@@ -152,7 +152,7 @@ def check(functions: dict[str, Callable[[], object]]) -> None:
 
 
 def torchrl(rows: int) -> Callable[[], None]:
-    """MCAdvantage, of rows as collectors yield them, by group."""
+    """MCAdvantage, on rows as collectors yield them, by group."""
     number = torch.arange(rows).unsqueeze(-1)
     columns = {
         "group_id": number // GROUP_SIZE,

@@ -25,7 +25,7 @@ from headrace.transforms import take_rows
 
 sys.path.append(
     str(Path(__file__).parent.parent / "tests" / "support")
-)  # behind the benchmarks, which have a batches.py
+)  # after benchmarks/, which has a batches.py, too
 from live_bytes import LiveBytes, bytes_of
 
 # Rows, and tokens of each: 15, 115 and 235 MB, then few long rows, and many short ones.
@@ -57,7 +57,7 @@ def gather_pieces(batch: TensorDict, order: torch.Tensor) -> Callable[[], None]:
 
 
 def candidates(batch: TensorDict, pipeline: Pipeline) -> dict[str, Callable[[], object]]:
-    """By the names of the columns."""
+    """The measured functions, by the names of the columns."""
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
     return {
         "gather": lambda: take_rows(batch, order),
@@ -69,7 +69,7 @@ def candidates(batch: TensorDict, pipeline: Pipeline) -> dict[str, Callable[[], 
 
 
 def peak_memory(batch: TensorDict, loop: Callable[[], object]) -> float:
-    """The most bytes of tensors that a loop holds at a time, once it has run, over those of the batch."""
+    """The peak of a loop's bytes of tensors, after a first run, divided by the bytes of the batch."""
     with LiveBytes() as memory:
         loop()
     return memory.peak / bytes_of(batch)

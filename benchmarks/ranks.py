@@ -28,7 +28,7 @@ NOTE = f"""The time, in ms, of the loop over the {MINIBATCHES} minibatches of th
 and in one process, which has the rows of all ranks. "2 × 1,024" is two ranks with 1,024 rows each. The
 ratio is that of the CPU times. A collective is an exchange between the ranks; the last column counts
 those of a rank for a batch."""
-# What a process group is asked for; those that this version has.
+# The methods of a process group; only those that this version has are counted.
 COLLECTIVES = """allgather _allgather_base allgather_coalesced allgather_into_tensor_coalesced allreduce
 allreduce_coalesced alltoall alltoall_base barrier monitored_barrier broadcast gather scatter reduce
 reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced recv recv_anysource send"""
@@ -49,7 +49,7 @@ def free_port() -> int:
 
 
 def loops(rank: int, ranks: int, rows: int, tokens: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """The loop of a rank that has `rows`, and that of one process that has those of all ranks."""
+    """The loop of a rank with `rows`, and the loop of one process with the rows of all ranks."""
     every = collected(ranks * rows, tokens)
     mine = every[rank * rows : (rank + 1) * rows].clone()
     return grpo_loop(mine, MINIBATCHES, "pipeline.process_group=world"), grpo_loop(every, MINIBATCHES)
@@ -63,7 +63,7 @@ def seconds(function: Callable[[], object]) -> tuple[float, float]:
 
 
 def run_rank(rank: int, ranks: int, sizes: list[int], rounds: int, port: int, results: Any) -> None:
-    """What each process does; the first puts its times by round into `results`, as a rank and alone."""
+    """Run one rank. The first puts its times by round into `results`, as a rank and alone."""
     join_ranks(rank, ranks, port)
     for rows in sizes:
         shared, single = loops(rank, ranks, rows, TOKENS)

@@ -1,4 +1,4 @@
-"""Replay of a dump.
+"""Time the replay of a dump.
 
 python benchmarks/replay.py [--rows 1000000]
 """
@@ -31,7 +31,7 @@ NOTE = f"""A Parquet dump with a prompt and a response in each row, {PER_STEP:,}
 
 
 def write(folder: Path, rows: int) -> int:
-    """Write a dump with texts, a step a file; returns its bytes."""
+    """Write a dump with texts, one step per file; returns its bytes."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     size = 0
@@ -78,7 +78,7 @@ def replay(source: Path, output: Path, results: multiprocessing.SimpleQueue) -> 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     """The one table."""
-    # Where numbers mean nothing, a fork has done the imports.
+    # In a quick run, a fork has done the imports.
     context = multiprocessing.get_context("fork" if options.quick else "spawn")
     with tempfile.TemporaryDirectory() as folder:
         size = write(Path(folder) / "dump", options.rows)
@@ -87,7 +87,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
             pq.read_table(path)
         reading = time.perf_counter() - start
         results = context.SimpleQueue()
-        # In a process of its own, so that the peak of memory is that of the task.
+        # In its own process, so that the peak memory is that of the task.
         process = context.Process(target=replay, args=(Path(folder) / "dump", Path(folder) / "out", results))
         process.start()
         process.join()

@@ -53,8 +53,8 @@ def main(
     Args:
         tables: the benchmark; it takes the options below, and `quick`.
         doc: its module's docstring, for ``--help``.
-        warm: without page faults.
-        numbers: further options, by name, each with its default and that of ``--quick``.
+        warm: run without page faults.
+        numbers: further options, by name, each with its default and its value under ``--quick``.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Which groups a run trains, by how long they took: simulated runs around the real assembler.
+"""The groups that a run trains, by their latency: simulated runs around the real assembler.
 
 python benchmarks/runs.py [--seeds 5] [--ticks 3000]
 """
@@ -67,7 +67,7 @@ capacity."""
 
 
 def table_of(world: World, policy: str) -> Mapping[str, float]:
-    """What one run gives."""
+    """Return the numbers of one run."""
     options, paced = POLICIES[policy]
     if world.rows > 1:
         options = {"on_failure": "refill", "refill": None, "max_refills": 8} | options

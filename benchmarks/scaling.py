@@ -1,10 +1,10 @@
-"""What a rollout costs in the control path, which handles the table alone, without tokens.
+"""The cost of a rollout in the control path, which only handles the table, without tokens.
 
     python benchmarks/scaling.py [--processes 2 4 8] [--rounds 5]
 
-It measures from a thousand to ten million rollouts in one process; gloo ranks; and one of 1,024 ranks with
-1,024 rollouts each. The other 1,023 ranks do not run: their data are given. Wall times of more processes than
-cores include the wait for a core. `docs/scale.md` explains the results, and `engines.py` measures Ray and
+It measures one process with a thousand to ten million rollouts; gloo ranks; and one of 1,024 ranks with 1,024
+rollouts each. The other 1,023 ranks do not run; their data are given. With more processes than cores, wall
+times include the wait for a core. `docs/scale.md` explains the results, and `engines.py` measures Ray and
 TransferQueue.
 """
 
@@ -50,7 +50,7 @@ def say(words: str) -> None:
 
 
 class Exchanged:
-    """Bytes that this process gives to the others, and gets from them, by the tensors of `all_gather`."""
+    """Counts the bytes that this process sends and receives in the tensors of `all_gather`."""
 
     def __init__(self) -> None:
         self.sent = self.received = 0
@@ -65,12 +65,12 @@ class Exchanged:
 
 
 def control_pipeline(*words: str) -> Pipeline:
-    """The default recipe but for the weights, which are of tokens."""
+    """The default recipe without the loss weights, which need tokens."""
     return load_pipeline(f"pipeline.stages.gate.group_size={GROUP_SIZE}", "~pipeline.stages.weight", *words)
 
 
 def decide(pipeline: Pipeline, rows: TensorDict, rounds: int) -> tuple[float, float, float]:
-    """Median seconds of CPU and of wall time, and bytes of the table a row. No row is gathered."""
+    """Median CPU and wall seconds, and bytes of the table per row. No row is gathered."""
     cpus, walls = [], []
     for _ in range(rounds + 1):
         wall, cpu = time.perf_counter(), time.process_time()
@@ -109,14 +109,14 @@ def run_control(rank: int, options: argparse.Namespace, processes: int, port: in
 
 
 class OneOfMany(Ranks):
-    """One of many ranks that all have as many rows, in one process: it has what it would be sent."""
+    """One of many ranks of equal size, in one process. It has the data that the others would send."""
 
     def __init__(self, size: int, columns: dict[Any, torch.Tensor]):
         self.group, self.shared_ids, self.size, self.rank = None, "same", size, 0
         self.refused, self.columns = False, columns
 
     def meet(self, about: str = "", error: BaseException | None = None) -> None:
-        """No other rank runs."""
+        """Do not wait, because no other rank runs."""
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value] * self.size
@@ -129,7 +129,7 @@ class OneOfMany(Ranks):
 
 
 def measure_model(options: argparse.Namespace) -> None:
-    """What deciding takes on one of very many ranks."""
+    """Measure the decision on one of very many ranks."""
     ranks, rollouts = MODEL
     rows = ranks * rollouts
     columns = dict(control_pipeline().run(table_only(rows)).known_rows.table.columns)

@@ -1,4 +1,4 @@
-"""Stages that change the sequences of rows, over their formulas in plain torch.
+"""Time the stages that change the sequences of rows, relative to their formulas in plain torch.
 
 `tokens.py` prints the results. Each formula is written next to the call of the stage.
 """
@@ -28,10 +28,10 @@ measure = partial(measure_by, clock=time.thread_time)
 
 
 def sequence_stages(rounds: int, quick: bool) -> list[Row]:
-    """One line a measure: the formula in ms, where there is one, and what headrace takes.
+    """A line for each measure: the formula in ms, if there is one, and the number for headrace.
 
     Args:
-        rounds: of which the median is taken.
+        rounds: number of rounds; their median is shown.
         quick: tiny, to see that it runs.
     """
     torch.manual_seed(0)
@@ -49,8 +49,8 @@ def sequence_stages(rounds: int, quick: bool) -> list[Row]:
 
 
 def sharing(rows: int, tokens: int, group_size: int) -> TensorDict:
-    """Groups whose rows share a quarter of their tokens, and pairs of rows as many again; half and more of
-    each row is no padding.
+    """Groups whose rows share a quarter of their tokens. Pairs of rows share another quarter. At least half
+    of each row is not padding.
     """
     batch = collected(rows, tokens)
     words, part = torch.randint(0, 30_000, (rows, tokens)), tokens // 4
@@ -65,7 +65,7 @@ def sharing(rows: int, tokens: int, group_size: int) -> TensorDict:
 
 
 def tree_advantages(rows: int, tokens: int, sizes: tuple[int, int], rounds: int) -> list[Row]:
-    """Of the rollouts of small groups, and of large ones, whose rows are as many."""
+    """The advantages of small groups and of large groups, with the same number of rows."""
     few, many = (sharing(rows, tokens, size) for size in sizes)
     stage = TreeAdvantage()
     times = measure({"few": lambda: stage(few), "many": lambda: stage(many)}, rounds)
@@ -83,7 +83,7 @@ def tree_advantages(rows: int, tokens: int, sizes: tuple[int, int], rounds: int)
 
 
 def end_to_end(batch: TensorDict) -> Callable[[], dict]:
-    """The columns that `pack` makes, in plain torch."""
+    """Make the columns of `pack` in plain torch."""
 
     def run() -> dict:
         real = batch[REAL]
@@ -100,7 +100,7 @@ def end_to_end(batch: TensorDict) -> Callable[[], dict]:
 
 
 def in_rows(packed: TensorDict, rows: int, tokens: int) -> Callable[[], list[Tensor]]:
-    """The same columns as rows again, in plain torch."""
+    """Unpack the same columns to rows, in plain torch."""
 
     def run() -> list[Tensor]:
         at, out = packed["packed_at"][0], []
@@ -115,7 +115,7 @@ def in_rows(packed: TensorDict, rows: int, tokens: int) -> Callable[[], list[Ten
 
 
 def packing(rows: int, tokens: int, rounds: int) -> list[Row]:
-    """A million tokens, by the token."""
+    """A million tokens, in time per token."""
     batch = sharing(rows, tokens, GROUP_SIZE)
     packed = pack(batch)
     calls = {
@@ -142,7 +142,7 @@ def packing(rows: int, tokens: int, rounds: int) -> list[Row]:
 
 
 def packing_little(rows: int, tokens: int, rounds: int) -> list[Row]:
-    """A micro-batch, which costs what its calls cost."""
+    """A micro-batch so small that its cost is that of its calls."""
     batch = sharing(rows, tokens, GROUP_SIZE)
     packed, tree = (partial(pack, batch, tree=tree) for tree in (False, True))
     times = measure({"pack": packed, "tree": tree, "torch": end_to_end(batch)}, rounds)
@@ -184,7 +184,7 @@ def merged_turns(rollouts: int, turns: int, tokens: int, rounds: int) -> Row:
 
 
 def ragged(rows: int, tokens: int) -> LazyStackedTensorDict:
-    """What a collector of a language model hands over: rows of different length, in a lazy stack."""
+    """Rows as a collector of a language model yields them: of different lengths, in a lazy stack."""
     batch = collected(rows + -rows % GROUP_SIZE, tokens).exclude("masks")
     made = []
     for row in batch[:rows].unbind(0):
@@ -225,7 +225,7 @@ def dense_rows(rows: int, tokens: int, rounds: int) -> Row:
 
 
 def calls_by_row(few: int, many: int) -> Row:
-    """Operator calls that come with every ragged row."""
+    """The number of operator calls for each further ragged row."""
     more = [operator_calls(partial(DENSE, ragged(rows, 16))) for rows in (few, many)]
     found = Cell((more[1] - more[0]) / (many - few), ".1f", 0)
     return Row("DenseRows, in operator calls for each row", [Cell(None), found])

@@ -1,4 +1,4 @@
-"""Each stage alone.
+"""Time each stage alone.
 
     python benchmarks/stages.py [--rounds 9]
 
@@ -62,7 +62,7 @@ FIXED = f"""The grpo recipe on 64 rows of 16 tokens: a loop over {MINIBATCHES} m
 
 
 def stage_calls(rows: int, tokens: int) -> dict[str, Callable[[], object]]:
-    """Each stage on what the one before it made; a gather of that batch first."""
+    """Each stage on the output of the stage before it; first a gather of its batch."""
     batch = collected(rows, tokens)
     order = torch.randperm(rows)
     calls: dict[str, Callable[[], object]] = {"gather": lambda batch=batch: take_rows(batch, order)}
@@ -90,7 +90,7 @@ def stage_calls(rows: int, tokens: int) -> dict[str, Callable[[], object]]:
 
 
 def with_token_columns(batch: TensorDictBase) -> TensorDictBase:
-    """What stages below the rollout read: a second policy, and four turns with a reward each."""
+    """Add the columns of stages for tokens and turns: a second policy, and four turns with a reward each."""
     log_prob = batch["log_probs", "full"]
     rows, tokens = log_prob.shape
     turn = (4 * torch.arange(tokens) // tokens).expand(rows, tokens)

@@ -1,6 +1,6 @@
 """Other costs of a step: the split under a token budget, the report, and a checkpoint of waiting rows.
 
-Each is next to the code that it is compared with. `benchmarks/tokens.py` prints these rows.
+Each cost is next to the code that it is compared with. `benchmarks/tokens.py` prints these rows.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from headrace.transforms import GroupAssembler, ShuffleSplit, assign_rows
 
 sys.path.append(
     str(Path(__file__).parent.parent / "tests" / "support")
-)  # behind the benchmarks, which have a batches.py
+)  # after benchmarks/, which has a batches.py, too
 from first_fits import plain_first_fit
 
 MINIBATCHES, PIECE = 8, 64
 
 
 def split_under_a_budget(rounds: int, *, quick: bool) -> list[Row]:
-    """The whole stage with a budget of tokens, over the same without one."""
+    """The whole stage with a token budget, relative to the stage without a budget."""
     rows, tokens, budget = (400, 16, 128) if quick else (100_000, 64, 1024)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(tokens // 4, tokens + 1, (rows, 1), generator=generator)
@@ -56,7 +56,7 @@ def split_under_a_budget(rounds: int, *, quick: bool) -> list[Row]:
 
 
 def more_bins_than_first_fit(*, quick: bool) -> list[Row]:
-    """How often a budget takes more micro-batches than a plain loop that takes rows in the order given."""
+    """How often a budget needs more micro-batches than a plain loop over the rows in order."""
     generator, more, draws = torch.Generator().manual_seed(0), 0, 10 if quick else 300
     for _ in range(draws):
         lengths = torch.randint(50, 91, (20,), generator=generator)
@@ -71,11 +71,11 @@ def gather(batch: TensorDict, order: Tensor) -> list[Tensor]:
 
 
 def reports(rounds: int, *, quick: bool) -> list[Row]:
-    """Reports of a step: with the tokens that rows share, over a gather; and of a small step alone."""
+    """Reports of a step: with shared tokens, relative to a gather; and of a small step, in ms."""
 
     def processed(rows: int, tokens: int) -> tuple[TensorDict, object]:
         batch = collected(rows, tokens)
-        prompt = tokens // 4  # and then a response, padded on the left as a whole
+        prompt = tokens // 4  # then a response; the row is padded on the left
         full, mask = batch["tokens", "full"], batch["masks", "all_assistant_mask"]
         length = (mask.sum(1, keepdim=True) - prompt).clamp_min(1)
         place = torch.arange(tokens) - (tokens - prompt - length)
@@ -99,7 +99,7 @@ def reports(rounds: int, *, quick: bool) -> list[Row]:
     console = Console(file=io.StringIO(), width=100, force_terminal=True)
 
     def one_table() -> None:
-        """Rich alone: one table of as many columns and lines as that of the groups."""
+        """Print one table with Rich, with as many columns and lines as the table of groups."""
         table = ConsoleTable(box=SIMPLE)
         for name in ("group", "rollouts", "rows", "rewards", "advantages", "left"):
             table.add_column(name)
@@ -126,7 +126,7 @@ def reports(rounds: int, *, quick: bool) -> list[Row]:
 
 
 def waiting(rows: int) -> tuple[TensorDict, GroupAssembler]:
-    """Finished rollouts of one row, of which none has gone out, and what held them in small pieces."""
+    """Finished rollouts of one row, and an assembler that holds all of them in small pieces."""
     batch, assembler = finished(rows), GroupAssembler(groups=rows)
     for piece in batch.split(PIECE):
         assembler.put(piece)
@@ -134,7 +134,7 @@ def waiting(rows: int) -> tuple[TensorDict, GroupAssembler]:
 
 
 def checkpoints(rounds: int, *, quick: bool) -> list[Row]:
-    """The state of an assembler, written and read; beside it a plain dict of the same tensors."""
+    """Write and read the state of an assembler, and a plain dict of the same tensors."""
     rows = 640 if quick else 100_000
     batch, assembler = waiting(rows)
     tensors = {str(key): leaf for key, leaf in batch.items(include_nested=True, leaves_only=True)}
@@ -172,7 +172,7 @@ def checkpoints(rounds: int, *, quick: bool) -> list[Row]:
 
 
 def step_costs(rounds: int, quick: bool) -> list[Row]:
-    """Every measure: the formula in ms, if there is one, and headrace over it or as the name says."""
+    """All measures: the formula in ms, if there is one; and headrace relative to it, or as the name says."""
     return [
         *split_under_a_budget(rounds, quick=quick),
         *more_bins_than_first_fit(quick=quick),

@@ -1,9 +1,9 @@
-"""Groups from many workers.
+"""Time the assembly of groups from many workers.
 
     python benchmarks/stream.py [--rounds 1] [--rows 100000]
 
-Rows arrive in pieces of 1,000, each within 4,000 rows of its original position, and leave in groups of 8:
-as dense batches, and, with a tenth of the rows, as the lazy stacks of ragged rows of LLMCollector.
+Rows arrive in pieces of 1,000, each row within 4,000 rows of its original position, and leave in groups of 8.
+They are dense batches, and with a tenth of the rows, lazy stacks of ragged rows as from LLMCollector.
 MCAdvantage also computes an advantage, which costs little. It does not handle failed, late, repeated or
 missing rollouts, and has no saved state.
 """
@@ -25,7 +25,7 @@ from torchrl.objectives.llm import MCAdvantage
 from headrace.transforms import GroupAssembler
 
 PIECE, NEAR = 1000, 4000
-TARGET = 50  # of dense rows; a ragged row is a TensorDict of its own, whose copy costs most
+TARGET = 50  # for dense rows; a ragged row is a TensorDict, and copying it costs most
 NOTE = f"""Rows arrive in pieces of {PIECE:,}. Each row is at most {NEAR:,} rows away from its original
 position. The ratio is the time of TorchRL's MCAdvantage, divided by that of `GroupAssembler`. MCAdvantage
 also computes an advantage, which takes little time."""
@@ -44,7 +44,7 @@ def dense_rows(count: int) -> TensorDict:
 
 
 def ragged(rows: TensorDict) -> TensorDictBase:
-    """The same with 8 to 15 tokens a row, in a lazy stack."""
+    """The same rows with 8 to 15 tokens each, in a lazy stack."""
     singles = [row.clone() for row in rows.unbind(0)]
     for number, row in enumerate(singles):
         row["tokens", "full"] = row["tokens", "full"][: 8 + number % 8]
@@ -52,7 +52,7 @@ def ragged(rows: TensorDict) -> TensorDictBase:
 
 
 def assemble(pieces: Sequence[TensorDictBase], journal: str | None = None) -> int:
-    """Rows that come out, 128 groups at a time."""
+    """Assemble the pieces, and count the rows that come out, 128 groups at a time."""
     assembler, out = GroupAssembler(groups=128, journal=journal), 0
     for piece in pieces:
         assembler.put(piece)
@@ -65,7 +65,7 @@ def assemble(pieces: Sequence[TensorDictBase], journal: str | None = None) -> in
 
 
 def queue(pieces: Sequence[TensorDictBase]) -> int:
-    """The same by MCAdvantage, which hands out what has become whole."""
+    """Do the same with MCAdvantage, which returns groups that have become whole."""
     advantage, out = MCAdvantage(grpo_size=GROUP_SIZE, prompt_key="group_id"), 0
     for piece in pieces:
         batch = advantage.inv(piece.clone(recurse=False))

@@ -1,8 +1,8 @@
-"""For maintainers: the code that runs, and its size.
+"""Count the code that runs, and its size, for maintainers.
 
     python benchmarks/structure.py
 
-Counts, not times: they are the same on every machine with the same versions.
+These are counts, not times, so they are the same on every machine with the same versions.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def operator_calls(function: Callable[[], object]) -> int:
 
 
 class Entered(NamedTuple):
-    """What a function runs through."""
+    """The code that a function runs."""
 
     files: int  # of headrace
     functions: int  # of headrace
@@ -63,7 +63,7 @@ class Entered(NamedTuple):
 
 
 def entered(function: Callable[[], object]) -> Entered:
-    """What a function that has run before runs through, by ``sys.setprofile``."""
+    """Count the code that a function runs after a first run, by ``sys.setprofile``."""
     function()
     codes: set[CodeType] = set()
     calls: Counter[str] = Counter()
@@ -85,7 +85,7 @@ def entered(function: Callable[[], object]) -> Entered:
 
 
 def traits() -> set[str]:
-    """Public attributes of the contract, by name, that are no methods and not TorchRL's."""
+    """The names of the public attributes of the contract that are neither methods nor TorchRL's."""
     found: set[str] = set()
     for each in BatchTransform.__mro__[: BatchTransform.__mro__.index(Transform)]:
         found |= {name for name, value in vars(each).items() if not callable(value)}
@@ -94,13 +94,13 @@ def traits() -> set[str]:
 
 
 def code_lines(folder: str, files: int | None) -> int:
-    """Lines of the Python files under a folder that have code on them; of so many files."""
+    """Count the lines with code in the Python files of a folder, or in its first `files` files."""
     paths = list((ROOT / folder).rglob("*.py"))[:files]
     return sum(len(lines_with_code(path.read_text())) for path in paths)
 
 
 def lines_with_code(source: str) -> set[int]:
-    """Their numbers: neither empty, nor a comment, nor of a docstring."""
+    """The numbers of the lines that are neither empty, nor comments, nor docstrings."""
     texts = enumerate(map(str.strip, source.splitlines()), 1)
     lines = {number for number, text in texts if text and not text.startswith("#")}
     docstrings: set[int] = set()
@@ -114,7 +114,7 @@ def lines_with_code(source: str) -> set[int]:
 
 
 def spanned(node: ast.expr | ast.stmt) -> set[int]:
-    """The numbers of its lines."""
+    """The numbers of the lines of a node."""
     return set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
 
 

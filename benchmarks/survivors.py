@@ -49,7 +49,7 @@ def numbers_of(
     options, paced, announces = POLICIES[policy]
     world = replace(WORLDS[title], seed=seed, prompts=groups, ticks=10**9, tokens=tokens)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", StreamWarning)  # that there is no slack
+        warnings.simplefilter("ignore", StreamWarning)  # it warns that there is no slack
         return Run(world, dict(options), paced=paced, announces=announces).go().assembler.survivors.numbers()
 
 
@@ -59,7 +59,7 @@ def fires(*run: Any) -> bool:
 
 
 def fires_by_length(*run: Any) -> bool:
-    """Whether it says so of the lengths of rollouts."""
+    """Whether the report finds the loss by the lengths of rollouts."""
     return numbers_of(*run, tokens=True).get("survivors/length/z", 0.0) < BIASED
 
 

@@ -18,10 +18,10 @@ class Cell:
     """A number; None if it could not be measured on this machine.
 
     Args:
-        value: of one run.
-        form: how it is written, as in an f-string.
-        target: the most that it should be.
-        at_least: the target is the least instead.
+        value: the number, from one run.
+        form: its format, as in an f-string.
+        target: the greatest value that meets the target.
+        at_least: the target is the least value instead.
     """
 
     value: float | None
@@ -63,8 +63,8 @@ class Table:
     Args:
         title: what was measured.
         note: what the rows and columns mean.
-        head: of the column of names, and of each other one.
-        rows: with a cell for each of those.
+        head: titles of the column of names and of each other column.
+        rows: each with a cell for every other column.
     """
 
     title: str

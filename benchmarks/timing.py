@@ -18,8 +18,8 @@ def measure(
     rounds: int,
     clock: Callable[[], float] = time.process_time,
 ) -> Times:
-    """Seconds of each function, by round, in random order, of CPU unless `clock` is another; one round more
-    comes first, to warm up.
+    """Measure the seconds of each function, by round: CPU time, unless `clock` is another. Each round runs
+    the functions in random order, and one more round comes first, to warm up.
     """
     times: dict[Any, list[float]] = {name: [] for name in functions}
     shuffler = random.Random(0)
@@ -37,12 +37,12 @@ def median_ms(times: Times, what: Any) -> float:
 
 
 def ratio(times: Times, what: Any, over: Any) -> float:
-    """The median over the rounds of one function's time over another's."""
+    """The median over the rounds of the ratio of two functions' times."""
     return statistics.median(a / b for a, b in zip(times[what], times[over], strict=True))
 
 
 def without_page_faults() -> None:
-    """Begin anew with an allocator that gives no memory back: else one copy costs 15 or 85 ms by chance."""
+    """Restart with an allocator that keeps its memory; otherwise a copy takes 15 or 85 ms by chance."""
     settings = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
     if os.environ.keys() & settings.keys() != settings.keys():
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **settings})

@@ -1,4 +1,4 @@
-"""Token-level stages, each over its formula in plain torch."""
+"""Time token-level stages, each relative to its formula in plain torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def corrected(batch: TensorDict) -> tuple[Tensor, Tensor]:
 
 
 def corrected_and_measured(batch: TensorDict, high: float) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """The same, truncated, with the numbers that a trainer logs of it, by token and by row."""
+    """The same, truncated, with the numbers that a trainer logs, by token and by row."""
     mask = batch[MASK]
     inside, length = mask.float(), mask.sum(-1)
     log_ratio = (batch[OLD] - batch[SAMPLER]).clamp(-20.0, 20.0)
@@ -85,7 +85,7 @@ def rows_filtered(batch: TensorDict) -> Tensor:
 
 
 def distilled(batch: TensorDict) -> Tensor:
-    """The advantage of each token in the loss and a log-ratio."""
+    """Add a log-ratio to the advantage of each token in the loss."""
     credit = batch["advantage"].squeeze(-1)
     return torch.where(batch[MASK], credit + FACTOR * (batch[OLD] - batch[SAMPLER]), credit)
 
@@ -120,7 +120,7 @@ def punished(batch: TensorDict, most: int, cache: int) -> Tensor:
 def own_work(
     stage: BatchTransform, batch: TensorDict, times: int, *, measured: bool = False
 ) -> Callable[[], object]:
-    """What a stage does to so many tables that were read before; `measured`: its numbers are asked for."""
+    """The stage's own work, on tables that were read before; `measured`: with its metrics."""
     tables = [Rows.read(batch, keys=stage.in_keys, tokens=stage.tokens_counted) for _ in range(times)]
 
     def work() -> object:
@@ -132,22 +132,22 @@ def own_work(
 
 
 def with_reading(stage: BatchTransform, batch: TensorDict) -> Callable[[], object]:
-    """The same of a table that is read for it."""
+    """The same, with the time to read the table."""
     return lambda: own_work(stage, batch, 1)()
 
 
 def token_stages(rounds: int, quick: bool) -> list[Row]:
-    """For each stage the time of its formula, and its own over that."""
+    """For each stage, the time of its formula, and the ratio of its own time to that."""
     rows, tokens = SMALL if quick else LARGE
     batch = collected(rows, tokens)
     batch[REWARD] = batch["next", "reward"].flatten()
     batch = with_token_columns(batch)
     mask = batch[MASK]
     place, length = mask.cumsum(1) - 1, mask.sum(1, keepdim=True)
-    batch["turn_index"] = torch.where(mask, 4 * place // length, -1)  # a prompt is of no turn
+    batch["turn_index"] = torch.where(mask, 4 * place // length, -1)  # a prompt belongs to no turn
     batch["advantage"] = torch.randn(rows, 1, 1, generator=torch.Generator().manual_seed(0))
     most, cache = 3 * tokens // 4, tokens // 4
-    times = rounds + 1  # with the one that warms up
+    times = rounds + 1  # one more round warms up
     credit = TokenAdvantage(term=LogRatio(numerator_key=OLD, denominator_key=SAMPLER), factor=FACTOR)
     by_turn = TurnAdvantage(turn_rewards="turn")
     kept = TokenFilter(criterion=Diverged(estimator="k1", level="token", high=RATIO))

@@ -1,9 +1,9 @@
-"""Stages that read tokens, and other parts of a step.
+"""Time the stages that read tokens, and other parts of a step.
 
     python benchmarks/tokens.py [--rounds 9]
 
-Each formula is written out next to the call that is measured over it, in token_stages.py, sequence_stages.py
-and step_costs.py.
+Each formula is next to the call that is compared with it, in token_stages.py, sequence_stages.py and
+step_costs.py.
 """
 
 from __future__ import annotations

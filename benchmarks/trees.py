@@ -1,4 +1,4 @@
-"""Prefix trees.
+"""Time prefix trees.
 
     python benchmarks/trees.py [--rounds 5]
 
@@ -71,7 +71,7 @@ class Transformer(nn.Module):
         self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(layers))
 
     def forward(self, tokens: Tensor, place: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        """(B, T, width), what all tokens end as."""
+        """(B, T, width), the output for all tokens."""
         x = self.token(tokens) + self.place(place)
         for qkv, mix, up, down in zip(self.qkv, self.mix, self.up, self.down, strict=True):
             each = qkv(F.layer_norm(x, x.shape[-1:])).view(*x.shape[:2], 3, 4, -1).permute(2, 0, 3, 1, 4)
@@ -82,7 +82,7 @@ class Transformer(nn.Module):
 
 
 def ways(batch: TensorDict, model: Transformer) -> dict[str, Callable[[], None]]:
-    """Forward and backward of rows as they are, packed, and as a tree, packing included."""
+    """Forward and backward passes of padded rows, packed rows, and a tree, including the packing."""
 
     causal = partial(F.scaled_dot_product_attention, is_causal=True)
     tokens = batch["tokens", "full"]
@@ -110,7 +110,7 @@ def ways(batch: TensorDict, model: Transformer) -> dict[str, Callable[[], None]]
 
 
 def saved(name: str, rows: Rows, target: float, options: argparse.Namespace) -> Row:
-    """A line of the table of what is saved."""
+    """A line of the table of savings."""
     batch = batch_of(rows)
     plain, nodes = (pack(batch, tree=tree)["input_ids"].shape[1] for tree in (False, True))
     model = Transformer(options.width, 4, batch["tokens", "full"].shape[1])
@@ -128,7 +128,7 @@ def saved(name: str, rows: Rows, target: float, options: argparse.Namespace) -> 
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    """What is saved."""
+    """The table of savings."""
     torch.manual_seed(0)
     scenes = {
         "4 prompts of 64 tokens, 8 answers of 32": (answers(4, 64, 8, 32), 2.4),

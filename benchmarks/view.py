@@ -1,4 +1,4 @@
-"""The viewer.
+"""Time the viewer.
 
 python benchmarks/view.py [--steps 500]
 """
@@ -70,7 +70,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def seconds_of(folders: list[Path], step: int) -> list[float]:
-    """Seconds to the first rows, CPU seconds until then, of the list of prompts, of a search; MiB at most."""
+    """Seconds and CPU seconds to the first rows, seconds of the list of prompts and of a search; peak MiB."""
     start = time.perf_counter()
     command = [sys.executable, "-m", "headrace.pipeline", "view", *map(str, folders)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
@@ -90,7 +90,7 @@ def seconds_of(folders: list[Path], step: int) -> list[float]:
             ask(question)
             found.append(time.perf_counter() - before)
         status = Path(f"/proc/{started.pid}/status").read_text()
-        started.terminate()  # in the background of a shell, SIGINT is ignored
+        started.terminate()  # SIGINT is ignored if a shell runs this in the background
     peak = re.search(r"VmHWM:\s+(\d+) kB", status)
     return [*found, int(peak[1]) / 1024 if peak else float("nan")]
 

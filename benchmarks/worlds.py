@@ -1,6 +1,6 @@
 """A simulated run around the real assembler: prompts, slots that generate, and a trainer, in ticks.
 
-Latencies are invented. A prompt has the same ones under every policy, whenever it is dispatched.
+Latencies are invented. A prompt has the same latencies under every policy, whenever it is dispatched.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOKENS = 256
 
 @dataclass(frozen=True)
 class World:
-    """What happens, whatever the policy."""
+    """The part of a run that does not depend on the policy."""
 
     seed: int = 0
     slots: int = 64
@@ -42,9 +42,9 @@ class World:
     """Ticks of a step."""
     ticks: int = 3000
     spread: float = 0.9
-    """Of the logarithm of the latency between prompts; 0: half of them take 1 tick, the others 100."""
+    """Deviation of log latency between prompts; 0: half of them take 1 tick, the others 100."""
     noise: float = 0.3
-    """The same between the rollouts of a prompt."""
+    """Deviation between the rollouts of a prompt."""
     failing: float = 0.0
     """Share of the rollouts that fail."""
     equal: float = 0.0
@@ -54,15 +54,15 @@ class World:
     draw: int = 1
     """Groups that are announced at once."""
     prompts: int | None = None
-    """None: they do not end."""
+    """None: rollouts do not fail."""
     behind: int = 0
-    """Versions that the weights of workers are behind, for half of the rollouts."""
+    """By how many versions the workers' weights are behind, for half of the rollouts."""
     versions: tuple[int, ...] = (1,)
     """By how much the version advances after each step, in turn."""
     tokens: bool = False
     """A rollout has a token for each tick that it took, at most `TOKENS`; else rows have no loss mask."""
     takers: tuple[int, ...] = ()
-    """Groups that each taker takes for a step; empty: one takes all."""
+    """Groups that each taker takes for a step; empty: one taker takes all."""
 
     def group(self, number: int) -> Group:
         """A prompt with its latencies."""
@@ -77,7 +77,7 @@ class World:
         return Group(number, int(10 * hard), ticks, fails, dice.random() >= self.equal)
 
     def most_steps(self) -> float:
-        """What no policy exceeds: the trainer is always busy, or no slot is ever free."""
+        """An upper bound of the steps: the trainer is always busy, or no slot is ever free."""
         some = [self.group(number) for number in range(2000)]
         useful = fmean(group.varied and not any(group.fails) for group in some)
         work = fmean(sum(group.ticks) for group in some) / useful
@@ -86,7 +86,7 @@ class World:
 
 @dataclass(eq=False)
 class Group:
-    """A prompt that was drawn, and what became of it."""
+    """A prompt that was drawn, and its fate."""
 
     number: int
     decile: int
@@ -102,7 +102,7 @@ class Group:
     spent: int = 0
     """Ticks of its rollouts that have ended."""
     wasted: int = 0
-    """The same of rollouts that were dispatched again."""
+    """The same for rollouts that were dispatched again."""
     fate: str = ""
     """``trained``, ``masked``, ``rejected``, ``failed`` or ``stale``; empty while it is outstanding."""
     oldest: int = 10**9
@@ -113,7 +113,7 @@ class Group:
 
 @dataclass
 class Run:
-    """A run of a world with an assembler of these options."""
+    """A run of a world, with an assembler with these options."""
 
     world: World
     options: dict[str, Any] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class Run:
         self.known: dict[int, Group] = {}
         self.step = self.now = self.since = 0
         self.waits: list[tuple[int, int]] = []
-        """For each step: ticks that it waited, and that the slowest outstanding rollout needed then."""
+        """For each step, the ticks that it waited, and that the slowest outstanding rollout then needed."""
         self.batch: list[Group] = []
         self.free, self.busy, self.fresh = world.slots, False, count()
         self.queue: deque[tuple[int, int, int]] = deque()  # group, rollout, number of the refill
@@ -145,7 +145,7 @@ class Run:
     # -- workers ------------------------------------------------------------------------------------
 
     def room(self) -> int:
-        """Groups that are dispatched now."""
+        """Number of groups to dispatch now."""
         world, assembler = self.world, self.assembler
         left = world.draw if world.prompts is None else min(world.draw, world.prompts - len(self.known))
         if not self.paced:
@@ -184,7 +184,7 @@ class Run:
         """A rollout has ended: its rows are put."""
         group, rows, self.free = self.known[number], self.world.rows, self.free + 1
         group.spent, group.ended = group.spent + group.ticks[at], group.ended + 1
-        fails = group.fails[at] and rollout < 10**9  # a refilled one does not
+        fails = group.fails[at] and rollout < 10**9  # a refilled rollout does not fail
         group.oldest = group.oldest if fails else min(group.oldest, version)
         batch = columns(group_id=[number] * rows, rollout_id=[rollout] * rows, version=[version] * rows)
         batch["next", "done"] = [False] * (rows - 1) + [True]
@@ -207,7 +207,7 @@ class Run:
     # -- the trainer --------------------------------------------------------------------------------
 
     def take(self) -> bool:
-        """Take what is missing of a step; True once it is complete."""
+        """Take the missing groups of a step. Return True once it is complete."""
         world, assembler = self.world, self.assembler
         ends = list(accumulate(world.takers))
         while (have := len(self.batch)) < world.groups:
@@ -230,7 +230,7 @@ class Run:
             self.assembler.reject(rejected)
 
     def go(self) -> Run:
-        """Until the last tick, or until nothing more happens."""
+        """Run until the last tick, or until nothing more happens."""
         needs = 0
         while self.now <= self.world.ticks:
             self.dispatch()
@@ -257,7 +257,7 @@ class Run:
     # -- what is measured ---------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Say of the groups that have left without being taken why they did."""
+        """Set the fates of groups that have left without being taken."""
         bound = self.assembler.max_staleness
         for group in self.known.values():
             if (
@@ -269,7 +269,7 @@ class Run:
                 group.fate = "stale"
 
     def table(self) -> dict[str, float]:
-        """A line of the table: see docs/streams.md."""
+        """A line of the table in docs/streams.md."""
         self.close()
         cohort = [
             g
@@ -300,7 +300,7 @@ def columns(**numbers: list[int]) -> TensorDict:
 
 
 def side_by_side(function: Callable[..., Any], runs: Sequence[Sequence[Any]], *, quick: bool) -> list[Any]:
-    """What a function returns for each run: in a process per core, or here if it is quick."""
+    """Call a function for each run: in a process per core, or here if it is quick."""
     if quick:
         return [function(*run) for run in runs]
     with ProcessPoolExecutor(os.cpu_count()) as pool:

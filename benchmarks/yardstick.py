@@ -1,4 +1,4 @@
-"""The whole recipe, against plain NumPy.
+"""Time the whole recipe, relative to plain NumPy.
 
     python benchmarks/yardstick.py [--rounds 9] [--huge 1]
 
@@ -30,7 +30,7 @@ from headrace.transforms import GroupAssembler
 TOKENS = 100
 SMALL, LARGE, HUGE = (64, 512), (100_000, 1_000_000), 10_000_000  # rows
 RAGGED, STREAMED, WAITING = 512, 512, (700, 100_000)
-GROWTH = 13  # at most, where there are ten times as many rows
+GROWTH = 13  # at most, for ten times as many rows
 NOTE = f"""A is the time of headrace. B is the time of other code that does the same work without
 checks:
 
@@ -46,13 +46,13 @@ measure = partial(measure_by, clock=time.thread_time)
 
 
 def line(name: str, times: Times, what: str, over: str, goal: float) -> Row:
-    """One measure."""
+    """Make the line of one measure."""
     milliseconds = (Cell(median_ms(times, each), ",.2f") for each in (what, over))
     return Row(name, [*milliseconds, Cell(ratio(times, what, over), target=goal)])
 
 
 def not_measured(name: str) -> Row:
-    """One that was not asked for."""
+    """Make a line that was not measured."""
     return Row(name, [Cell(None)] * 3)
 
 
@@ -60,7 +60,7 @@ def not_measured(name: str) -> Row:
 
 
 def numpy_loop(batch: TensorDict) -> Callable[[], None]:
-    """The loop over the minibatches that plain NumPy makes."""
+    """Make the loop over the minibatches of plain NumPy."""
 
     def run() -> None:
         for minibatch in grpo(batch, MINIBATCHES):
@@ -70,7 +70,7 @@ def numpy_loop(batch: TensorDict) -> Callable[[], None]:
 
 
 def small_batches(sizes: Sequence[int], rounds: int) -> Iterator[Row]:
-    """Batches that cost what their calls cost."""
+    """Batches whose cost is that of their calls."""
     for rows in sizes:
         batch = collected(rows, TOKENS)
         times = measure({"pipeline": in_pieces(batch), "NumPy": numpy_loop(batch)}, rounds)
@@ -78,7 +78,7 @@ def small_batches(sizes: Sequence[int], rounds: int) -> Iterator[Row]:
 
 
 def large_batches(sizes: Sequence[int], rounds: int) -> Iterator[Row]:
-    """Batches that cost what their rows cost, and the growth from the first size to the second."""
+    """Batches whose cost is that of their rows, and the growth from the first size to the second."""
     functions, goals = {}, {}
     for rows in sizes:
         batch = collected(rows, 2)
@@ -147,7 +147,7 @@ def ragged_batch(rows: int, rounds: int) -> Row:
 
 
 def assemble(rows: TensorDict) -> int:
-    """Rows that come out of a GroupAssembler."""
+    """Put rows into a GroupAssembler, and count the rows that come out."""
     assembler, out = GroupAssembler(), 0
     for number in range(len(rows)):
         assembler.put(rows[number : number + 1])
@@ -157,7 +157,7 @@ def assemble(rows: TensorDict) -> int:
 
 
 def put_into_lists(rows: TensorDict) -> int:
-    """Rows that come out of a dict of lists, of rows that are finished rollouts."""
+    """Put finished rollouts into a dict of lists, and count the rows that come out."""
     waiting: dict[int, dict[int, TensorDict]] = defaultdict(dict)
     out = 0
     for number in range(len(rows)):
@@ -173,7 +173,7 @@ def put_into_lists(rows: TensorDict) -> int:
 
 
 def one_by_one(count: int, rounds: int) -> Row:
-    """Rows as they come from the workers of a language model."""
+    """Rows one by one, as from the workers of a language model."""
     rows = dense_rows(count)
     if (found := {assemble(rows), put_into_lists(rows)}) != {count}:
         raise RuntimeError(f"{count} rows went in, and {found} came out")
@@ -182,7 +182,7 @@ def one_by_one(count: int, rounds: int) -> Row:
 
 
 def put_while_others_wait(waiting: int, puts: int) -> Callable[[], None]:
-    """Put one row, while others wait for the last rollout of their groups, as it does then."""
+    """Put one row while others, like it, wait for the last rollout of their groups."""
     rows = dense_rows(2 * waiting + 2 * GROUP_SIZE * puts)
     rows = rows[rows["rollout_id"].view(-1).argsort()]
     rows = rows[rows["rollout_id"].view(-1) % GROUP_SIZE > 0]
@@ -195,7 +195,7 @@ def put_while_others_wait(waiting: int, puts: int) -> Callable[[], None]:
 
 
 def waiting_rows(sizes: Sequence[int], rounds: int) -> Row:
-    """What waits is not looked at again."""
+    """Check that waiting rows are not read again."""
     few, many = (put_while_others_wait(rows, rounds + 1) for rows in sizes)
     times = measure({"few": few, "many": many}, rounds)
     return line(

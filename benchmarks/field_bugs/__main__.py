@@ -2,9 +2,9 @@
 
     python benchmarks/field_bugs [--only headrace verl] [--render]
 
-Each peer gets an environment of its own in `build/field_bugs`: the pinned packages without what they require,
-and torch and the rest from the environment that runs this, through a .pth file. What is not run again stays
-in `benchmarks/results/field_bugs.json` as it was. A peer that cannot be installed is listed as such.
+Each peer gets its own environment in `build/field_bugs`: the pinned packages without their requirements.
+torch and the rest come from the environment that runs this, through a .pth file. Peers that are not run again
+keep their results in `benchmarks/results/field_bugs.json`. A peer that cannot be installed is listed as such.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def environment(name: str, peer: Peer) -> str:
 
 
 def run(name: str, peer: Peer) -> dict[str, Any]:
-    """The version and answers of a peer, or why there are none."""
+    """The version and the answers of a peer, or the reason why there are none."""
     try:
         python = environment(name, peer)
         script = Path(__file__).with_name("peers.py")

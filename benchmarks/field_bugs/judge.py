@@ -1,4 +1,4 @@
-"""Whether an answer is right, refused, wrong, or differs by design, and what that relies on."""
+"""Judge whether an answer is right, refused, wrong, or differs by design, and give the evidence."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ SETTINGS = {
         "prompt-drawn-twice",
     ): 'Run with `prompt_key="group_id"`. The default is the text of the prompt.',
 }
-# Of two functions for advantages, the one that the other cases call.
+# If a peer has two functions for advantages: the one that the other cases call.
 FIRST = {
     "headrace": "`headrace.decide`",
     "torchrl": '`MCAdvantage` with `trajectory_return="max"`',
@@ -95,7 +95,7 @@ FIRST = {
     "trinity-rft": "`GRPOGroupedAdvantage`",
     "rlinf": '`adv_type="grpo"`',
 }
-# What a wrong answer relies on beside the threads of its case.
+# The evidence for a wrong answer, besides the threads of its case.
 WRONG = {
     **{
         (name, "nan-reward"): "The mean of the group includes the NaN."
@@ -198,7 +198,7 @@ def judge(peer: str, case: Case, answer: dict[str, Any]) -> tuple[Verdict, str]:
 
 
 def number(case: Case, answer: dict[str, Any]) -> str:
-    """Of an answer that is not right: all weights, or the first of the worst numbers."""
+    """The number for an answer that is not right: all weights, or the first of the worst numbers."""
     found = [None if value is None else float(value) for value in answer["found"]]
     if any(value is not None and value != value for value in found):
         return "NaN"

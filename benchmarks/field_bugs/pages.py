@@ -129,7 +129,7 @@ def cell(peer: str, case: Case, result: dict[str, Any]) -> str:
 
 
 def runs() -> list[str]:
-    """What the simulation of whole runs has stored of the systems that it also restarts."""
+    """The results of the simulation of whole runs, for the systems that it also restarts."""
     stored = json.loads(RUNS.read_text())
     lines = []
     for system, restart in stored["restarts"].items():
@@ -176,7 +176,7 @@ def shown(value: Any, digits: int = 4) -> str:
 
 
 def page(case: Case, results: dict[str, Any]) -> str:
-    """Make the page of a case: the bug, its rows, the correct result, those of the projects, and threads."""
+    """Make the page of a case: the bug, its rows, the correct result, all results, and threads."""
     threads = [
         f"- [{each.project} #{each.number}](https://github.com/{each.project}/issues/{each.number}), "
         f"{each.date}: {each.says}"

@@ -1,12 +1,12 @@
-"""Each peer's own code on the rows of a case: what it makes of them, or that it refuses them.
+"""Run each peer's own code on the rows of a case. The answer is its numbers, or its refusal.
 
     python peers.py NAME        in the environment of that peer; prints JSON
 
-A function takes a case and returns one number a row: its advantage, the weight of each of its tokens in the
-gradient of the step, or how often the tokens of a turn train. None: the row does not train. It calls the peer
-with its defaults, or with the setting that the peer documents for such rows. Where the trainer around a
-function hands rows over in the order of their groups, so does the call here. `NOT_SEEN` says why a peer has
-nothing to do with a case.
+A function takes a case and returns one number for each row: its advantage, the weight of each of its tokens
+in the gradient of the step, or how often the tokens of a turn train. None: the row does not train. It calls
+the peer with its defaults, or with the setting that the peer documents for such rows. If the peer's trainer
+passes rows in the order of their groups, so does the call here. `NOT_SEEN` says why a peer is not run on a
+case.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from unittest import mock
 from cases import CASES, Case
 
 VERSION, MAX_STALENESS = 8, 1
-# Why a case is none of a peer's advantage function, by case and peer; "" is all others.
+# Why a case does not concern a peer's function, by case and peer; "" stands for all others.
 NOT_SEEN = {
     "stale-group": {
         "": "its advantage function gets no policy version",
@@ -79,9 +79,9 @@ class Peer:
     """A project, how it is installed, and its functions.
 
     Attributes:
-        packages: the first is the peer; the others are what its import needs. Installed without what they
-            require, so that torch stays that of the running environment. None at all: it is there already.
-        calls: what is called, for the page.
+        packages: the first is the peer; the others are needed to import it. Installed without their
+            requirements, so that torch is that of the running environment. Empty: it is installed already.
+        calls: the name of what is called, for the page.
         advantages, weights, times: as above. `other`: its other path to advantages, and how that is called.
     """
 
@@ -104,14 +104,14 @@ def mask_of(case: Case) -> Any:
 
 
 def of_rows(values: Any, case: Case) -> list:
-    """The advantage of each row out of (N, T), None where it has no token in the loss."""
+    """The advantage of each row, from (N, T); None for a row without a token in the loss."""
     return [
         float(row[0]) if tokens else None for row, tokens in zip(values, case.rows["tokens"], strict=True)
     ]
 
 
 def by_position(case: Case, function: Callable[[Any, Any], Any]) -> list:
-    """The function on rewards (N,) and masks (N, 5) in the order of groups; its answer in that of rows."""
+    """Call a function on rewards (N,) and masks (N, 5) sorted by group. The answer is in row order."""
     import torch
 
     order = sorted(range(len(case.rows["group"])), key=lambda row: case.rows["group"][row])
@@ -128,7 +128,7 @@ def fans_out(case: Case) -> bool:
 def weights(case: Case, loss_of: Callable[[Any, Any, int], Any]) -> list:
     """Minus the gradient of the tokens' log-probabilities, summed over micro-batches, averaged over ranks.
 
-    The loss gets log-probabilities (n, T) of advantage 1, the mask, and how many micro-batches there are.
+    The loss gets log-probabilities (n, T) with the advantage 1, the mask, and the number of micro-batches.
     """
     import torch
 
@@ -149,7 +149,7 @@ def total(case: Case) -> float:
 
 
 def in_parts(values: Any) -> Callable[[int], Any]:
-    """Hand out the values of the next rows: `weights` goes through the rows in their order."""
+    """Return the values of the next rows at each call, because `weights` takes the rows in order."""
     at = 0
 
     def take(number: int) -> Any:
@@ -194,14 +194,14 @@ class StandIn(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """It has nothing."""
+        """Leave the module empty."""
 
 
 # -- headrace --------------------------------------------------------------------------------------------
 
 
 def headrace(case: Case) -> list:
-    """The default recipe; a case of versions names the criterion, since no version is guessed."""
+    """The default recipe. A case with versions adds the criterion, because no version is guessed."""
     found = decided(case)
     pairs = zip(found.advantage.tolist(), found.keep.tolist(), strict=True)
     return [value if keep else None for value, keep in pairs]
@@ -254,7 +254,7 @@ def headrace_threshold(case: Case) -> list:
     for half in pipeline.halves():
         batch = half.run(batch).batch
     found = batch["loss_weight"] * (batch["advantage"][:, 0, 0] != 0)
-    return found[batch["place"].argsort()].tolist()  # the split has a new order
+    return found[batch["place"].argsort()].tolist()  # the split has changed the order
 
 
 def headrace_times(case: Case) -> list:
@@ -305,7 +305,7 @@ def headrace_batch(case: Case) -> list:
 
 
 def trl_trainer(case: Case, **options: Any) -> Any:
-    """Its GRPOTrainer around a small model, whose completions and rewards are those of the case."""
+    """Its GRPOTrainer with a small model, and with the completions and rewards of the case."""
     import torch
     import trl
     from datasets import Dataset
@@ -314,7 +314,7 @@ def trl_trainer(case: Case, **options: Any) -> Any:
 
     class Given(trl.GRPOTrainer):
         def _generate_single_turn(self, prompt_ids, *_):
-            cut = case.name == "masked-row"  # no end: max_completion_length was reached
+            cut = case.name == "masked-row"  # no end token, because max_completion_length was reached
             return [[2, 2, 2 if cut and not n else 1] for n in case.rows["tokens"]], None
 
     tokens = Tokenizer(models.WordLevel({token: i for i, token in enumerate("_$ab2+")}))
@@ -332,7 +332,7 @@ def trl_trainer(case: Case, **options: Any) -> Any:
     )
     order = sorted(range(len(case.rows["group"])), key=lambda row: case.rows["group"][row])
     rewards = [case.rows["reward"][row] for row in order]
-    # What is not graded is None, which TRL documents (a reward function may return None).
+    # A missing reward is None: TRL documents that a reward function may return None.
     ungraded = [
         reward != reward or case.columns.get("rejected", [False] * len(order))[row]
         for row, reward in zip(order, rewards, strict=True)
@@ -359,7 +359,7 @@ def trl(case: Case) -> list:
 
 
 def trl_stale(case: Case) -> list:
-    """The queue of its asynchronous trainer, behind which groups are scored."""
+    """The queue of its asynchronous trainer. Groups are scored after it."""
     import queue
 
     from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
@@ -385,7 +385,7 @@ def trl_stale(case: Case) -> list:
 
 
 class Sample:
-    """A scored rollout, of which only the version and its row matter; the row stands in every other field."""
+    """A scored rollout. Only the version and the row matter; every other field holds the row."""
 
     def __init__(self, row: int, version: int):
         self.row, self.model_version, self.enqueued_at = row, version, None
@@ -426,13 +426,13 @@ def trl_weights(case: Case) -> list:
             },
         )
 
-    # What accelerate would say of so many processes.
+    # As accelerate would be with this many processes.
     with mock.patch.object(type(trainer.accelerator), "num_processes", ranks):
         return weights(case, loss_of)
 
 
 def trl_times(case: Case) -> list:
-    """What its asynchronous trainer makes of the turns of a rollout, with its default threshold."""
+    """The rows that its asynchronous trainer makes of the turns of a rollout, with its default threshold."""
     from trl.experimental.async_grpo import AsyncGRPOConfig
     from trl.experimental.async_grpo.async_rollout_worker import TurnRecord, _chain_to_sequences
 
@@ -445,7 +445,7 @@ def trl_times(case: Case) -> list:
 
 
 def torchrl(case: Case) -> list:
-    """By group id and one return for each trajectory, both of which its docstring documents."""
+    """With group ids and one return for each trajectory, as its docstring documents."""
     return mc_advantage(case, trajectory_return="max")
 
 
@@ -476,7 +476,7 @@ def mc_advantage(case: Case, **options: Any) -> list:
 
 
 def torchrl_weights(case: Case) -> list:
-    """GRPOLoss, over the number of micro-batches, as the loop of its own recipe divides."""
+    """GRPOLoss, divided by the number of micro-batches, as in the loop of its own recipe."""
     import torch
     from tensordict import TensorDict
     from tensordict.nn import TensorDictModuleBase
@@ -535,7 +535,7 @@ def verl_estimator(case: Case, name: str) -> list:
 
 
 def scores_of(case: Case) -> Any:
-    """(N, T) rewards by token, all of it on the first."""
+    """(N, T) rewards by token; the first token has the whole reward."""
     import torch
 
     scores = torch.zeros(len(case.rows["group"]), 5)
@@ -567,7 +567,7 @@ def verl_v1(case: Case) -> list:
 
 
 def verl_weights(case: Case) -> list:
-    """As its engines call it: with the tokens and the ranks of the whole step."""
+    """Called as its engines do, with the tokens and the ranks of the whole step."""
     from verl.trainer.ppo.core_algos import agg_loss
 
     ranks = len(set(case.rows["rank"]))
@@ -583,7 +583,7 @@ def verl_weights(case: Case) -> list:
 
 
 def verl_threshold(case: Case, counts: dict[str, Any]) -> list:
-    """The weight of KL-Cov's penalty: the loss without the penalty less the loss with it."""
+    """The weight of KL-Cov's penalty: the weights without the penalty minus those with it."""
     import torch
     from verl.trainer.ppo.core_algos import compute_policy_loss_kl_cov
     from verl.workers.config.actor import PolicyLossConfig
@@ -609,7 +609,7 @@ def verl_threshold(case: Case, counts: dict[str, Any]) -> list:
 
 
 def swift(case: Case) -> list:
-    """By position; of any number of rows a prompt, as its docstring says, by prompt and request id."""
+    """By position; with uneven numbers of rows, by prompt and request id, as its docstring says."""
     import torch
     from swift.rl_core.advantage import compute_advantages
 
@@ -657,7 +657,7 @@ def openrlhf(case: Case) -> list:
 
 
 def openrlhf_weights(case: Case) -> list:
-    """With the counts of the whole step, which its trainer sums over ranks, and DeepSpeed's 1 / cuts."""
+    """With the counts of the whole step, summed over ranks like in its trainer, and DeepSpeed's 1 / cuts."""
     import torch
 
     sys.meta_path.append(StandIn("flash_attn", "vllm"))
@@ -677,7 +677,7 @@ def openrlhf_weights(case: Case) -> list:
 
 
 def trinity(case: Case) -> list:
-    """Of several rows a rollout, the function of its multi-step GRPO."""
+    """For several rows per rollout, the function of its multi-step GRPO."""
     from trinity.algorithm.advantage_fn.grpo_advantage import GRPOGroupedAdvantage
 
     return trinity_steps(case) if fans_out(case) else trinity_by(case, GRPOGroupedAdvantage)
@@ -714,7 +714,7 @@ def trinity_by(case: Case, function: type) -> list:
 
 
 def trinity_weights(case: Case) -> list:
-    """Its loss is handed to verl's engine, which adds up the micro-batches and averages the ranks."""
+    """Its loss is run by verl's engine, which adds up the micro-batches and averages the ranks."""
     import torch
     from trinity.algorithm.policy_loss_fn.ppo_policy_loss import PPOPolicyLossFn
 
@@ -729,7 +729,7 @@ def trinity_weights(case: Case) -> list:
 
 
 def rlinf(case: Case) -> list:
-    """Of several rows a rollout, its dynamic GRPO by trajectory."""
+    """For several rows per rollout, its dynamic GRPO by trajectory."""
     return rlinf_dynamic(case) if fans_out(case) else rlinf_by(case, adv_type="grpo")
 
 
@@ -922,7 +922,7 @@ PEERS["rlinf"].other = ('`adv_type="grpo_dynamic", advantage_mode="trajectory"`'
 
 
 def answer(name: str, case: Case) -> dict[str, Any]:
-    """What comes out: numbers, a refusal in its own words, or why the peer has nothing to do with it."""
+    """The answer of a peer: numbers, a refusal in its own words, or why it was not run."""
     peer, reasons = PEERS[name], NOT_SEEN.get(case.name, {})
     if name in reasons or ("" in reasons and name not in ANSWER[case.name]):
         return {"not_seen": reasons.get(name, reasons.get(""))}
@@ -944,13 +944,13 @@ def answer(name: str, case: Case) -> dict[str, Any]:
 
 
 def answers(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """By case."""
+    """Yield the answers by case."""
     for case in CASES:
         yield case.name, answer(name, case)
 
 
 def written(answer: dict[str, Any]) -> dict[str, Any]:
-    """As JSON can hold it: numbers that are not finite are text, such as `nan`."""
+    """Convert an answer for JSON: numbers that are not finite become text, such as `nan`."""
     return answer | {
         name: [v if v is None or math.isfinite(v) else str(float(v)) for v in answer[name]]
         for name in ("found", "other")
@@ -963,7 +963,7 @@ if __name__ == "__main__":
     logging.disable(logging.ERROR)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     printed = sys.stdout
-    sys.stdout = sys.stderr  # peers greet
+    sys.stdout = sys.stderr  # peers print greetings
     found = {name: written(each) for name, each in answers(sys.argv[1])}
     package = {"verl v1": "verl"}.get(sys.argv[1], sys.argv[1])
     json.dump({"version": importlib.metadata.version(package), "cases": found}, printed, allow_nan=False)

@@ -4,7 +4,7 @@
 
 It takes about two minutes on two cores and writes docs/lost-rollouts.md. Other projects' code is read from
 `build/lost_rollouts`, where it is installed and cloned if it is not there, or from the folder of `--sources`.
-What is not run again stays in `benchmarks/results/lost_rollouts.json` as it was.
+Systems that are not run again keep their results in `benchmarks/results/lost_rollouts.json`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 from lost_rollouts.world import Group, World
 
 Dispatched = Sequence[tuple[Group, Sequence[int]]]
-"""Groups, each with the rollouts of it that begin."""
+"""Groups, each with its rollouts that begin."""
 
 
 class RunEnds(Exception):
@@ -21,32 +21,32 @@ class RunEnds(Exception):
 
 
 class System:
-    """Decides what is dispatched, trained and dropped. Others override methods of it.
+    """Decides what is dispatched, trained and dropped. Subclasses are other systems.
 
-    This one dispatches whenever a slot is free, trains in the order in which groups become whole, and drops
-    those that are too old.
+    This class dispatches whenever a slot is free, trains groups in the order in which they become whole, and
+    drops groups that are too old.
     """
 
     def __init__(self, world: World, bound: int | None = 2):
         self.world, self.bound = world, bound
-        """The world, and by how many steps a group may be older than the policy; None: by any number."""
+        """The world; and by how many steps a group may be older than the policy, None: by any number."""
         self.version = self.now = 0
-        """Of the policy; the tick."""
+        """The policy version; the tick."""
         self.cursor = 0
-        """Prompts that were read from the data."""
+        """Number of prompts that were read from the data."""
         self.again: list[int] = []
         """Prompts that are generated once more."""
         self.held: dict[int, Group] = {}
-        """Groups that it knows, by prompt."""
+        """Groups that the system knows, by prompt."""
         self.ready: list[Group] = []
-        """Whole ones, in the order in which they became whole."""
+        """Whole groups, in the order in which they became whole."""
         self.cancelled: list[Group] = []
-        """The engine stops these."""
+        """Groups whose rollouts the engine stops."""
 
     # -- what the clock calls -----------------------------------------------------------------------
 
     def dispatch(self, free: int) -> Dispatched:
-        """What begins now, if so many slots are free."""
+        """Return the rollouts that begin now, if this many slots are free."""
         groups = self.draw(min(self.room(), ceil(free / self.world.size)))
         return [(group, range(self.world.size)) for group in groups]
 
@@ -77,7 +77,7 @@ class System:
         return self.held.get(group.number) is group
 
     def reason(self, group: Group) -> str:
-        """Why a group left, if that does not follow from its failures and its age."""
+        """The reason why a group left, if it does not follow from failures and age."""
         return ""
 
     def check(self) -> None:
@@ -86,11 +86,11 @@ class System:
     # -- what it may be made of ---------------------------------------------------------------------
 
     def room(self) -> int:
-        """Groups that it would dispatch, however many slots are free."""
+        """Number of groups that it would dispatch, if slots are free."""
         return self.world.slots
 
     def draw(self, number: int) -> list[Group]:
-        """The next prompts, at most so many."""
+        """The next prompts, at most `number`."""
         groups = []
         for _ in range(number):
             if self.again:
@@ -114,10 +114,10 @@ class System:
         self.ready.append(group)
 
     def failed(self, group: Group) -> None:
-        """A rollout of it failed, and the others have ended."""
+        """Called if a rollout of a group failed and the others have ended."""
 
     def dropped(self, group: Group) -> None:
-        """It was too old."""
+        """Called if a group was too old."""
 
     def flying(self) -> list[Group]:
         """Groups that are not whole."""
@@ -126,7 +126,7 @@ class System:
     # -- a restart ----------------------------------------------------------------------------------
 
     def save(self) -> Any:
-        """What is in a checkpoint after a step."""
+        """The content of a checkpoint after a step."""
         return {"version": self.version, "cursor": self.cursor}
 
     def load(self, saved: Any) -> None:
@@ -136,9 +136,9 @@ class System:
 
 @dataclass
 class Account:
-    """What became of everything that was dispatched.
+    """The fates of all groups that were dispatched.
 
-    The clock counts `busy` and `started` by itself, and `check` compares them with the groups.
+    The clock counts `busy` and `started` independently, and `check` compares them with the groups.
     """
 
     world: World
@@ -146,7 +146,7 @@ class Account:
     groups: list[Group]
     steps: int
     busy: int
-    """Ticks of all slots in which they generated."""
+    """Ticks of generation, over all slots."""
     started: int
     """Rollouts that the engine began."""
     ended: str
@@ -155,7 +155,7 @@ class Account:
     """Ticks at which a group became ``whole``, and a step began (``take``) and ended (``step``)."""
 
     def check(self) -> None:
-        """Rollouts and tokens generated = trained + each reason; each group has one fate, and is whole.
+        """Check that each group has one fate, and that all rollouts and tokens are counted under fates.
 
         Raises:
             RuntimeError: something is missing, or counts twice.
@@ -179,7 +179,7 @@ class Account:
 
     def counts(self) -> dict[str, Any]:
         """Numbers that can be added over runs."""
-        until = 0.75 * self.world.ticks  # later ones could not be trained any more
+        until = 0.75 * self.world.ticks  # later groups could not be trained in time
         cohort = [group for group in self.groups if group.begun <= until and group.fate != "failed"]
         decile = {group.number: group.decile for group in cohort}
         trained = {group.number for group in cohort if group.fate == "trained"}
@@ -217,7 +217,7 @@ def simulate(
     Args:
         after_step: is called with all groups when a step is over and the policy updated.
         until: the tick at which the run is killed; None: that of the world.
-        poll: ticks after which a waiting trainer asks again, although nothing has happened; 0: it does not.
+        poll: ticks after which a waiting trainer asks again even if nothing has happened; 0: it does not.
 
     Raises:
         RuntimeError: as :meth:`Account.check`; a step trains a group that is not whole, or twice.
@@ -239,7 +239,7 @@ def simulate(
             groups[id(group)] = open_groups[id(group)] = group
 
     def settle() -> None:
-        """Say of the groups that the system no longer has why they left."""
+        """Set the fates of groups that the system no longer has."""
         for key, group in list(open_groups.items()):
             if not group.fate and group not in system.cancelled and not system.has(group):
                 failed = any(group.fails) and group.ended
@@ -249,7 +249,7 @@ def simulate(
                 del open_groups[key]
 
     def act() -> bool:
-        """Cancel, dispatch and train what can be at this tick; whether anything happened."""
+        """Cancel, dispatch and train what is possible at this tick. Return whether anything happened."""
         nonlocal free, training, queue
         happened = False
         for group in system.cancelled:
@@ -286,7 +286,7 @@ def simulate(
         settle()
         return happened
 
-    for group in system.held.values():  # of a checkpoint
+    for group in system.held.values():  # groups of a checkpoint
         know(group)
     try:
         while now < until:

@@ -19,7 +19,7 @@ ENDLESS = 100_000  # prompts
 
 
 class Headrace(System):
-    """A stream that draws, assembles and hands out. Options are those of `RolloutStream`."""
+    """A `RolloutStream`, with its options."""
 
     def __init__(self, world: World, bound: int | None = 2, journal: Path | None = None, **options: Any):
         super().__init__(world, bound)
@@ -39,7 +39,7 @@ class Headrace(System):
             number, size = int(draws["group_id"][0]), self.world.size
             rollouts = [rollout % size for rollout in draws["rollout_id"].tolist()]
             group = self.held[number] = self.world.group(number)
-            group.ended = size - len(rollouts)  # the rows of the others are in the journal
+            group.ended = size - len(rollouts)  # the journal has the rows of the others
             found.append((group, rollouts))
         return found
 
@@ -47,7 +47,7 @@ class Headrace(System):
         self.rows.append((group, at))
 
     def flush(self) -> None:
-        """Put what has ended."""
+        """Put the rows of rollouts that have ended."""
         rows, self.rows = self.rows, []
         if rows:
             self.assembler.put(rows_of(rows, self.world.size))
@@ -69,13 +69,13 @@ class Headrace(System):
         return self.stream.take()
 
     def restored(self, number: int) -> Group:
-        """A group that came out of the journal."""
+        """Make a group from the journal."""
         group = self.world.group(number)
         group.ended = self.world.size
         return group
 
     def forget(self) -> None:
-        """Drop from `held` what the assembler has dropped: it says how many groups, and not which."""
+        """Drop from `held` the groups that the assembler has dropped. It says how many, but not which."""
         timeout = self.assembler.timeout_seconds
         for group in [*self.held.values()]:
             old = self.version - group.born > (self.bound or 0) and self.drops
@@ -96,7 +96,7 @@ class Headrace(System):
         self.stream.version = self.version
 
     def check(self) -> None:
-        """Its own counts of the groups that it lost are those of the harness."""
+        """Check that the assembler's counts of lost groups equal those of the harness."""
         if (lost := self.assembler.lost_groups) != dict(self.gone):
             raise RuntimeError(f"the assembler lost {lost}, and the harness saw {dict(self.gone)}")
 
@@ -112,7 +112,7 @@ class Headrace(System):
 
 
 class Unannounced(Headrace):
-    """A collector that draws its prompts by itself, whenever a slot is free: nothing is announced."""
+    """A collector that draws prompts by itself, whenever a slot is free. Nothing is announced."""
 
     def dispatch(self, free: int) -> Dispatched:
         self.flush()

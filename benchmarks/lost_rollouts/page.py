@@ -111,7 +111,7 @@ def _speed(row: Row) -> float:
 
 
 def _shares(row: Row) -> tuple[float, float]:
-    """Of the slowest tenth, in what was dispatched and in what was trained, in %."""
+    """The share of the slowest tenth in the dispatched groups and in the trained groups, in %."""
     return 100 * row["sent_slow"] / row["sent"], 100 * row["trained_slow"] / max(1, row["trained"])
 
 

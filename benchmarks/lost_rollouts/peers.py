@@ -1,7 +1,7 @@
-"""The buffers and samplers of other projects in the simulated clock: their code, in loops that are ours.
+"""The buffers and samplers of other projects in the simulated clock: their code, in our loops.
 
-What a class takes from its project is written in its docstring. The loop around it follows the trainer of
-that project, at the same version.
+The docstring of a class says which code is the project's. The loop around it follows the trainer of that
+project, at the same version.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def nothing(*_: Any, **__: Any) -> None:
 
 @cache
 def verl_buffer() -> dict[str, Any]:
-    """Its module."""
+    """The names of verl's module."""
     logging.getLogger("peer").disabled = True
     skips = SimpleNamespace(annotate_tq=lambda **_: lambda function: function)
     stubs = {"transfer_queue": {"KVBatchMeta": SimpleNamespace}, "omegaconf": {"DictConfig": dict}}
@@ -60,7 +60,7 @@ class Verl(System):
         self.store: dict[str, dict[str, Any]] = {}
         names = dict(verl_buffer())
         self.owed = warmup * world.groups
-        """Prompts that the trainer has submitted, and that are not dispatched yet."""
+        """Prompts that the trainer has submitted and that are not dispatched yet."""
         self.target, self.asked = self.owed, False
 
         class Buffer(names["ReplayBufferAsync"]):  # type: ignore[misc]
@@ -68,7 +68,7 @@ class Verl(System):
                 raise Blocks
 
             def _sampleable_terminal_keys(self, *places: Any) -> list[str]:
-                """In the order of their prompts: the order of a set of texts differs between processes."""
+                """Sort keys by prompt, because the order of a set of texts differs between processes."""
                 return sorted(super()._sampleable_terminal_keys(*places), key=int)
 
         options = {"max_off_policy_threshold": threshold, "max_off_policy_strategy": strategy}
@@ -124,7 +124,7 @@ class Verl(System):
         return super().save() | {"store": copy.deepcopy(self.store)}
 
     def load(self, saved: Any) -> None:
-        """Its TransferQueue is saved whole. Prompts in flight are submitted again."""
+        """Restore the whole TransferQueue, which was saved. Prompts in flight are submitted again."""
         super().load(saved)
         self.store = saved["store"]
         prompts = [key for key, tag in self.store.items() if tag.get("is_prompt")]
@@ -162,7 +162,7 @@ def trl_dataset() -> Any:
 
 
 class TRL(System):
-    """TRL's `RolloutQueueDataset`. As in its worker, a rollout begins for each task that is free."""
+    """TRL's `RolloutQueueDataset`. As in its worker, each free task begins a rollout."""
 
     MOST = 1024  # queue_maxsize
 
@@ -229,7 +229,7 @@ class TRL(System):
         return [self.held.pop(number) for number in chosen]
 
     def save(self) -> Any:
-        """The first prompt that was never trained, as `_save_checkpoint` of its trainer finds it."""
+        """The first prompt that was not trained, as `_save_checkpoint` of its trainer finds it."""
         cursor = self.first_group
         while cursor in self.trained:
             cursor += 1
@@ -256,7 +256,7 @@ async def block(_: float) -> None:
 
 @cache
 def nemo() -> dict[str, Any]:
-    """Its samplers, and its buffer."""
+    """The names of NeMo RL's samplers and buffer."""
 
     def packed(batch: Any, *, weight_version: int, group_id: str) -> Any:
         ids = [f"{group_id}_{at}" for at in range(len(batch["input_lengths"]))]
@@ -300,11 +300,11 @@ class Nemo(System):
         self.sampler = nemo()[sampler](self.buffer, **{limit: bound}, **options)
         self.capacity = (bound + 1) * world.groups  # max_buffered_rollouts, max_inflight_prompts
         self.chosen: dict[int, None] = {}
-        """Of the step that is collected: min_groups_for_streaming_train is 1."""
+        """Groups of the step that is collected; min_groups_for_streaming_train is 1."""
         self.left, self.target = 0, None
-        """Prompts of the admitted batch that are not dispatched, and the step for which they are."""
+        """Prompts of the admitted batch that are not dispatched, and their step."""
         self.targets: list[Any] = []
-        """The same of prompts that are generated once more."""
+        """Steps of the prompts that are generated once more."""
 
     def dispatch(self, free: int) -> Dispatched:
         found: list[Group] = []
@@ -323,7 +323,7 @@ class Nemo(System):
         return [(group, range(self.world.size)) for group in found]
 
     def admit(self) -> bool:
-        """Whether a batch may begin. What the buffer has for its step already is not generated."""
+        """Whether a batch may begin. Groups that the buffer already has for its step are not generated."""
         try:
             self.target = result_of(self.sampler.admit(trainer_version_fn=lambda: self.version))
         except Blocks:
@@ -444,7 +444,7 @@ class AReaL(System):
         return chosen
 
     def save(self) -> Any:
-        """The position of its data, which is read ahead by `get_pending_limit()` prompts."""
+        """The position in the data, which is ahead by `get_pending_limit()` prompts."""
         cursor = self.cursor + self.manager.get_pending_limit()
         return super().save() | {"cursor": min(cursor, self.world.prompts or cursor)}
 
@@ -457,7 +457,7 @@ class AReaL(System):
 
 
 class Condition:
-    """Stands for asyncio's: to wait is to block."""
+    """Stands for asyncio's class. To wait is to block."""
 
     async def __aenter__(self) -> Condition:
         return self
@@ -489,7 +489,7 @@ def miles() -> dict[str, Any]:
 
 
 class Miles(System):
-    """miles' `DefaultDataBuffer`. Groups begin as `FullyAsyncRolloutFn` begins them."""
+    """miles' `DefaultDataBuffer`. Groups begin by the rule of `FullyAsyncRolloutFn`."""
 
     def __init__(self, world: World, bound: int | None = 2, handler: str = "drop"):
         super().__init__(world, bound)

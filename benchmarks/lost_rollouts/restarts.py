@@ -1,4 +1,4 @@
-"""A run that is killed, and goes on from its last checkpoint: prompts that are skipped, and trained twice."""
+"""Kill a run and continue it from its last checkpoint: which prompts are skipped, and which train twice."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def restart(name: str, seed: int) -> dict[str, int]:
 
 
 def fates_of(groups: Iterable[Group]) -> dict[int, str]:
-    """By prompt, of those that have left."""
+    """The fates of groups that have left, by prompt."""
     return {group.number: group.fate for group in groups if group.fate}

@@ -1,4 +1,4 @@
-"""Rules of other projects that were written anew, because their code does not load without its servers."""
+"""Rules of other projects, rewritten here because their code does not load without its servers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class PrimeRL(System):
 
 
 class Slime(System):
-    """As many groups in flight as there are slots, while fewer whole ones wait. Nothing is too old."""
+    """As many groups are in flight as there are slots, while fewer whole groups wait. No group is too old."""
 
     def __init__(self, world: World):
         super().__init__(world, None)
         self.collected: list[Group] = []
-        """By the trainer, while it waits."""
+        """Groups that the waiting trainer has for its step."""
 
     def room(self) -> int:
         slots = self.world.slots

@@ -18,7 +18,7 @@ from lost_rollouts.systems import SYSTEMS, WORLDS
 
 SEEDS = 3
 Job = tuple[str, str, str, int]
-"""The table; the world, or empty; the system; the seed."""
+"""The table, the world (or empty), the system, and the seed."""
 
 
 def jobs_of(projects: Sequence[str]) -> list[Job]:
@@ -34,7 +34,7 @@ def jobs_of(projects: Sequence[str]) -> list[Job]:
 
 
 def work(job: Job) -> dict[str, Any]:
-    """What one run gives."""
+    """Return the numbers of one run."""
     torch.set_num_threads(1)
     table, world, name, seed = job
     with warnings.catch_warnings():

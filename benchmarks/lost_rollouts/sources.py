@@ -1,4 +1,4 @@
-"""The text of other projects' modules, out of installed packages and git repositories, and how to run it."""
+"""Read and run modules of other projects, from installed packages and git repositories."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT = Path(__file__).parents[2] / "build" / "lost_rollouts"
 
 
 class Blocks(Exception):
-    """What is called would wait."""
+    """A coroutine would have to wait."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,17 @@ class Source:
 
     project: str
     name: str
-    """Of its folder, and of its package."""
+    """The name of its folder, and of its package."""
     version: str
     url: str = ""
-    """Of the git repository; empty: it is a package."""
+    """Address of the git repository; empty: it is a package."""
 
     @property
     def folder(self) -> Path:
         return Path(os.environ.get(VARIABLE, DEFAULT)) / self.name
 
     def fetch(self) -> None:
-        """Get it, if it is not there.
+        """Install or clone it, if it is not there.
 
         Raises:
             CalledProcessError: it cannot be installed or cloned.
@@ -60,7 +60,7 @@ class Source:
         subprocess.run([*command, self.folder], check=True, capture_output=True, text=True)
 
     def text(self, path: str) -> str:
-        """A module.
+        """Return the text of a module.
 
         Raises:
             FileNotFoundError: the package is not installed there, or of another version.
@@ -76,7 +76,7 @@ class Source:
 
 @contextmanager
 def modules(stubs: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
-    """Modules that can be imported meanwhile, each with these names."""
+    """Let modules be imported inside the block, each with these names."""
     made = {name: ModuleType(name) for name in stubs}
     for name, module in made.items():
         vars(module).update(stubs[name], __path__=[])
@@ -95,7 +95,7 @@ def modules(stubs: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
 def run_module(
     text: str, only: str | None = None, stubs: Mapping[str, Mapping[str, Any]] = {}, **names: Any
 ) -> dict[str, Any]:
-    """Run a module, or one definition of it, with stubs of what it imports; what it defines."""
+    """Run a module, or one definition of it, with stubs for its imports. Return the names that it defines."""
     if only is not None:
         nodes = [node for node in ast.parse(text).body if getattr(node, "name", None) == only]
         text = "from __future__ import annotations\n" + "\n".join(map(ast.unparse, nodes))
@@ -108,7 +108,7 @@ def run_module(
 
 
 def result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """What a coroutine returns.
+    """Return the result of a coroutine.
 
     Raises:
         Blocks: it would wait.

@@ -1,4 +1,4 @@
-"""A rollout that never ends: how far the run goes on, and when somebody says so."""
+"""A rollout that never ends: how many steps follow, and after how long there is a message."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 from headrace.transforms import StreamWarning
 
-HANGS = 100  # the prompt of which the first rollout does not end
+HANGS = 100  # number of the prompt whose first rollout does not end
 POLL = 10  # seconds after which a waiting trainer asks again
 
 
@@ -39,7 +39,7 @@ class Told(Headrace):
 
 
 def warns(system: Any, account: Account) -> list[tuple[int, bool]]:
-    """What headrace said."""
+    """The warnings of headrace."""
     return system.said
 
 
@@ -51,7 +51,7 @@ def watchdog(system: System, account: Account) -> list[tuple[int, bool]]:
 
 
 def no_progress(system: System, account: Account) -> list[tuple[int, bool]]:
-    """Of miles, rewritten: the trainer waits, and no group has become whole for 30 s."""
+    """miles, rewritten: warn if the trainer waits and no group has become whole for 30 s."""
     found, waits, since = [], True, 0
     for tick, what in [*account.log, (account.world.ticks, "end")]:
         if waits and tick - since > 30:
@@ -61,13 +61,13 @@ def no_progress(system: System, account: Account) -> list[tuple[int, bool]]:
 
 
 def silent(system: System, account: Account) -> list[tuple[int, bool]]:
-    """It says nothing of a wait."""
+    """No messages about a wait."""
     return []
 
 
 @dataclass(frozen=True)
 class Case:
-    """A system, and what it says of a wait."""
+    """A system, and its messages about a wait."""
 
     make: Callable[..., System]
     tells: Callable[[Any, Account], list[tuple[int, bool]]]
@@ -112,7 +112,7 @@ CASES = {
 
 
 def stall(name: str) -> dict[str, Any]:
-    """One rollout hangs.
+    """Simulate a run in which one rollout hangs.
 
     Returns:
         Seconds from its dispatch until the first message ``after``, without those that come in a healthy run,

@@ -1,4 +1,4 @@
-"""What is compared: each system with its settings, the lines that are its own, and the worlds."""
+"""The systems that are compared, with their settings and the code that is their own, and the worlds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Entry:
     settings: str
     make: Callable[..., System]
     restarts: bool = False
-    """Whether it is in the table of restarts."""
+    """Whether the system is in the table of restarts."""
 
     @property
     def name(self) -> str:
@@ -105,5 +105,5 @@ OWN_LINES = {
     "slime *": ("624b824a898a", "none", "`rollout/fully_async_rollout.py`"),
     "tinker-cookbook *": ("9dfcc3a2cf44", "none", "`do_async_training` of `rl/train.py`"),
 }
-"""By project: the version, if it is not one of `peers.SOURCES`; the code that is its own; what is ours."""
+"""By project: the version, if it is not in `peers.SOURCES`; the project's own code; our code."""
 OURS = [name for name, entry in SYSTEMS.items() if entry.project == "headrace"]

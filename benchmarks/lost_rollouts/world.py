@@ -1,4 +1,4 @@
-"""What happens, whatever the system: prompts and how long their rollouts take, an engine, and a trainer."""
+"""The part of a simulation that is the same for all systems: prompts with latencies, engine and trainer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ SEEN = 128
 LEAST, MEAN, MOST = 515, 14377, 242470
 """Tokens of the shortest, the mean and the longest of 128 trajectories of one training step."""
 TOKENS_PER_SECOND = 40.5
-"""The longest trajectory of that step, over the 5,985 s for which the trainer waited."""
+"""Tokens of the longest trajectory of that step, divided by the 5,985 s that the trainer waited."""
 BETWEEN = 0.75
-"""Of the variance of a logarithm: the part between prompts. The rest is between rollouts of a prompt."""
+"""Share of the variance of the logarithm between prompts. The rest is within prompts."""
 
 
 def lognormal(spread: float, noise: float) -> Callable[[float, Random], float]:
-    """20 ticks in the median, with these deviations of the logarithm between and within prompts."""
+    """A lognormal latency with the median of 20 ticks, and these deviations between and within prompts."""
     return lambda z, dice: 20 * exp(spread * z + noise * dice.gauss(0, 1))
 
 
@@ -29,7 +29,7 @@ def two_classes(quick: int, slow: int) -> Callable[[float, Random], float]:
 
 
 def published_tokens(z: float, dice: Random) -> float:
-    """Tokens, so that of 128 rollouts the shortest, the mean and the longest are the published ones.
+    """Tokens of a rollout. The shortest, mean and longest of 128 rollouts are the published ones.
 
     Lognormal, with one deviation below the median and another above it. Nothing is longer than the longest.
     """
@@ -38,13 +38,13 @@ def published_tokens(z: float, dice: Random) -> float:
 
 
 def _deviations(median: float) -> tuple[float, float]:
-    """Below and above the median: the expected shortest and longest of 128 are the published ones."""
+    """The deviations below and above the median that give the published shortest and longest of 128."""
     most = NORMAL.inv_cdf((SEEN - 0.375) / (SEEN + 0.25))  # Blom's approximation
     return log(median / LEAST) / most, log(MOST / median) / most
 
 
 def _fitted_median() -> float:
-    """The median for which the mean is the published one."""
+    """The median that gives the published mean."""
     low, high = float(LEAST), float(MEAN)
     at = [NORMAL.inv_cdf((n + 0.5) / 2000) for n in range(2000)]
     for _ in range(40):
@@ -61,12 +61,12 @@ BELOW, ABOVE = _deviations(MEDIAN)
 
 @dataclass(eq=False)
 class Group:
-    """A prompt that was drawn, and what became of it."""
+    """A prompt that was drawn, and its fate."""
 
     number: int
     """Of the prompt."""
     decile: int
-    """Of the prompt by its latency; 9 is the slowest."""
+    """The tenth of the prompt by its latency; 9 is the slowest."""
     ticks: list[int]
     """Of each rollout."""
     fails: list[bool]
@@ -90,7 +90,7 @@ class Group:
 
 @dataclass(frozen=True)
 class World:
-    """Ticks are all of the time there is. A rollout makes a token a tick."""
+    """The options of a simulation. Time is in ticks, and a rollout makes one token per tick."""
 
     latency: Callable[[float, Random], float] = field(default_factory=lambda: lognormal(0.9, 0.3))
     seed: int = 0
@@ -106,9 +106,9 @@ class World:
     failing: float = 0.0
     """Share of the rollouts that fail."""
     prompts: int | None = None
-    """None: they do not end."""
+    """None: rollouts do not fail."""
     hangs: int | None = None
-    """A prompt of which the first rollout never ends."""
+    """A prompt whose first rollout never ends."""
 
     def group(self, number: int, attempt: int = 0) -> Group:
         """A prompt with its latencies, which are the same under every system."""
@@ -120,7 +120,7 @@ class World:
         return Group(number, int(10 * quantile), ticks, fails)
 
     def most_steps(self) -> float:
-        """What no system exceeds: the trainer is always busy, or no slot is ever free."""
+        """An upper bound of the steps: the trainer is always busy, or no slot is ever free."""
         some = [self.group(number) for number in range(2000)]
         useful = fmean(not any(group.fails) for group in some)
         work = fmean(sum(group.ticks) for group in some) / useful
