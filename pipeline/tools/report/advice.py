@@ -1,4 +1,4 @@
-"""What the numbers of a step, and of those before it, advise to look at; and whether the reward rises."""
+"""Advice from the numbers of a step and of the steps before it, and whether the reward rises."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ History = Sequence[tuple[int, Numbers]]
 REWARD = "reward/all/mean"
 LENGTH = "response_length/mean"
 ABSENT = object()
-LENGTH_UNITS = {LENGTH: "tokens", "response_characters/mean": "characters"}  # a step has one of them
-LENGTHS = 2.0  # times as long as in the beginning is too long
+LENGTH_UNITS = {LENGTH: "tokens", "response_characters/mean": "characters"}  # a step has one of both
+LENGTHS = 2.0  # responses that are this many times as long as at first are too long
 LONGEST = "response_length/max"
-DIVISOR = 10  # times as long as the longest response is too long
-SMALL = 0.02  # of the range: less is no move
-ROUNDED = 1e-9  # of the greatest: means of the same rewards differ by their rounding
-AT_THE_TOP = 0.1  # of the range below the greatest: there is little left to rise
+DIVISOR = 10  # a divisor of this many times the longest response is too long
+SMALL = 0.02  # share of the range; a smaller change does not count
+ROUNDED = 1e-9  # share of the greatest value; means of equal rewards differ this much by rounding
+AT_THE_TOP = 0.1  # share of the range; this close to the greatest value, little is left to rise
 
 
 class Advisory(NamedTuple):
     """A rule that the numbers break."""
 
     name: str
-    """Of the symptom, as in docs/symptoms.md."""
+    """Name of the symptom, as in docs/symptoms.md."""
     text: str
     """A sentence, with the number."""
     number: str
-    """The name of the number by which it is judged."""
+    """Name of the number that is judged."""
     steps: tuple[int, ...]
-    """At which the number was beyond the bound, by itself."""
+    """The steps at which the number itself was beyond the bound."""
 
 
 class Advice(NamedTuple):
-    """What the numbers up to a step say."""
+    """The advice at a step, from all numbers up to it."""
 
     verdict: str
     advisories: list[Advisory]
-    """What is worth a look, most urgent first."""
+    """The rules that the numbers break, most urgent first."""
     unchecked: list[str]
     """Names of symptoms that cannot be checked, for lack of data."""
 
@@ -56,26 +56,26 @@ class Bound(NamedTuple):
     """A rule of one number: its mean over the last five steps is above the bound, or exactly 0."""
 
     name: str
-    """Of the symptom, whose ``bound`` in symptoms.yaml this is."""
+    """Name of the symptom. This is its ``bound`` in symptoms.yaml."""
     number: str
     says: str
     """The sentence, with ``{share}`` or ``{value}`` for the mean."""
     above: float = math.inf
     zero: bool = False
-    """Whether exactly 0 is worth a sentence, of a number that is never below."""
+    """Whether exactly 0 breaks the rule, for a number that is never negative."""
     also: str = ""
-    """A sentence behind it, where a group is solved by all of its rollouts, or by none."""
+    """A further sentence, if groups are solved by all of their rollouts, or by none."""
     cases: Mapping[str, str] = {}
-    """Other symptoms by numbers; one of them is named whose number is more than half of this one."""
+    """Other symptoms, by number. A symptom is named instead if its number is more than half of this one."""
     least_groups: int = 0
-    """Steps of fewer groups are not judged."""
+    """Steps with fewer groups are not judged."""
 
     def holds(self, numbers: Numbers) -> bool:
-        """Whether a step is judged by it."""
+        """Whether the rule applies to a step."""
         return self.number in numbers and numbers.get("groups/in", 0.0) >= self.least_groups
 
     def fires(self, value: float) -> bool:
-        """Whether a value is worth the sentence."""
+        """Whether a value breaks the rule."""
         return value > self.above or (self.zero and value == 0)
 
 
@@ -88,7 +88,7 @@ def bounds() -> list[Bound]:
 
 @cache
 def numbers_read() -> list[str]:
-    """The names of the numbers of steps before that rules read."""
+    """The names of the numbers that rules read of earlier steps."""
     counts = [f"{unit}/{which}" for unit in UNITS for which in ("in", "trained")]
     judged = [rule.number for rule in bounds()]
     rewards = (REWARD, "reward/all/min", "reward/all/max")
@@ -96,7 +96,7 @@ def numbers_read() -> list[str]:
 
 
 def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
-    """What is worth a look at a step, most urgent first.
+    """List what you should look at after a step, most urgent first.
 
     ========================= ===============================================================================
     ``nothing-trains``        no row was trained at this step, or at one before
@@ -124,8 +124,8 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
     ========================= ===============================================================================
 
     Args:
-        numbers: of the step.
-        history: (step, numbers) of the steps before it and of itself; empty: of no others.
+        numbers: the numbers of the step.
+        history: (step, numbers) of the earlier steps and of this one; empty: there are no others.
 
     Example:
         >>> for advisory in advise({"rows/in": 8.0, "rows/trained": 4.0, "rollouts/truncated": 0.5}):
@@ -149,9 +149,9 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
 
 
 def unchecked(history: History) -> list[str]:
-    """The names of the symptoms that cannot be told, because the history lacks the data that they need.
+    """The names of symptoms that cannot be checked, because the history lacks the data that they need.
 
-    :attr:`Symptom.needs` says which data that is.
+    :attr:`Symptom.needs` names this data.
 
     Args:
         history: as for :func:`advise`.
@@ -175,7 +175,7 @@ def unchecked(history: History) -> list[str]:
 
 
 def verdict(numbers: Numbers, history: History = ()) -> str:
-    """Whether the reward rises, in a sentence; and where it does not, the most urgent advisory.
+    """Say whether the reward rises, in a sentence; if it does not, with the most urgent advisory.
 
     Args:
         numbers: as for :func:`advise`.
@@ -189,7 +189,7 @@ def verdict(numbers: Numbers, history: History = ()) -> str:
 
 
 def advice_at(numbers: Numbers, history: History = ()) -> Advice:
-    """The :func:`verdict` and what :func:`advise` says, of the same arguments."""
+    """Return :func:`verdict` and :func:`advise` for the same arguments."""
     history = history or [(0, numbers)]
     advisories = advise(numbers, history)
     return Advice(_verdict(history, advisories), advisories, unchecked(history))
@@ -211,7 +211,7 @@ def _verdict(history: History, advisories: Sequence[Advisory]) -> str:
 
 
 def _points(history: History, name: str) -> list[tuple[int, float]]:
-    """(step, value) of the steps that have the number, where it is finite."""
+    """(step, value) of the steps that have the number, if it is finite."""
     known = ((step, numbers[name]) for step, numbers in history if name in numbers)
     return [(step, value) for step, value in known if math.isfinite(value)]
 
@@ -234,7 +234,7 @@ def _bound(rule: Bound, history: History) -> Advisory | None:
 
 
 def _least(numbers: Numbers) -> list[Advisory]:
-    """A stage that measures its option ``least_<name>`` beside ``<name>_…`` asks for it."""
+    """Check numbers ``<name>_…`` of stages that also record their option ``least_<name>``."""
     found = []
     for bound, least in numbers.items():
         stage, _, option = bound.partition("/least_")
@@ -246,7 +246,7 @@ def _least(numbers: Numbers) -> list[Advisory]:
 
 
 def _unused(numbers: Numbers) -> list[Advisory]:
-    """A penalty of length begins far above the longest response; or a fixed divisor of the loss is."""
+    """Find length penalties, and fixed divisors of the loss, that are far above the longest response."""
     found = []
     longest = numbers.get(LONGEST, math.inf)
     for name, free in numbers.items():
@@ -274,7 +274,7 @@ def _reward_trend(history: History) -> Trend | None:
 
 
 def _trends(history: History) -> list[Advisory]:
-    """What only several steps can say."""
+    """Check the rules that need several steps."""
     found = []
     trend = _reward_trend(history)
     if trend is not None and trend.kind in ("flat", "stalled", "fell"):
@@ -297,17 +297,17 @@ def _said(mean: StepMean, digits: str = ".3g") -> str:
 
 
 class Trend(NamedTuple):
-    """How a number went."""
+    """How a number changed over its steps."""
 
     kind: Literal["short", "rose", "flat", "fell", "stalled"]
     steps: int
     last: float
     predicate: str
-    """Of the sentence whose subject is the number."""
+    """The predicate of a sentence whose subject is the number."""
 
 
 def trend_of(points: Sequence[tuple[int, float]], *, low: float, high: float) -> Trend:
-    """How a number went over its steps.
+    """Say how a number changed over its steps.
 
     With the range high − low, the means of quarters of the steps (:func:`quarter_means`), the variances s² of
     their n values (divisor n − 1) and the standard error of a difference of means, and
@@ -319,13 +319,13 @@ def trend_of(points: Sequence[tuple[int, float]], *, low: float, high: float) ->
         stalled   mean(Q₄) − mean(Q₃) ≤ 0.02 · range, and high − mean(Q₄) > 0.1 · range
         rose      else
 
-    where the first that is so counts. What is near its top, high − mean(Q₄) ≤ 0.1 · range, is not flat; and
-    1e-9 of the greatest is no move, which rounding may make.
+    The first line that holds counts. A number near its top, high − mean(Q₄) ≤ 0.1 · range, is not flat. A
+    change of 1e-9 of the greatest value does not count, because rounding may cause it.
 
     Args:
         points: (step, value), at least one.
-        low: least that was seen, of any rollout say.
-        high: greatest.
+        low: the least value seen, for example of any rollout.
+        high: the greatest value seen.
 
     Example:
         >>> trend_of(list(enumerate([0.0] * 4 + [0.5] * 8)), low=0.0, high=1.0).predicate
@@ -364,7 +364,7 @@ def _squared_error(points: Sequence[tuple[int, float]]) -> float:
 
 
 class Setup(NamedTuple):
-    """How a run of the command was set up, by which it is known which remedies it can take."""
+    """How a run of the command was set up. It decides which remedies the run can use."""
 
     config: DictConfig
     """Composed."""
@@ -373,11 +373,11 @@ class Setup(NamedTuple):
 
 
 class Remedy(NamedTuple):
-    """Something to do."""
+    """Something to do about a symptom."""
 
     text: str
     overrides: str
-    """To type behind ``headrace``; empty: it is done elsewhere."""
+    """What to type after ``headrace``; empty: it is done elsewhere."""
 
     def under(self, setup: Setup | None) -> Remedy | None:
         """The remedy without overrides of options that the run does not have; None if it has their values.
@@ -411,10 +411,10 @@ class Remedy(NamedTuple):
 
 
 class Symptom(NamedTuple):
-    """Something that goes wrong, as it looks in a report."""
+    """Something that goes wrong, and how a report shows it."""
 
     name: str
-    """By which advisories and links call it."""
+    """The name that advisories and links use."""
     title: str
     shows: str
     """The number of the report that shows it, and the rule by which it becomes an advisory."""

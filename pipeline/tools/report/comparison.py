@@ -16,7 +16,7 @@ from .numbers import gradient_cosine, gradient_share, row_weight
 from .step import StepReport
 
 MOVERS = 8  # groups that differ most
-ROUNDED = 1e-5  # of two numbers: they differ by more than float32 rounding
+ROUNDED = 1e-5  # relative difference of two numbers above which they differ by more than float32 rounding
 
 
 class Mover(NamedTuple):
@@ -24,11 +24,11 @@ class Mover(NamedTuple):
 
     step: int
     group: int | str
-    """As the dump calls it."""
+    """The group's id in the dump."""
     first: float
     """Share of the step's gradient under the first recipe."""
     second: float
-    """The same under the second."""
+    """Share of the step's gradient under the second recipe."""
     prompt: str = ""
     """What the user asked last; empty: the dump has no texts."""
 
@@ -44,22 +44,22 @@ class Comparison:
         steps: number of batches.
         rows: of all batches.
         both: rows that both recipes train.
-        only: rows that the first alone trains, and the second alone.
-        changed: rows whose advantage × loss weight × tokens differs; without lengths, whose advantage in the
-            loss does.
-        by_token: whether a recipe has a number for each token, which is compared as a mean over the row.
+        only: rows that only the first recipe trains, and only the second.
+        changed: rows whose advantage × loss weight × tokens differs; without lengths, rows in the loss whose
+            advantage differs.
+        by_token: whether a recipe has a number for each token. Then the mean over the row is compared.
         differ: rows whose advantages differ.
-        flips: rows whose advantages differ in their sign.
+        flips: rows whose advantages have opposite signs.
         moments: (6,) n, Σx, Σy, Σx², Σy², Σxy of the two advantages.
         moved: sum over steps of the share of the gradient that goes to another group.
-        cosines: of steps at which both train something, that of what rows weigh (:func:`gradient_cosine`).
+        cosines: :func:`gradient_cosine` of each step at which both recipes train something.
         trains: steps at which the first recipe has a gradient, and the second.
         movers: the groups whose share differs most, of all steps.
         kept: rows that only the first recipe trains and that have a gradient, and only the second.
-        causes: rows whose advantages differ by one factor for all, by a factor of their ``group``, or
-            ``otherwise``; and rows that have other loss ``weights``, up to a factor of their step.
-        by_length: sum over rows of the correlation of their step between the second recipe's loss weight over
-            the first's and the tokens of the row, as logarithms.
+        causes: number of rows whose advantages differ by one factor for all, by a factor of their ``group``,
+            or ``otherwise``; and of rows whose loss ``weights`` differ by more than a factor of their step.
+        by_length: sum over rows of a correlation within their step, of the logarithms of two numbers: the
+            second recipe's loss weight over the first's, and the tokens of the row.
         shares: by table (``segments`` of the rollout, ``tokens`` of the row), by line, (3,): the
             two shares of the gradient and the number of rows, summed over steps (:meth:`mean_shares`).
     """
@@ -90,8 +90,9 @@ class Comparison:
         ``rows``; ``trained_by_both``, ``trained_only_by_first``, ``trained_only_by_second``; of the rows that
         have an advantage under both ``correlation`` (Pearson's), ``differ`` (by more than float32 rounding)
         and ``sign_flips``; ``gradient_moved``, the share of the gradient that goes to another group,
-        ½ Σ |s₁ − s₂|; and ``gradient_cosine``, the cosine of what rows weigh in the two gradients. The last
-        two are means over the steps of :attr:`averaged`, and NaN for a dump without tokens or their number.
+        ½ Σ |s₁ − s₂|; and ``gradient_cosine``, the cosine between the rows' weights in the two gradients. The
+        last two are means over the steps of :attr:`averaged`, and NaN for a dump without tokens or their
+        number.
         """
         n, x, y, xx, yy, xy = self.moments
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -110,7 +111,7 @@ class Comparison:
 
     @property
     def said(self) -> str:
-        """Whether both give the same gradient: that of advantage × loss weight × tokens, without clipping.
+        """Whether both recipes give the same gradient: advantage × loss weight × tokens, without clipping.
 
         Example:
             >>> Comparison(("grpo", "rloo"), steps=1, rows=8).said
@@ -135,7 +136,7 @@ class Comparison:
 
     @property
     def why(self) -> str:
-        """In which of three things the recipes differ: rows that train, advantages, weights of rows.
+        """Say in which of three things the recipes differ: rows that train, advantages, weights of rows.
 
         Example:
             >>> print(Comparison(("grpo", "rloo"), changed=8, causes=Counter(group=8)).why)
@@ -196,13 +197,13 @@ class Comparison:
     def averaged(self) -> dict[str, int]:
         """The number of steps over which each mean of :attr:`numbers` is taken.
 
-        ``gradient_moved``: all steps. One at which neither recipe has a gradient moves 0, one at which only
-        one of them has a gradient moves ½. ``gradient_cosine``: the steps at which both have a gradient.
+        ``gradient_moved``: all steps. A step at which neither recipe has a gradient moves 0; a step at which
+            only one has a gradient moves ½. ``gradient_cosine``: the steps at which both have a gradient.
         """
         return {"gradient_moved": self.steps, "gradient_cosine": len(self.cosines)}
 
     def mean_shares(self) -> dict[str, dict[str, list[float]]]:
-        """By table and line the two shares, each a mean over the steps at which its recipe has a gradient.
+        """By table and line, the two shares: means over the steps at which the recipe has a gradient.
 
         So the shares of a table add up to 1. The third number is that of the rows.
         """
@@ -216,11 +217,11 @@ class Comparison:
         """Add the reports of one batch under the two recipes.
 
         Returns:
-            What the step adds to the means of :attr:`numbers`: ``gradient_moved``, and where both recipes
-            train something ``gradient_cosine``. Nothing where lengths are not known.
+            What the step adds to the means of :attr:`numbers`: ``gradient_moved``, and if both recipes train
+            something, ``gradient_cosine``. Empty if lengths are not known.
 
         Raises:
-            BatchError: they are not of the same rows.
+            BatchError: the reports are not of the same rows.
         """
         for name in ("group_id", "rollout_id"):
             ids = [report.columns.get(name) for report in (first, second)]
@@ -230,7 +231,7 @@ class Comparison:
                     f"and the other {len(second)}, or their {name}s differ"
                 )
         pair, rows = (first, second), len(first)
-        trained = np.stack([report.columns["reason"] == 0 for report in pair])  # (2, N), as what follows
+        trained = np.stack([report.columns["reason"] == 0 for report in pair])  # (2, N), like those below
         advantage = np.stack([report.columns.get("advantage", np.full(rows, np.nan)) for report in pair])
         both = trained.all(0)
         self.steps, self.rows, self.both = self.steps + 1, self.rows + rows, self.both + int(both.sum())
@@ -243,7 +244,7 @@ class Comparison:
         sums = (len(a), a.sum(), b.sum(), (a * a).sum(), (b * b).sum(), (a * b).sum())
         self.moments = self.moments + np.array(sums, dtype=float)
         self.by_token |= any(report.by_token for report in pair)
-        if "no_lengths" in first.columns:  # what a row weighs is not known
+        if "no_lengths" in first.columns:  # the rows' weights are not known
             credit = np.where(trained & np.isfinite(advantage), advantage, 0)
             self.changed, self.moved = self.changed + int(_differ(*credit).sum()), float("nan")
             return {}
@@ -263,7 +264,7 @@ class Comparison:
         return of_step
 
     def _move(self, report: StepReport, share: np.ndarray) -> float:
-        """Add how far the shares (2, N) move from group to group, and which groups' most."""
+        """Add how much of the shares (2, N) moves between groups, and the groups whose share differs most."""
         ids = report.columns.get("group_id", np.zeros(len(report), int))
         groups, rows, index = np.unique(ids, return_index=True, return_inverse=True)
         names = report.ids("group", rows) if "group_id" in report.columns else groups.tolist()
@@ -281,13 +282,13 @@ class Comparison:
 
 
 def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """(N,) bool: of small numbers, too, and none of a sum of rounded ones."""
+    """(N,) bool: whether numbers differ by more than rounding, also that of sums."""
     size = np.maximum(np.abs(a), np.abs(b)) + min(np.abs(a).max(initial=0), np.abs(b).max(initial=0))
     return np.abs(a - b) > ROUNDED * size
 
 
 def _labels(report: StepReport) -> dict[str, np.ndarray]:
-    """(N,) by table, the line that each row belongs to."""
+    """By table, (N,) the line that each row belongs to."""
     labels = {}
     if "rollout_id" in report.columns:
         _, rollout, segments = np.unique(

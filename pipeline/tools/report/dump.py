@@ -23,7 +23,7 @@ from .valid_json import json_text
 SCHEMA_VERSION = 1
 ROW_GROUP = 256  # rows; a reader that looks for texts has one row group in memory at a time
 FLOATS = ("reward", "rollout_reward", "advantage", "loss_weight", "advantage_by_row", "logged_advantage")
-# A replay needs the reward that the row was collected with; the report's `reward` is that of its rollout.
+# A replay needs the row's collected reward; the report's `reward` is the reward of its rollout.
 REPORT_COLUMNS = {"reward": "collected_reward", "rollout_reward": "reward"}
 
 
@@ -88,7 +88,7 @@ def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
     codes = pa.array(report.columns["reason"], pa.int32())
     for name, words in (("reason", report.names), ("action", report.actions)):
         columns[name] = pa.DictionaryArray.from_arrays(codes, pa.array(words, pa.string())).cast(pa.string())
-    for name, texts in report.texts.items():  # half a surrogate pair, where a tokenizer cut one, becomes `?`
+    for name, texts in report.texts.items():  # half a surrogate pair, cut by a tokenizer, becomes `?`
         encodable = [text.encode("utf-8", "replace").decode() for text in texts]
         columns[name] = pa.array(encodable, pa.string())
     funnel = [shown_as(PageLevel, level) for level in report.funnel]
@@ -113,9 +113,9 @@ def write_dump(
     """Write the file of a step to a folder, whole or not at all. ``open_dump`` reads it back.
 
     Args:
-        report: of the step, whose number names the file; a file of that step is replaced.
-        folder: made where it does not exist.
-        format: ``parquet``, or ``jsonl`` to look at and for other tools.
+        report: of the step. Its number is in the file's name, and an existing file of the step is replaced.
+        folder: is made if it does not exist.
+        format: ``parquet``; or ``jsonl``, for people and other tools.
         config: the resolved configuration, as YAML.
 
     Returns:
@@ -147,8 +147,8 @@ def write_dump(
 
 
 def _lines(table: pa.Table) -> Iterator[str]:
-    """A line of JSON for each row, with the values that are known."""
-    shown = ("reward", "rollout_reward")  # also where there is none, which is another thing than damage
+    """Yield a line of JSON for each row, with the values that are known."""
+    shown = ("reward", "rollout_reward")  # written even as null, so that a missing key means damage
     for batch in table.to_batches(max_chunksize=10_000):
         for row in batch.to_pylist():
             known = {name: value for name, value in row.items() if value is not None or name in shown}

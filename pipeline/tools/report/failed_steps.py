@@ -1,4 +1,4 @@
-"""The steps of a run that failed and have no rows: a file beside the rows says which, and why."""
+"""The steps of a run that failed and have no rows. A file beside the rows lists them with the reasons."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class FailedStep(NamedTuple):
     """A step that failed, and the reason."""
 
     step: int | None
-    """None where its file does not say which."""
+    """None if the file does not have the number."""
     why: str
 
     @property
     def called(self) -> str:
-        """The step as a sentence calls it."""
+        """Name the step for a sentence."""
         return "a step without a number" if self.step is None else f"step {self.step}"
 
 
 def read_failed(folder: Path) -> list[FailedStep]:
-    """The failed steps of a run, from its folder of rows; empty where there is no such file.
+    """Read the failed steps of a run, from its folder of rows; empty if there is no such file.
 
     Raises:
-        ValueError: the file is no plain file, too large, or not as :class:`ReportFolder` writes it.
+        ValueError: the file is not a plain file, is too large, or is not as :class:`ReportFolder` writes it.
     """
     try:
         found = (folder / FAILED).lstat()

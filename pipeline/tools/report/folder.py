@@ -37,9 +37,9 @@ from .valid_json import json_text
 Item = TypeVar("Item")
 UNNAMED = "a run"
 MOST_FAILED = 20  # failed steps that are named, each with its reason
-POINTS = 500  # most steps of the curves, so that a page of a long run is as quick to write and to read
+POINTS = 500  # most steps of the curves, so that the page of a long run is quick to write and to read
 STEP_FILE = re.compile(r"step_\d+\.(parquet|jsonl)")
-SHARE = 0.02  # of the time, at most, goes into writing the page while the run goes on
+SHARE = 0.02  # largest share of the time that is spent on writing the page while the run goes on
 
 
 @takes_options
@@ -59,10 +59,10 @@ class ReportFolder:
         dump: ``parquet`` or ``jsonl``: the rows of each step are written to a file ``rollouts/step_NNNNNNNN``
             (:func:`write_dump`). None: only the page has rows.
         existing: what to do if the folder has rows already. ``raise`` refuses. ``resume`` continues that run,
-            after a restart from a checkpoint: what the folder has of the first new step and later ones is
-            removed, since those steps are trained again, and the earlier ones stay. Curves, verdict and
-            advice are of the whole run, and the curves have a mark at each restart. Earlier steps stay on the
-            page, if they were on it. Set it from the first start on, if `dump` is None.
+            after a restart from a checkpoint: the files of the first new step and later steps are removed,
+            because those steps are trained again. Earlier steps stay. Curves, verdict and advice are of the
+            whole run, and the curves have a mark at each restart. Earlier steps stay on the page, if they
+            were on it. Set it from the first start on, if `dump` is None.
         page: whether to write the page.
         every: seconds, ≥ 0, between two writings of the page; more, if writing would take over 2 % of the
             time. None: the page is only written at the end.
@@ -128,14 +128,14 @@ class ReportFolder:
         self.existing = existing
         self._began, self._due, self._closed = now(), 0.0, False
         self._written: set[int] = set()  # steps whose rows are in a file
-        self._begun = False  # whether what an earlier process left in the folder was looked at
+        self._begun = False  # whether the files of an earlier process were read
         self._starts: list[tuple[int, str]] = []  # as in RunHistory
         self._latest: Mapping[str, float] = {}  # numbers of the last step
-        # By place among all that were taken.
+        # By index among all reports.
         self._kept: Thinned[tuple[int, StepReport | Step | None]] = Thinned(at_least("steps", steps, 2))
         self._curves: Thinned[tuple[int, Mapping[str, float]]] = Thinned(POINTS)
-        self._read: list[tuple[int, Mapping[str, float]]] = []  # what rules read of all steps
-        self._advice: dict[int, Advice] = {}  # of those that the page shows, by place
+        self._read: list[tuple[int, Mapping[str, float]]] = []  # the numbers of all steps that rules read
+        self._advice: dict[int, Advice] = {}  # of the steps that the page shows, by index
 
     @classmethod
     def configured(cls, config: DictConfig, folder: Path, *, title: str) -> ReportFolder:
@@ -184,12 +184,12 @@ class ReportFolder:
 
     @property
     def verdict(self) -> str:
-        """Whether the reward rises, as far as the last step."""
+        """Whether the reward rises, up to the last step."""
         return self._advice_at_last().verdict
 
     @property
     def advisories(self) -> list[Advisory]:
-        """What is worth a look at the last step (:func:`advise`)."""
+        """The advice at the last step (:func:`advise`)."""
         return self._advice_at_last().advisories
 
     @property
@@ -198,10 +198,10 @@ class ReportFolder:
         return self._advice_at_last().unchecked
 
     def add(self, report: StepReport) -> None:
-        """Take the report of the next step; write its rows, and the page where that is due.
+        """Take the report of the next step; write its rows, and the page if it is due.
 
         Raises:
-            TypeError: it is no report.
+            TypeError: it is not a report.
             ValueError: the rows of a step of this number were written before.
         """
         if not isinstance(report, StepReport):
@@ -221,7 +221,7 @@ class ReportFolder:
             self._due = ended + max(self.every, (ended - began) / SHARE)
 
     def fail(self, step: int | None, why: str, refused: StepReport | None = None) -> None:
-        """Note a step that is in no number, and the reason: for ``headrace view``, with the rows' files.
+        """Note a failed step, which no number includes, and the reason. ``headrace view`` shows both.
 
         Args:
             step: its number; None if it is not known.
@@ -237,7 +237,7 @@ class ReportFolder:
             self._write_failed()
 
     def close(self) -> Path | None:
-        """Write the page of a run that has ended, and return its path; None where no page is written."""
+        """Write the page of a run that has ended, and return its path; None if no page is written."""
         if self.page and not self._closed:
             self._write(live=None)
             self._closed = True
@@ -264,7 +264,7 @@ class ReportFolder:
         self._read.append((step, {key: numbers[key] for key in numbers_read() if key in numbers}))
 
     def _begin(self, step: int | None) -> None:
-        """At the first step, go on with what there is of the steps before, and remove what is later."""
+        """At the first step, continue from the files of earlier steps, and remove the files of later ones."""
         if self._begun or step is None:
             return
         self._begun = True
@@ -343,12 +343,12 @@ class ReportFolder:
         return self._advice_at(self._latest, self._read)
 
     def _advice_at(self, numbers: Mapping[str, float], history: History) -> Advice:
-        """The advice at a step; none on a page of two recipes, whose question is how they differ."""
+        """The advice at a step; none on a page of two recipes, which shows how they differ."""
         return advice_at(numbers, history) if self.versus is None else Advice("", [], [])
 
 
 def said_of_failed(failed: Sequence[FailedStep], passed: int) -> list[str]:
-    """A sentence about the steps that failed, and one for the reason of each.
+    """Return a sentence about the failed steps, and one with the reason of each.
 
     Example:
         >>> said_of_failed([FailedStep(3, "it has no rows")], 5)
@@ -361,18 +361,18 @@ def said_of_failed(failed: Sequence[FailedStep], passed: int) -> list[str]:
 
 
 def row_files(folder: Path) -> list[Path]:
-    """The files of rows that a run has written to its folder, by step."""
+    """List the files of rows that a run has written to its folder, by step."""
     files = (folder / "rollouts").glob("step_*")
     return sorted(file for file in files if STEP_FILE.fullmatch(file.name))
 
 
 def step_of(file: Path) -> int:
-    """The step that a file of rows is of."""
+    """Return the step of a file of rows."""
     return int(file.stem.removeprefix("step_"))
 
 
 def row_files_of_failed(folder: Path) -> list[Path]:
-    """The files of rows of steps that failed, which a stage refused."""
+    """List the files of rows of failed steps, which a stage refused."""
     with suppress(ValueError):  # the list of failed steps is damaged
         failed = {each.step for each in read_failed(folder / "rollouts")}
         return [file for file in row_files(folder) if step_of(file) in failed]
@@ -384,7 +384,7 @@ def refuse_rows(folder: Path, *ways: str) -> None:
 
     Args:
         folder: of the run.
-        ways: what to take instead, and what else to do.
+        ways: what to use instead, and what else to do.
 
     Raises:
         FileExistsError: it has rows.
@@ -398,10 +398,11 @@ def refuse_rows(folder: Path, *ways: str) -> None:
 
 
 class Thinned(Generic[Item]):
-    """Keep at most `most` of the things that come, and the last one.
+    """Keep at most `most` of the items that are added, evenly spread, and the last one.
 
     Args:
-        most: ≥ 2; where there would be more, every other one goes, and from then on half as many stay.
+        most: ≥ 2. If there would be more, every other item is dropped, and from then on only every other item
+            is kept.
 
     Example:
         >>> some = Thinned(4)
@@ -417,7 +418,7 @@ class Thinned(Generic[Item]):
         self._every, self._seen = 1, 0
 
     def add(self, item: Item) -> None:
-        """Take the next one."""
+        """Add the next item."""
         self._last = item
         if self._seen % self._every == 0:
             self._kept.append(item)
@@ -426,7 +427,7 @@ class Thinned(Generic[Item]):
         self._seen += 1
 
     def all(self) -> list[Item]:
-        """Those that are kept, in order."""
+        """The items that are kept, in order."""
         last_is_kept = (len(self._kept) - 1) * self._every == self._seen - 1
         return [*self._kept] if last_is_kept else [*self._kept, self._last]
 

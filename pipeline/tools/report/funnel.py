@@ -1,4 +1,4 @@
-"""How many rows, rollouts, groups and tokens are in the loss after each stage, and how many left it why."""
+"""The number of rows, rollouts, groups and tokens in the loss after each stage, and of those that left."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class Left(NamedTuple):
     groups: int | None
     tokens: int | None
     rollouts_in_part: int | None = None
-    """Others that lost a row for this reason: they stay, or are counted under another."""
+    """Further rollouts that lost a row for this reason. They stay, or count under another reason."""
     groups_in_part: int | None = None
-    """The same of groups."""
+    """The same for groups."""
 
     @property
     def in_part(self) -> str:
-        """``parts of 3 rollouts and 2 groups``, or nothing where only whole ones left."""
+        """``parts of 3 rollouts and 2 groups``; empty if only whole ones left."""
         named = {"rollout": self.rollouts_in_part, "group": self.groups_in_part}
         words = [f"{count:,} {name}{'s'[: count != 1]}" for name, count in named.items() if count]
         return f"parts of {' and '.join(words)}" if words else ""
 
 
 class Level(NamedTuple):
-    """What is in the loss after a stage; None where the batch has no such ids or tokens."""
+    """The counts in the loss after a stage; None if the batch has no such ids or tokens."""
 
     name: str
     rows: int
@@ -52,15 +52,15 @@ class Level(NamedTuple):
 def funnel(
     columns: Columns, stages: Sequence[str], names: Sequence[str], actions: Sequence[str]
 ) -> list[Level]:
-    """One level for what was collected, and one for each stage.
+    """Return a level for the collected rows, and one for each stage.
 
     At every level and in every unit, what is in the loss and what left add up::
 
         level[k].rows + Σ left.rows = level[k − 1].rows
 
     Args:
-        columns: (N,) `reason`, and `rollout_id`, `group_id` and `tokens` where there are any.
-        stages: names, in order; rows that leave at none of them leave at the end.
+        columns: (N,) `reason`, and if they exist `rollout_id`, `group_id` and `tokens`.
+        stages: names, in order. Rows that leave at another place leave at the end.
         names: ``stage/reason`` by code; code 0 is trained.
         actions: by code, what happens to the rows.
 
@@ -96,7 +96,8 @@ def funnel(
             for unit, ids in units.items():
                 if ids is not None:
                     gone, first = np.unique(ids[left], return_index=True)
-                    # One whose rows left for two reasons is counted under the reason of its first row.
+                    # If rows of a unit left for two reasons, the unit counts under the reason of its first
+                    # row.
                     whole = int((~np.isin(gone, ids[inside]) & with_code[left][first]).sum())
                     numbers |= {unit: whole, f"{unit}_in_part": numbers[unit] - whole}
             out.append(Left(names[code].rpartition("/")[2], actions[code], **numbers))
@@ -105,7 +106,7 @@ def funnel(
 
 
 def funnel_table(head: str, levels: Sequence[Level], *, title: str = "") -> FittedTable:
-    """What was collected, what left each stage for which reason, and what is trained."""
+    """Make a table: rows collected, rows that left each stage by reason, and rows trained."""
     units = [unit for unit in UNITS if getattr(levels[0], unit) is not None]
     columns = [FittedColumn(head, gives="wrap"), *(FittedColumn(unit, right=True) for unit in units)]
     table = FittedTable(columns, title)
@@ -125,7 +126,7 @@ def funnel_table(head: str, levels: Sequence[Level], *, title: str = "") -> Fitt
 
 
 def left_numbers(levels: Sequence[Level], names: Sequence[str]) -> dict[str, float]:
-    """Rollouts and groups that left, by reason: ``rollouts/out/<stage>/<reason>``, as ``out/…`` has rows.
+    """Count rollouts and groups that left, by reason: ``rollouts/out/<stage>/<reason>`` and so on.
 
     Example:
         >>> gone = Left("failed", "dropped", rows=2, rollouts=1, groups=0, tokens=None)

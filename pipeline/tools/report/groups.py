@@ -50,7 +50,7 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
         return torch.where(best < 0, torch.nan, values[last - best % max(len(rows), 1)])
 
     reward = known("reward")
-    if "reward" in of:  # rows with different rewards, such as a draft: not the rollout's
+    if "reward" in of:  # if rows have different rewards, such as a draft's, none is the rollout's
         reward = torch.where(differs(ids.labels, of["reward"], rows >= 0) & ~trained, torch.nan, reward)
     found = {
         "group": of["group_id"][ids.first] if "group_id" in of else torch.full_like(ids.first, -1),
@@ -94,7 +94,7 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
     ids = Ids(first_row(torch.from_numpy(columns["group_id"])))  # numbered in the order of their first rows
 
     def at_heads(values: np.ndarray) -> Tensor:
-        """(N,) the values of R rollouts, each at its first row; 0 elsewhere."""
+        """(N,) the value of each of R rollouts at its first row; 0 elsewhere."""
         rows = np.zeros(len(ids.labels), values.dtype)
         rows[each["row"]] = values
         return torch.from_numpy(rows)

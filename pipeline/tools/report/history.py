@@ -1,4 +1,4 @@
-"""The numbers of all steps of a run in a file, so that its page is of the whole run after a restart.
+"""The numbers of all steps of a run in a file, so that after a restart the page shows the whole run.
 
 Each line is a JSON object: a start of the run, with the first step after it, the time and the name of the
 recipe, or a step and its numbers.
@@ -18,11 +18,11 @@ from .over_steps import Numbers
 from .valid_json import json_text
 
 HISTORY = "history.ndjson"
-MOST_LETTERS = 10_000  # of the first line
+MOST_LETTERS = 10_000  # of the first line, which is read without the others
 
 
 class RunHistory(NamedTuple):
-    """What is known of a run."""
+    """The starts and the numbers of a run."""
 
     starts: list[tuple[int, str]]
     """The first step after each start of the run, and the time. The first start is its beginning."""
@@ -31,17 +31,17 @@ class RunHistory(NamedTuple):
 
 
 def begin_history(path: Path, step: int, now: str, *, resumes: bool, recipe: str = "") -> RunHistory:
-    """Begin a file, or go on with one: what it has of `step` and later is replaced.
+    """Begin a file, or continue one: its entries for `step` and later steps are removed.
 
     Args:
         path: of the file. Its folder is made.
-        step: the first of this process.
+        step: the first step of this process.
         now: the time.
-        resumes: go on, if there is a file.
+        resumes: continue an existing file.
         recipe: its name, or the title of the run.
 
     Returns:
-        What came before, with this start.
+        The earlier starts and steps, with this start.
 
     Raises:
         ValueError: the file is not as this module writes it.

@@ -1,4 +1,4 @@
-"""The page: one HTML file with data, style and script in it, which fetches nothing and needs no server."""
+"""The page: one HTML file that contains its data, style and script, fetches nothing, and needs no server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXACT_IN_JAVASCRIPT = 2**53
 def render_page(data: Mapping[str, Any]) -> str:
     """The page as text.
 
-    Floats keep nine significant digits, which is all of a float32. A number that is not finite is shown
+    Floats keep nine significant digits, enough for each float32. A number that is not finite is shown
     as missing. Ids beyond 2^53 keep all their digits.
 
     Args:
@@ -45,7 +45,7 @@ def render_page(data: Mapping[str, Any]) -> str:
     _check(data)
     style, script = read("page.css"), bundle(read_modules())
     contents = {"policy": policy(style, script), "style": style, "script": script, "data": embed(data)}
-    # In one pass: a {{name}} within the data is not replaced.
+    # In one pass, so that a {{name}} within the data is not replaced.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: contents[match[1]], read("page.html"))
 
 
@@ -102,7 +102,7 @@ def _check(data: Mapping[str, Any]) -> None:
 
 
 def plain_page(title: str, style: str, body: str, rules: str) -> str:
-    """One HTML file; its content security policy has the `rules` for what `body` may load and run."""
+    """Make an HTML file. The `rules` of its content security policy say what `body` may load and run."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{rules}">'
@@ -112,7 +112,7 @@ def plain_page(title: str, style: str, body: str, rules: str) -> str:
 
 
 def as_html(text: str) -> str:
-    """A text as HTML shows it, without characters that a terminal would act on."""
+    """Escape a text for HTML, without characters that a terminal would act on."""
     return escape(printable(text))
 
 
@@ -123,7 +123,7 @@ def embed(data: Mapping[str, Any]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can hold it and JavaScript can read it without loss."""
+    """Convert a value so that JSON can hold it and JavaScript reads it without loss."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -164,10 +164,10 @@ EXPORT = re.compile(r"^export ((?:async )?(?:function|const|class) (\w+))", re.M
 
 
 def bundle(modules: Mapping[str, str]) -> str:
-    """One script that does what its modules do, each in a function of its own, after those that it imports.
+    """Join modules into one script. Each module is a function, after the modules that it imports.
 
     Modules import by ``import { a, b } from "./file.js";`` and export by ``export`` before a function, class
-    or const, each on lines of its own; the tests hold them to that.
+    or const, each on lines of its own. Tests check this.
 
     Raises:
         CycleError: modules import one another in a circle.

@@ -8,20 +8,20 @@ from typing import Any
 from .page_contents import or_none, shortened
 from .step import StepReport, rows_to_read
 
-ROLLOUTS = 200  # of the table: trackers keep one of every step
+ROLLOUTS = 200  # most rollouts of a table, because trackers keep a table of every step
 COLUMNS = ["group", "rollout", "prompt", "response", "reward", "advantage", "length", "status", "reason"]
 
 
 def log_report(logger: Any, report: StepReport, *, prefix: str = "", table: bool = False) -> None:
-    """Log all numbers of a report, and where the tracker has tables, its groups and rollouts.
+    """Log all numbers of a report, and its groups and rollouts if the tracker has tables.
 
     Args:
         logger: TorchRL's ``CSVLogger``, ``TensorboardLogger``, ``WandbLogger``, ``MLFlowLogger``,
             ``TrackioLogger``, or anything with ``log_scalar(name, value, step=...)``.
         report: of the step, whose number is logged with them.
-        prefix: before each name, ``"pipeline/"`` say.
-        table: log tables too, ``groups`` and ``rollouts`` (:func:`rollout_rows`), where the tracker has
-            any (wandb, trackio, mlflow); others get the numbers alone.
+        prefix: text before each name, such as ``"pipeline/"``.
+        table: also log the tables ``groups`` and ``rollouts`` (:func:`rollout_rows`), if the tracker has
+            tables (wandb, trackio, mlflow); others get only the numbers.
 
     Example:
         >>> from tensordict import TensorDict
@@ -62,8 +62,8 @@ def rollout_rows(report: StepReport) -> tuple[list[str], list[list[Any]]]:
 
     ``group``, ``rollout``, ``prompt`` (its last user turn), ``response`` (its segments one after the other),
     ``reward``, ``advantage``, ``length`` (tokens in the loss mask), ``status`` and ``reason``: ``trained``,
-    or ``stage/reason``. They are 200 rollouts at most, chosen as for the page (:func:`rows_to_read`) and
-    together by group, and texts of at most 4,000 characters.
+    or ``stage/reason``. At most 200 rollouts are listed, chosen as for the page (:func:`rows_to_read`) and
+    sorted by group. Texts have at most 4,000 characters.
     """
     each, statuses, responses = report.rollouts, report.statuses, report.texts.get("response")
     columns = report.columns
@@ -96,7 +96,7 @@ def _log_table(logger: Any, name: str, step: int, names: list[str], rows: list[l
         import wandb
 
         table = wandb.Table(columns=list[str | int](names), data=rows)
-        logger.experiment.log({name: table})  # without a step: wandb has advanced its own past this one
+        logger.experiment.log({name: table})  # without a step, because wandb's own step is past this one
     elif "TrackioLogger" in kinds:
         import trackio
         from pandas import DataFrame

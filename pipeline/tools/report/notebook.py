@@ -15,7 +15,7 @@ from headrace.pipeline.wording import printable
 from .funnel import funnel, funnel_table
 from .tables import FittedColumn, FittedTable
 
-LINES = 12  # rows that a table of columns shows; the caption counts the rest
+LINES = 12  # rows that a table of columns shows; the caption counts the others
 
 
 def pipeline_html(pipeline: Any) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from .funnel import Columns
 from .groups import newest_version
 
-AGREE = 1e-4  # advantages no further apart are the same: they are logged in float32, or rounded
+AGREE = 1e-4  # advantages that differ by less are equal, because they are logged in float32 or rounded
 
 
 def numbers_of(
@@ -21,7 +21,7 @@ def numbers_of(
     *,
     compared: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, float]:
-    """Statistics of a step; a statistic over no values is left out.
+    """Compute the statistics of a step. A statistic without values is left out.
 
     A number about the rewards of groups is over all rollouts of :func:`has_reward`, after the stages that
     change rewards. So it does not depend on the filter's action.
@@ -65,7 +65,7 @@ def numbers_of(
         rollouts: (R,) by name, of :func:`rollouts_of`.
         groups: (G,) by name, of :func:`groups_of`.
         solved: least reward of a solved rollout.
-        compared: the same of those within which rewards are compared; None: of groups.
+        compared: likewise, for the groups within which rewards are compared; None: `groups`.
 
     Example:
         >>> from .groups import groups_of, rollouts_of
@@ -125,11 +125,11 @@ def numbers_of(
 
 
 def logged_numbers(columns: Columns) -> dict[str, float]:
-    """How far logged advantages are from ours; nothing where no row has both.
+    """Measure how far logged advantages are from ours; empty if no row has both.
 
     Returns:
-        ``logged_advantage/rows`` that have both, ``max_difference``, ``mean_difference`` (absolute), and
-        ``agree``, the share within 1e-4.
+        ``logged_advantage/rows``, the number of rows with both; ``max_difference``; ``mean_difference``
+        (absolute); and ``agree``, the share within 1e-4.
 
     Example:
         >>> columns = {"logged_advantage": np.array([1.0, -1.0]), "advantage": np.array([1.0, -0.5])}
@@ -160,27 +160,28 @@ def _statistics(name: str, values: np.ndarray, which: tuple[str, ...]) -> dict[s
 
 
 def gradient_share(columns: Columns) -> np.ndarray:
-    """Each row's share of the step's gradient, as if the gradients of all tokens were equally long.
+    """Compute each row's share of the step's gradient, as if the gradients of all tokens were equally long.
 
-    The size of a row is what its tokens in the loss weigh, and its share that of the sum over the step::
+    The size of a row is the weight of its tokens in the loss. Its share is its part of the sum over the
+    step::
 
         size_i = Σₜ |advantage_it| · loss weight_i,   share_i = size_i / Σ size
 
-    Where all tokens of a row have one advantage, that is |advantage| · loss weight · tokens, also where
-    tokens have weights of their own, whose mean is 1; where they have both, those are left out. A row that
-    is not trained has none. Gradients also differ in length and may point against one another, which nobody
-    knows before the backward pass: a share says where the gradient comes from, not how much of it remains.
+    If all tokens of a row have one advantage, the size is |advantage| · loss weight · tokens, even if tokens
+    have weights of their own, because their mean is 1. If tokens have their own advantages too, their weights
+    are left out. A row that is not trained has size 0. The gradients of tokens also differ in length and may
+    cancel, which is not known before the backward pass: a share says where the gradient comes from, not how
+    much of it remains.
 
     Args:
-        columns: (N,) of a :class:`StepReport`, with `reason`, and where they are known `advantage`,
-            `advantage_size` (the sum of |advantage| over the row's tokens, where it is per token),
+        columns: (N,) of a :class:`StepReport`, with `reason`, and if they are known `advantage`,
+            `advantage_size` (the sum of |advantage| over the row's tokens, if it is per token),
             `trained_tokens` (in the loss of the step), else `tokens`, and `loss_weight`. Without tokens each
-            row has one, without weights each weighs 1. With `no_lengths` the
-            number of their tokens is not known.
+            row has one token; without weights each weight is 1. With `no_lengths` the numbers of tokens are
+            not known.
 
     Returns:
-        (N,) float64 that sums to 1, or to 0 where no row trains or every advantage is 0; NaN with
-        `no_lengths`.
+        (N,) float64 with sum 1, or sum 0 if no row trains or all advantages are 0; NaN with `no_lengths`.
 
     Example:
         >>> columns = {"reason": np.array([0, 0, 1]), "advantage": np.array([-1.0, 0.5, 9.0])}
@@ -196,13 +197,13 @@ def gradient_share(columns: Columns) -> np.ndarray:
 
 
 def row_weight(columns: Columns) -> np.ndarray:
-    """What each row's tokens weigh in the gradient, with its sign: advantage · loss weight · tokens.
+    """Compute each row's signed weight in the gradient: advantage · loss weight · tokens.
 
     Args:
-        columns: as for :func:`gradient_share`; an `advantage` per token is its mean.
+        columns: as for :func:`gradient_share`; for an advantage per token, `advantage` is its mean.
 
     Returns:
-        (N,) float64, 0 where a row is not trained; NaN with `no_lengths`.
+        (N,) float64, 0 for rows that are not trained; NaN with `no_lengths`.
     """
     rows = len(columns["reason"])
     if "no_lengths" in columns:
@@ -213,17 +214,17 @@ def row_weight(columns: Columns) -> np.ndarray:
 
 
 def gradient_cosine(first: Columns, second: Columns) -> float:
-    """The cosine between what two recipes make the same rows weigh (:func:`row_weight`).
+    """Compute the cosine between the weights that two recipes give the same rows (:func:`row_weight`).
 
-    1: both pull at the same rows, in the same proportion; −1: in the other direction. As for the shares, the
-    gradients of tokens count as equally long, and as independent of one another.
+    1: both weigh the same rows in the same proportion; −1: with opposite signs. As for the shares, the
+        gradients of tokens count as equally long and independent of one another.
 
     Args:
         first: (N,) columns of a report.
-        second: those of another, of the same rows.
+        second: (N,) columns of another report of the same rows.
 
     Returns:
-        In [−1, 1]; NaN where a recipe trains nothing.
+        In [−1, 1]; NaN if a recipe trains nothing.
 
     Example:
         >>> one = {"reason": np.array([0, 0]), "advantage": np.array([1.0, -1.0])}
@@ -232,7 +233,7 @@ def gradient_cosine(first: Columns, second: Columns) -> float:
     """
     a, b = row_weight(first), row_weight(second)
     with np.errstate(invalid="ignore", divide="ignore"):
-        a, b = a / np.abs(a).max(initial=0.0), b / np.abs(b).max(initial=0.0)  # so that no square is lost
+        a, b = a / np.abs(a).max(initial=0.0), b / np.abs(b).max(initial=0.0)  # so that no square underflows
         return float(np.dot(a, b) / np.sqrt(np.dot(a, a) * np.dot(b, b)))
 
 

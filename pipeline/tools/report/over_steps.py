@@ -1,4 +1,4 @@
-"""Numbers over several steps: over which steps each is taken, and the one place where it is computed."""
+"""Means and sums of numbers over several steps, with the steps that they are taken over."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 Numbers = Mapping[str, float]
 RECENT = 5  # steps of the shortest mean
-MIN_STEPS = 12  # from which on a run has quarters
+MIN_STEPS = 12  # shorter runs have no quarters
 UNITS = ("rows", "rollouts", "groups")
 
 
@@ -37,15 +37,15 @@ def window_of(steps: Sequence[int]) -> str:
 
 
 def mean_over(points: Sequence[tuple[int, float]]) -> StepMean:
-    """The mean of (step, value) pairs, of which there is at least one."""
+    """Take the mean of (step, value) pairs, at least one."""
     return StepMean(sum(value for _, value in points) / len(points), tuple(step for step, _ in points))
 
 
 def quarter_means(points: Sequence[tuple[int, float]]) -> list[StepMean]:
-    """The means of the first quarter of the steps, the third and the last; of fewer than 12 steps, the ends.
+    """Take the means of the first, the third and the last quarter of the steps.
 
-    A quarter is ⌊n / 4⌋ of n steps; the first counts from the beginning, the others from the end. Of fewer
-    than 12 steps each mean is of one step: the first, the one before the last, and the last.
+    A quarter is ⌊n / 4⌋ of n steps; the first counts from the beginning, the others from the end. With fewer
+    than 12 steps, each mean is of one step: the first, the second to last, and the last.
 
     Example:
         >>> [each.window for each in quarter_means([(step, 0.5) for step in range(14)])]
@@ -57,7 +57,7 @@ def quarter_means(points: Sequence[tuple[int, float]]) -> list[StepMean]:
 
 
 def totals_over(steps: Iterable[Numbers]) -> dict[str, float]:
-    """Sums over steps of what was collected and trained: ``rows/in``, ``rows/trained``, and of other units.
+    """Add up over steps what was collected and trained: ``rows/in``, ``rows/trained``, and other units.
 
     Example:
         >>> totals_over([{"rows/in": 8.0, "rows/trained": 4.0}, {"rows/in": 8.0, "rows/trained": 2.0}])
@@ -72,12 +72,12 @@ def totals_over(steps: Iterable[Numbers]) -> dict[str, float]:
 
 
 def percent(share: float) -> str:
-    """A share in words: as a percentage without digits, where it is not next to none or all.
+    """Format a share as a percentage, without decimals unless it is close to none or all.
 
     Example:
         >>> percent(0.5), percent(0.004), percent(0.999)
         ('50 %', '0.4 %', '99.9 %')
     """
     digits = 0 if 0.01 <= share <= 0.99 or share in (0, 1) else 1
-    rounded = math.floor(100 * share * 10**digits + 0.5) / 10**digits  # as the page rounds: a half up
+    rounded = math.floor(100 * share * 10**digits + 0.5) / 10**digits  # rounds a half up, like the page
     return f"{rounded:.{digits}f} %"

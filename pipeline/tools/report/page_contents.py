@@ -1,4 +1,4 @@
-"""The data of the page, made of reports: tables, curves, and as much of the texts as a page can hold."""
+"""The data of the page, from reports: tables, curves, and as much text as a page can hold."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from .texts import TokenValues
 from .user_turn import asked_line
 
 GROUPS, ROWS = 200, 5000  # on a page, per step; with more a browser becomes slow
-PAGE_TEXTS = 3_000_000  # bytes of all prompts and responses of a page, which its steps share evenly
-CHARACTERS = 4000  # of a prompt or response; of a longer one three quarters of that are its beginning
-TOKENS = 500  # of a response token by token, likewise
-BESIDE = 300  # of a column beside a response
+PAGE_TEXTS = 3_000_000  # most bytes of all prompts and responses of a page; its steps share them evenly
+CHARACTERS = 4000  # most of a prompt or response; three quarters of them are its beginning
+TOKENS = 500  # most tokens of a response that is shown token by token, likewise
+BESIDE = 300  # most characters of a column beside a response
 
 
 @takes_options
@@ -52,22 +52,23 @@ def page_data(
     setup: Setup | None = None,
     earlier: Sequence[Step] = (),
 ) -> PageData:
-    """The input of :func:`render_page`: every step with its funnel, groups and rows, and curves over steps.
+    """Make the input of :func:`render_page`: steps with funnel, groups and rows, and curves over steps.
 
-    Of a step with more than 200 groups, or 5000 rows, the page shows some groups (:func:`reading_order`);
-    its funnel and its numbers are those of all rows. All its prompts and responses take 3 MB at most, which
-    the steps share evenly: the worst and the best rollout of each group come first (:func:`rows_to_read`), so
-    that groups of equal rewards have a response too. Of a text with more than 4,000 characters, and of a
-    response by token with more than 500, it has the beginning and the end, and says how much is left out.
+    If a step has more than 200 groups, or 5000 rows, the page shows some of its groups
+    (:func:`reading_order`). The funnel and the numbers cover all rows. All prompts and responses take at most
+    3 MB, which the steps share evenly. The worst and the best rollout of each group come first
+    (:func:`rows_to_read`), so that groups with equal rewards have a response, too. A text with more than
+    4,000 characters, or a response by token with more than 500 tokens, is cut: the page shows its beginning
+    and end, and how much is left out.
 
     Args:
-        reports: of the steps that can be chosen on the page.
+        reports: the reports of the steps that can be chosen on the page.
         title: of the page.
-        history: (step, numbers) of all steps, for the curves; None: those of the reports.
-        advice: verdict and advisories of each report; None: they follow from the history up to its step.
-        totals: over all steps of the run (:func:`totals_over`); None: those of the history.
-        recorded: steps of the run; None: those of the history.
-        setup: of a run of the command, so that remedies are options that it has (:meth:`Remedy.under`).
+        history: (step, numbers) of all steps, for the curves; None: the steps of the reports.
+        advice: verdict and advisories of each report; None: computed from the history up to its step.
+        totals: sums over all steps of the run (:func:`totals_over`); None: over the history.
+        recorded: number of steps of the run; None: as many as in the history.
+        setup: how the command was set up, so that remedies are options of the run (:meth:`Remedy.under`).
         earlier: steps of a page that was written before; they come first (:func:`.html.read_steps`).
 
     Example:
@@ -170,14 +171,14 @@ def _rows(report: StepReport, rows: np.ndarray, texts: PageTexts) -> ShownRows:
 
 
 def _ids(report: StepReport, unit: Literal["group", "rollout"], rows: np.ndarray) -> list[int | str]:
-    """Ids as a person knows them; text as it can be printed."""
+    """Ids as users know them, as printable text."""
     if len(rows) == 0:
         return []
     return [printable(each) if isinstance(each, str) else each for each in report.ids(unit, rows)]
 
 
 def or_none(values: np.ndarray) -> list:
-    """Python numbers, None where the value is unknown: NaN of floats, below 0 of integers."""
+    """Convert to Python numbers, with None for unknown values: NaN, or negative integers."""
     unknown = ~np.isfinite(values) if values.dtype.kind == "f" else values < 0
     return [None if none else value for value, none in zip(values.tolist(), unknown.tolist(), strict=True)]
 
@@ -186,7 +187,7 @@ def or_none(values: np.ndarray) -> list:
 
 
 class PageTexts(NamedTuple):
-    """What fits: by a group's first row its question and its prompt, by row what there is to read of it."""
+    """The texts that fit: question and prompt by a group's first row, and other texts by row."""
 
     asked: dict[int, PageText]
     prompts: dict[int, PageText]
@@ -196,11 +197,11 @@ class PageTexts(NamedTuple):
 
 
 def fitting_texts(report: StepReport, rows: Iterable[int], room: int) -> PageTexts:
-    """The prompts and responses of rows, one after the other until `room` bytes of the page are full."""
+    """Take the texts of rows, one row after the other, until `room` bytes of the page are full."""
     found = PageTexts({}, {}, {}, {}, {})
     prompts, responses = (report.texts.get(name) for name in ("prompt", "response"))
     for row in rows:
-        new = PageTexts({}, {}, {}, {}, {})  # those of a row, and of its group, where that has none yet
+        new = PageTexts({}, {}, {}, {}, {})  # texts of the row, and of its group if it has none yet
         first = report.first_of_group(row)
         if prompts is not None and first is not None and first not in found.asked:
             asked = str(report.asked(first))
@@ -236,7 +237,7 @@ def cut_step(step: Step, room: int) -> Step:
 
 
 def columns_beside(report: StepReport, row: int) -> dict[str, Any]:
-    """The ground truth of a row and the other columns of its dump, by name: texts, numbers, truth values."""
+    """The ground truth of a row and the other columns of its dump, by name: texts, numbers, booleans."""
     truth, others = (report.texts.get(name) for name in ("ground_truth", "other_columns"))
     found: dict[str, Any] = {"ground truth": truth[row]} if truth is not None and truth[row] else {}
     if others is not None and others[row]:
@@ -254,7 +255,7 @@ def columns_beside(report: StepReport, row: int) -> dict[str, Any]:
 
 
 def cut_text(text: str, most: int = CHARACTERS) -> PageText:
-    """A text that the page can show: whole, or its beginning, how many characters are left out, and its end.
+    """Cut a text for the page: the whole, or its beginning, the number of characters left out, and its end.
 
     Example:
         >>> cut_text("abcdefghij", 4)
@@ -266,7 +267,7 @@ def cut_text(text: str, most: int = CHARACTERS) -> PageText:
 
 
 def shortened(text: str, most: int = CHARACTERS) -> str:
-    """The same as one text, with a mark where something is left out.
+    """Cut a text like :func:`cut_text`, and return one text with a mark where something is left out.
 
     Example:
         >>> shortened("abcdefghij", 4)
@@ -277,7 +278,7 @@ def shortened(text: str, most: int = CHARACTERS) -> str:
 
 
 def cut_tokens(tokens: TokenValues, most: int = TOKENS) -> PageTokens:
-    """Tokens that the page can show, likewise; numbers with four digits.
+    """Cut tokens for the page, likewise; numbers have four digits.
 
     Example:
         >>> cut_tokens(TokenValues(["a", "b", "c", "d", "e"], {"advantage": [1.0, 2, 3, 4, float("nan")]}), 4)
@@ -298,7 +299,7 @@ def cut_tokens(tokens: TokenValues, most: int = TOKENS) -> PageTokens:
 
 
 def _ends(values: Any, most: int) -> tuple[Any, Any]:
-    """All, and nothing; of more than so many, three quarters of those from the start, and the last."""
+    """The beginning and the end: all and nothing, or three quarters and a quarter of `most`."""
     if len(values) <= most:
         return values, values[:0]
     start = most * 3 // 4

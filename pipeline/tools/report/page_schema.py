@@ -20,16 +20,16 @@ class RecipeStage(TypedDict):
 
 
 class PageLeft(TypedDict):
-    """What left the loss at a stage for one reason; a rollout or group leaves with its last row."""
+    """What left the loss at a stage for one reason. A rollout or group leaves with its last row."""
 
     reason: str  # why
     action: str  # what became of the rows: dropped, masked, excluded or carried
-    rows: int  # that left
-    rollouts: int | None  # that left with their last row
-    groups: int | None  # that left with their last row
+    rows: int  # rows that left
+    rollouts: int | None  # rollouts whose last row left
+    groups: int | None  # groups whose last row left
     tokens: int | None  # of the rows that left
-    rollouts_in_part: int | None  # others that lost rows: they stay, or are counted under another reason
-    groups_in_part: int | None  # the same of groups
+    rollouts_in_part: int | None  # others that lost rows; they stay, or count under another reason
+    groups_in_part: int | None  # the same for groups
 
 
 class PageLevel(TypedDict):
@@ -44,45 +44,45 @@ class PageLevel(TypedDict):
 
 
 class Shown(TypedDict):
-    """How much of a large step its tables hold."""
+    """How many groups of a large step its tables show."""
 
     groups: int  # in the tables
     of: int  # in the step
 
 
 class PageText(TypedDict):
-    """A text, or what the page has of it."""
+    """A text, or its beginning and its end."""
 
-    start: str  # the whole, or its beginning
-    missing: int  # characters left out behind that
-    end: str  # what comes behind those
+    start: str  # the whole text, or its beginning
+    missing: int  # number of characters left out after `start`
+    end: str  # the text after the gap
 
 
 class PageTokens(TypedDict):
-    """A response token by token, from the first in the loss to the last, or what the page has of it."""
+    """A response token by token, from the first token in the loss to the last; a long one is cut."""
 
     texts: list[str] | None  # of each token
-    values: dict[str, list[float | None]]  # by name, a number a token
-    at: int  # behind how many of them some are left out
-    missing: int  # how many
+    values: dict[str, list[float | None]]  # by name, a number per token
+    at: int  # number of tokens before the gap
+    missing: int  # number of tokens left out
 
 
 class Groups(TypedDict):
     """The table of groups."""
 
-    id: list[int | str]  # the group; its label, where it has one
+    id: list[int | str]  # the group; its label, if it has one
     label: list[str | None]  # the last user turn of its prompt, cut
-    asked: list[PageText | None]  # that turn, where the page has room for it
-    prompt: list[PageText | None]  # its prompt, where that is more
+    asked: list[PageText | None]  # that turn, if the page has room for it
+    prompt: list[PageText | None]  # its prompt, if that is more
     rollouts: list[int]  # its rollouts that neither failed nor were aborted
     expected: list[int | None]  # its rollouts when it was dispatched
     compared: list[int | None]  # rollouts that the advantage compared
-    baseline: list[float | None]  # of these, if they have one
+    baseline: list[float | None]  # their baseline, if they share one
     reward_mean: list[float | None]  # over its rollouts
     reward_std: list[float | None]  # over its rollouts, divisor n − 1
     zero_variance: list[bool]  # whether all its rewards are equal
     complete: list[bool]  # whether it has all the rollouts expected
-    staleness: list[int | None]  # the greatest of its rows
+    staleness: list[int | None]  # the greatest staleness of its rows
 
 
 class ShownRows(TypedDict):
@@ -90,11 +90,11 @@ class ShownRows(TypedDict):
 
     row: list[int]  # the row's index in the batch
     group: list[int | str]  # its group, as in the table of groups
-    rollout: list[int | str]  # its rollout; its label, where it has one
+    rollout: list[int | str]  # its rollout; its label, if it has one
     reward: list[float | None]  # of its rollout
-    rewards: list[list[float | None] | None]  # its own, where there are several: what the reward is a sum of
+    rewards: list[list[float | None] | None]  # its several rewards, whose sum is the reward; None: one
     compared: list[int | None]  # rollouts that the advantage compared with its rollout, itself included
-    advantage: list[float | None]  # as trained; a mean over tokens, where it is per token
+    advantage: list[float | None]  # as trained; a mean over tokens, if it is per token
     advantage_by_row: list[float | None]  # if each row were a rollout, or under the other recipe of `versus`
     tokens: list[int | None]  # in the loss mask
     weight: list[float | None]  # loss weight
@@ -106,22 +106,22 @@ class ShownRows(TypedDict):
     minibatch: list[int | None]  # index
     microbatch: list[int | None]  # index within its minibatch and rank
     rank: list[int | None]  # index
-    response: list[PageText | None]  # as text, where the page has room for it
-    by_token: list[PageTokens | None]  # the same with numbers, where tokens have any
-    beside: list[dict[str, Any] | None]  # ground truth, and other columns of its dump, where there is room
+    response: list[PageText | None]  # as text, if the page has room for it
+    by_token: list[PageTokens | None]  # the same with numbers, if tokens have numbers
+    beside: list[dict[str, Any] | None]  # ground truth and other columns of its dump, if there is room
 
 
 class PageTable(TypedDict):
     """A table of texts."""
 
-    name: str  # what it is of
+    name: str  # what it shows
     head: list[str]  # names of the columns
     lines: list[list[str]]  # cells
     note: str  # below it; empty: nothing
 
 
 class PageAdvisory(TypedDict):
-    """Something to look at, at a step."""
+    """Something to look at after a step."""
 
     name: str  # of its symptom
     text: str  # a sentence, with the number
@@ -130,43 +130,43 @@ class PageAdvisory(TypedDict):
 class PageRemedy(TypedDict):
     """Something to do about a symptom."""
 
-    text: str  # what
+    text: str  # what to do
     overrides: str  # to type; empty: none
 
 
 class PageSymptom(TypedDict):
-    """What is known of a symptom."""
+    """A symptom and its remedies."""
 
-    name: str  # by which advisories call it
-    title: str  # in words
+    name: str  # the name that advisories use
+    title: str  # the symptom in words
     shows: str  # the number that shows it
-    means: str  # why that is
+    means: str  # the cause
     remedies: list[PageRemedy]  # what to do
 
 
 class PageRun(TypedDict):
-    """The run that the page is of."""
+    """The run that the page shows."""
 
     began: str  # UTC, ISO 8601
     written: str  # when the page was written, the same
     live: float | None  # seconds after which there may be a newer page; None: the run has ended
     restarts: list[int]  # the first step after each restart
-    versions: dict[str, str]  # of headrace and what it stands on, by name
-    overrides: list[str]  # that were typed
+    versions: dict[str, str]  # of headrace and its packages, by name
+    overrides: list[str]  # as they were typed
     config: str | None  # resolved, as YAML
 
 
 class Step(TypedDict):
-    """A step that one can choose on the page."""
+    """A step that can be chosen on the page."""
 
     step: int  # its number
     funnel: list[PageLevel]  # of all its rows: what was collected, then a level for each stage
-    shown: Shown  # how much of it the tables hold
-    groups: Groups  # those shown
+    shown: Shown  # how many of its groups the tables show
+    groups: Groups  # the groups shown
     rows: ShownRows  # of the groups shown
     numbers: dict[str, float]  # the metrics of all its rows, by name
-    survivors: list[PageTable]  # which groups were lost so far: by latency, turns, length and reward
-    verdict: str  # whether the reward rises, as far as this step
+    survivors: list[PageTable]  # groups that were lost so far, by latency, turns, length and reward
+    verdict: str  # whether the reward rises, up to this step
     advisories: list[PageAdvisory]  # most urgent first
     unchecked: list[str]  # symptoms that cannot be checked, each with the data that it needs
 
@@ -174,29 +174,29 @@ class Step(TypedDict):
 class PageJudgement(TypedDict):
     """The expectation of a gradient beside the true one."""
 
-    ratio: list[float | None]  # of each parameter, what is expected over what is true
-    relative_bias: float | None  # the length of their difference, over that of the true one
-    cosine: float | None  # of the angle between them
+    ratio: list[float | None]  # of each parameter, expected over true gradient
+    relative_bias: float | None  # length of their difference over the length of the true one
+    cosine: float | None  # cosine of the angle between them
     variance: float | None  # trace of the covariance, for one group
-    scale: float | None  # how long what is expected is in the true direction
+    scale: float | None  # length of the expected gradient in the true direction
 
 
 class PageCertificate(TypedDict):
-    """What is known of one recipe on one task, or why it takes none of its rows."""
+    """The certificate of one recipe on one task, or why the recipe refuses its rows."""
 
     recipe: str  # its name
     task: str  # its name
     group_size: int  # rollouts of a group
-    outcomes: int  # of a group, all of which were gone through
-    refused: str  # why there are no numbers; empty: there are
+    outcomes: int  # outcomes of a group, all of which were computed
+    refused: str  # why there are no numbers; empty if there are
     advantage: PageJudgement  # of the advantage alone
     loss: PageJudgement  # with the recipe's own loss weights
 
 
 class PageFailed(TypedDict):
-    """Steps that are in no number of the page."""
+    """Failed steps, which no number of the page includes."""
 
-    said: str  # which they are, as a sentence
+    said: str  # a sentence that names them
     reasons: list[str]  # why each of them failed
 
 
@@ -216,23 +216,23 @@ class PageData(PageDataRequired, total=False):
 
     symptoms: list[PageSymptom]  # of the advisories
     failed: PageFailed  # the steps that failed, if any did
-    notices: list[str]  # what else is missing on this page: sentences
-    unsaid: list[str]  # names of numbers that a tile would show, and that the dump cannot have
+    notices: list[str]  # sentences about what the page lacks
+    unsaid: list[str]  # names of numbers of tiles that the dump cannot have
     rows_kept: bool  # whether files have the rows of all steps, for `headrace view FOLDER`
-    recorded: int  # steps of the run, of which `curve_steps` are all or some
-    totals: dict[str, float]  # sums over all of them: `rows/in`, `rows/trained`, and of other units
-    run: PageRun  # when it began, and how
-    versus: list[str]  # two recipes: that of `advantage`, and that of `advantage_by_row`
-    difference: str  # how they differ, as a sentence
-    certificates: list[PageCertificate]  # of a page of certificates, which has no steps
+    recorded: int  # number of steps of the run; `curve_steps` are all or some of them
+    totals: dict[str, float]  # sums over all steps: `rows/in`, `rows/trained`, and other units
+    run: PageRun  # when and how the run began
+    versus: list[str]  # two recipes: of `advantage`, and of `advantage_by_row`
+    difference: str  # a sentence that says how they differ
+    certificates: list[PageCertificate]  # for a page of certificates, which has no steps
 
 
 def shown_as(schema: type[Shape], value: Any) -> Shape:
-    """The attributes of a value that a schema has as keys; so are those in its lists.
+    """Take the attributes of a value that are keys of a schema, also within its lists.
 
     Args:
         schema: a TypedDict of this module.
-        value: with attributes of these names, such as a NamedTuple that has others, too.
+        value: has attributes of these names, such as a NamedTuple; it may have others.
     """
     found = {}
     for key, hint in get_type_hints(schema).items():
@@ -284,5 +284,5 @@ def check_keys(value: Mapping[str, Any], schema: type, where: str) -> None:
 
 
 def _schema_in(hint: Any) -> type | None:
-    """The TypedDict that a list holds, or holds beside None."""
+    """The TypedDict that a list contains, also if the list may contain None."""
     return next((each for each in (hint, *get_args(hint)) if is_typeddict(each)), None)

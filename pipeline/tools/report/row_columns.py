@@ -1,4 +1,4 @@
-"""What a report knows of each row: the table of a run as NumPy columns."""
+"""The table of a run as NumPy columns, for its report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def report_columns(run: Run) -> dict[str, np.ndarray]:
-    """(N,) or (N, K) by name, of the rows of this rank; what they mean says :class:`StepReport`."""
+    """(N,) or (N, K) by name, for the rows of this rank. :class:`StepReport` says what they mean."""
     table, keys, found = run.known_rows.table, run.keys, dict[str, Tensor]()
 
     def first(name: str) -> Tensor | None:
@@ -50,7 +50,7 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
             found["rewards"] = several
     if REWARD in table.columns:
         reward = table.columns[REWARD]
-        # It left before rollouts had one reward.
+        # The row left before rollouts had one reward.
         unseen = (reward.isnan() & ~table.fates.here) | (~counted & ~_left_after(run, REWARD))
         before = found.get("reward", torch.full_like(reward, float("nan")))
         found["reward"] = torch.where(unseen, before, reward)
@@ -69,7 +69,7 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
     elif (advantage := number("advantage")) is not None:
         found["advantage"] = advantage
     if "advantage" in found:
-        # That of a row that was excluded before it was compared is a 0 that means nothing.
+        # If a row was excluded before rewards were compared, its 0 has no meaning.
         none = ~counted & ~_left_after(run, keys.found["advantage"][0])
         found["advantage"] = found["advantage"].masked_fill(none, torch.nan)
     if "peers" in keys.found and keys.found["peers"][0] in table.columns:
@@ -89,7 +89,7 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
 
 
 def _left_after(run: Run, key: NestedKey) -> Tensor:
-    """(N,) bool: rows that left the batch, or the statistics, behind the first stage that writes a column."""
+    """(N,) bool: rows that left the batch, or the statistics, after the first stage that writes a column."""
     fates, stages = run.known_rows.table.fates, list(run.stages.items())
     writers = [at for at, (_, stage) in enumerate(stages) if key in getattr(stage, "out_keys", ())]
     later = {name for name, _ in stages[min(writers, default=-1) + 1 :]}
@@ -103,7 +103,7 @@ def _compared(run: Run) -> tuple[Tensor, Tensor]:
     if compared is None:
         return torch.full((table.size,), -1), torch.full((table.size,), torch.nan, dtype=torch.float64)
     number, baseline = compared(table.size).unbind(1)
-    if table.carried is not None:  # which were compared at an earlier step
+    if table.carried is not None:  # carried rows were compared at an earlier step
         number = number.index_fill(0, table.carried, -1)
     stages = list(run.stages.values())
     writers = [stage for stage in stages if run.keys.found["advantage"][0] in getattr(stage, "out_keys", ())]

@@ -1,6 +1,6 @@
-"""How many tokens the rows of a step would be, were those that they share computed once.
+"""Count the tokens of the rows of a step if shared tokens were computed once.
 
-And how many tokens train more than once.
+Also count the tokens that train more than once.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from headrace.transforms.table.tokens import loss_tokens, read_tokens, tokens_in
 from headrace.transforms.trees import train_shared_once
 
 TOKENS: NestedKey = ("tokens", "full")
-BLOCK = 128  # tokens of a row that are compared before it is asked which rows go on
-CELLS = 2**16  # tokens that are compared at once, so that they stay in the cache
+BLOCK = 128  # tokens of a row that are compared before rows that differ are sorted out
+CELLS = 2**16  # tokens compared at once, so that they stay in the cache
 
 
 class SharedTokens(NamedTuple):
-    """What rows cost, and what they would cost as trees of their rollouts or groups. Counts add up.
+    """The cost of rows, and their cost as trees of rollouts or groups. Counts of batches add up.
 
     The estimate is that of ShuffleSplit's balance: with P parameters a forward pass takes 2 · P FLOPs a
     token, and attention 4 · hidden size a layer for each pair of tokens of a row. With P = 12 · layers ·
@@ -38,7 +38,7 @@ class SharedTokens(NamedTuple):
     """
 
     tokens: Mapping[str, float]
-    """Tokens by what shares them: ``rows`` nothing, ``rollout``, ``group``."""
+    """Number of tokens if ``rows`` share nothing, or the rows of a ``rollout`` or ``group`` share tokens."""
     squares: Mapping[str, float]
     """Squares, likewise."""
 
@@ -50,11 +50,11 @@ class SharedTokens(NamedTuple):
         return SharedTokens(*sums)
 
     def flops(self, unit: str, *, parameters: float = 1.0) -> float:
-        """Of forward and backward, with `parameters`."""
+        """FLOPs of a forward and a backward pass of a model with this number of parameters."""
         return 6 * parameters * (self.tokens[unit] + self.squares[unit] / LINEAR)
 
     def numbers(self, *, parameters: float | None = None) -> dict[str, float]:
-        """By name, for a report.
+        """The numbers by name, for a report.
 
         ============================== ==============================================================
         ``tree/tokens/rows``           tokens that go through a model, row by row
@@ -65,7 +65,7 @@ class SharedTokens(NamedTuple):
         ============================== ==============================================================
 
         Args:
-            parameters: of the model.
+            parameters: number of parameters of the model.
         """
         if not self.tokens.get("rows"):
             return {}
@@ -92,11 +92,11 @@ def count_shared_tokens(
     """Count the tokens of a batch's rows, and those that rows of one rollout or group share.
 
     Args:
-        batch: TensorDict ``[N]``; without ``("tokens", "full")``, or dense and without their mask, there is
-            nothing to count.
-        ids: (N,) integers, ``group_id`` and ``rollout_id`` or one of them; a rollout is of one group.
-        chosen: (N,) bool, rows that go through the model; None: all.
-        cells: tokens that are compared at once, about.
+        batch: TensorDict ``[N]``. Nothing is counted without ``("tokens", "full")``, or for dense rows
+            without their mask.
+        ids: (N,) integers, ``group_id`` and ``rollout_id`` or one of them; a rollout is in one group.
+        chosen: (N,) bool, rows that go through the model; None: all rows.
+        cells: about how many tokens are compared at once.
 
     Example:
         >>> from tensordict import TensorDict
@@ -123,7 +123,7 @@ def count_shared_tokens(
 
 
 def _tokens_of(batch: TensorDictBase) -> tuple[Tensor, Tensor] | None:
-    """(N, T) tokens, and bool where they are no padding, on the CPU; None where one of them is missing."""
+    """(N, T) tokens and (N, T) bool, False at padding, on the CPU; None if one of them is missing."""
     ragged, known = isinstance(batch, LazyStackedTensorDict), has_key(batch, ATTENTION)
     if not has_key(batch, TOKENS) or not (ragged or known):
         return None
@@ -153,7 +153,7 @@ def count_trained_again(
         log_prob_key: (N, T) float, a token whose number is not finite does not train; None: not read.
 
     Returns:
-        None where the batch has no tokens or does not say which of them train.
+        The number; None if the batch has no tokens or does not say which of them train.
 
     Example:
         >>> from tensordict import TensorDict
@@ -183,10 +183,10 @@ def count_trained_again(
 
 
 def _in_one_line(tokens: Tensor, mask: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All tokens, and by row where its own begin and how many these are; padding may be between rows."""
+    """All tokens in one array, and for each row its start and its length. Padding may be between rows."""
     lengths, first = count_true(mask).numpy(), mask.numpy().argmax(1)
     runs = int(count_true(mask[:, 1:] & ~mask[:, :-1]).sum()) + int(mask[:, :1].sum())
-    if runs == np.count_nonzero(lengths):  # one in each row: they are read where they are
+    if runs == np.count_nonzero(lengths):  # one run in each row: no copy is needed
         return tokens.reshape(-1).numpy(), np.arange(len(tokens)) * tokens.shape[1] + first, lengths
     return tokens[mask].numpy(), np.cumsum(lengths) - lengths, lengths
 
@@ -194,20 +194,21 @@ def _in_one_line(tokens: Tensor, mask: Tensor) -> tuple[np.ndarray, np.ndarray, 
 def _shared_within(
     home: np.ndarray, flat: np.ndarray, starts: np.ndarray, lengths: np.ndarray, cells: int
 ) -> np.ndarray:
-    """(n,) how many of its first tokens a row finds where rows of one home become a tree, one by one.
+    """(n,) the number of leading tokens of each row that an earlier row of its tree already has.
 
-    The longest row of a home leads, and each other one follows it to where they part. Those that part from it
-    at one place by one token are a class of their own behind that, with a leader of their own.
+    The rows of a tree form a class. The longest row leads it, and every other row is compared with the leader
+    up to their first different token. Rows that differ at the same place by the same token are a new class
+    from there on, with its own leader.
 
     Args:
-        home: (n,) integers.
+        home: (n,) integers; rows with the same number are one tree.
         flat: tokens of all rows.
-        starts: (n,) where those of each begin.
-        lengths: (n,) and how many there are.
+        starts: (n,) index of the first token of each row.
+        lengths: (n,) number of tokens of each row.
         cells: tokens that are compared at once.
     """
     shared, rows = np.zeros_like(lengths), _order(-lengths, home)
-    known, begins = np.zeros_like(lengths), _begins(home[rows])  # what a class has in common, and its first
+    known, begins = np.zeros_like(lengths), _begins(home[rows])  # what a class shares, and its first row
     while True:
         several = ~begins | np.append(~begins[1:], False)
         rows, known, begins = rows[several], known[several], begins[several]
@@ -226,7 +227,7 @@ def _shared_within(
 
 
 def _order(*keys: np.ndarray) -> np.ndarray:
-    """(n,) the order of integers by the last key, among equal ones by the key before, and so on."""
+    """(n,) the order by the last key, among equal keys by the key before it, and so on."""
     order = np.arange(len(keys[0]))
     for key in keys:
         order = order[stable_order(torch.from_numpy(key[order])).numpy()]
@@ -234,21 +235,21 @@ def _order(*keys: np.ndarray) -> np.ndarray:
 
 
 def _begins(values: np.ndarray) -> np.ndarray:
-    """(n,) bool: which differ from the one before."""
+    """(n,) bool: values that differ from the value before."""
     return np.append(np.ones(min(len(values), 1), dtype=bool), values[1:] != values[:-1])
 
 
 def _alike(
     flat: np.ndarray, a: np.ndarray, b: np.ndarray, known: np.ndarray, most: np.ndarray, cells: int
 ) -> np.ndarray:
-    """(n,) how many tokens from a and from b on are the same, at most so many.
+    """(n,) the number of equal tokens from the places `a` and `b` on, at most `most`.
 
     Args:
         flat: tokens.
         a: (n,) places.
         b: (n,) places.
-        known: (n,) so many are.
-        most: (n,) counts.
+        known: (n,) number of tokens that are known to be equal.
+        most: (n,) limits.
         cells: tokens that are compared at once.
     """
 
@@ -267,14 +268,14 @@ def _alike(
 
 
 def _block(flat: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """(n, BLOCK) the tokens from (n,) places on; behind the last of all, that one again."""
+    """(n, BLOCK) the tokens from (n,) places on. After the last token of all, it is repeated."""
     if places.max() <= len(flat) - BLOCK:
         return np.lib.stride_tricks.sliding_window_view(flat, BLOCK)[places]
     return flat.take(places[:, None] + np.arange(BLOCK), mode="clip")
 
 
 def said_of_trees(numbers: Mapping[str, float]) -> str:
-    """What a report's numbers say of trees, in a line; empty where there are no tokens.
+    """Say in a line what a report's numbers mean for trees; empty if there are no tokens.
 
     Example:
         >>> counts = SharedTokens({"rows": 3072.0, "group": 1280.0}, {"rows": 294912.0, "group": 180224.0})

@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from headrace.transforms.streams import Survivors
 
 BY_TOKEN = ("advantage", "importance_weight", "loss_weight")
-TOKENS_READ = 50_000  # of which each has its number in a report: what a page shows of many steps is less
+TOKENS_READ = 50_000  # most tokens with their own numbers in a report; a page of many steps shows fewer
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What happened to one batch between the collector and the loss. On the CPU, apart from the pipeline.
+    """What happened to one batch between the collector and the loss. On the CPU, independent of the pipeline.
 
     Attributes:
         step: its number.
@@ -53,26 +53,25 @@ class StepReport:
             code in `names`; where the batch had it, `rollout_id`, `group_id`, `collected_reward` (the row's
             own), `reward` (the rollout's, as the advantage saw it), `advantage` (a mean over tokens, where it
             is per token), `advantage_by_row` (what it would be if each row were a rollout), `loss_weight`
-            (also where it was folded into the advantage, which is that before), `tokens` (in the loss, as
+            (even if it was folded into the advantage; `advantage` is without it), `tokens` (in the loss, as
             collected), `trained_tokens` (after all stages), `status`, `policy_version` (of the oldest sampled
             token, if versions are per token; then also `newest_version`, and the sum and number of the
-            versions of sampled tokens, `version_sum` and `version_tokens`), `expected_rollouts`,
-            `minibatch`, `microbatch`, `rank`, `empty` (1: it arrived without a token in the loss, and is in
-            no statistic), `logged_advantage` (that of a dump), `compared` (rollouts that the advantage
-            compared with that of the row, itself included), `baseline` (that it was compared with), `peers`
-            (ids of the rows that the advantage compares, if these are no group). An unknown float is NaN, an
-            unknown integer -1.
+            versions of sampled tokens, `version_sum` and `version_tokens`), `expected_rollouts`, `minibatch`,
+            `microbatch`, `rank`, `empty` (1: it arrived without a token in the loss, and is in no statistic),
+            `logged_advantage` (that of a dump), `compared` (rollouts that the advantage compared with that of
+            the row, itself included), `baseline` (that it was compared with), `peers` (ids of the rows that
+            the advantage compares, if these are no group). An unknown float is NaN, an unknown integer -1.
         names: ``stage/reason`` by code; 0 is ``trained``.
         actions: what happened to those rows, by code.
         texts: N strings by name, ``prompt``, ``response``, ``ground_truth``; ``response_parts``, what of a
             response without tokens was sampled, as JSON; ``other_columns``, JSON objects of what else a dump
             has; ``group_label`` and ``rollout_label`` where ids have labels that are not the ids themselves.
-        by_token: of some rows, the first to be read (:func:`rows_to_read`), what each token has.
+        by_token: the numbers of each token, for some rows: the first of :func:`rows_to_read`.
         group_size: rollouts that each group was dispatched with, if the gate says so.
         solved: least reward of a solved rollout.
-        each_reward: whether of several rewards each is compared, and not the one that they add up to.
-        metrics: the pipeline's.
-        survivors: which groups the stream has trained and lost so far.
+        each_reward: whether several rewards are compared one by one, instead of their sum.
+        metrics: the metrics of the pipeline.
+        survivors: counts of the groups that the stream has trained and lost so far.
     """
 
     step: int
@@ -106,13 +105,13 @@ class StepReport:
         return "".join([*parts, f"<details>{counted}{numbers._repr_html_()}</details>"])
 
     def ids(self, unit: Literal["group", "rollout"], rows: np.ndarray) -> list[int] | list[str]:
-        """The ids of rows as people know them: their labels, where the batch had some; else the numbers."""
+        """The ids of rows as users know them: their labels if the batch had labels, else the numbers."""
         labels = self.texts.get(f"{unit}_label")
         return self.columns[f"{unit}_id"][rows].tolist() if labels is None else [labels[row] for row in rows]
 
     @cached_property
     def funnel(self) -> list[Level]:
-        """What is in the loss after each stage, and what left it for which reason."""
+        """The counts in the loss after each stage, and of what left it, by reason."""
         return funnel(self.columns, [name for name, _ in self.recipe], self.names, self.actions)
 
     @cached_property
@@ -122,12 +121,12 @@ class StepReport:
 
     @cached_property
     def groups(self) -> dict[str, np.ndarray]:
-        """One entry per group; empty where the batch has no groups."""
+        """One entry per group; empty if the batch has no groups."""
         return ColumnTable(groups_of(self.columns, self.group_size, each_reward=self.each_reward))
 
     @cached_property
     def as_compared(self) -> StepReport:
-        """The report whose groups are those within which the advantage compares, roles say."""
+        """The report with other groups: those within which the advantage compares rollouts, such as roles."""
         if not self.groups or "peers" not in self.columns:
             return self
         ids = compared_ids(self.columns)
@@ -139,7 +138,7 @@ class StepReport:
         return None if prompts is None else last_user_turn(prompts[row])
 
     def first_of_group(self, row: int) -> int | None:
-        """The first row of a row's group; None where the batch has no groups."""
+        """The first row of a row's group; None if the batch has no groups."""
         return self._first_rows.get(int(self.columns["group_id"][row])) if self.groups else None
 
     @cached_property
@@ -153,9 +152,9 @@ class StepReport:
 
     @cached_property
     def statuses(self) -> list[str | None] | None:
-        """N names of :class:`~headrace.transforms.Status` in lower case; None where the batch had none.
+        """N names of :class:`~headrace.transforms.Status` in lower case; None if the batch had none.
 
-        So is that of a row of which it is not known.
+        The name of a row whose status is not known is None, too.
         """
         if "status" not in self.columns:
             return None
@@ -164,7 +163,7 @@ class StepReport:
 
     @cached_property
     def advisories(self) -> list[Advisory]:
-        """What the numbers of this step alone advise to look at (:func:`advise`)."""
+        """The advice from the numbers of this step alone (:func:`advise`)."""
         return advise(self.numbers)
 
     @cached_property
@@ -181,13 +180,13 @@ class StepReport:
 
     @property
     def unsaid(self) -> list[str]:
-        """Numbers that a page shows first and that this batch cannot have: lengths, how rollouts ended."""
+        """Numbers that a page shows first, but that this batch cannot have: lengths, how rollouts ended."""
         found = ["response_length/mean"] if "no_lengths" in self.columns else []
         known = "status" in self.columns and bool((self.columns["status"] >= 0).all())
         return found if known else [*found, "rollouts/truncated"]
 
     def _characters(self) -> dict[str, float]:
-        """Characters of a rollout's response, where its tokens are not known."""
+        """Characters of a rollout's response, if its tokens are not known."""
         responses = self.texts.get("response")
         if responses is None or "no_lengths" not in self.columns or not len(self):
             return {}
@@ -199,7 +198,7 @@ class StepReport:
 
 
 class Decided(Protocol):
-    """What a report needs of a :class:`~headrace.pipeline.Decision`, which knows reports, and not they it."""
+    """What reports need of a :class:`~headrace.pipeline.Decision`, which they cannot import."""
 
     run: Run
 
@@ -217,11 +216,11 @@ def make_report(
     texts: Mapping[str, Sequence[str]] | None = None,
     survivors: Survivors | None = None,
 ) -> StepReport:
-    """The report of a run, or of the last batch of a pipeline.
+    """Make the report of a run, or of the last batch of a pipeline.
 
     If the recipe writes advantages or weights per token, the report of a run also has these, for the rows
-    that differ most, with at most 50,000 tokens in all. To read them, and to make texts of tokens, takes a
-    few more reads of the device.
+    that differ most, with at most 50,000 tokens in all. Reading them, and making texts of tokens, takes a few
+    more device reads.
 
     Args:
         processed: a :class:`Run`, a `Decision`, or a :class:`Pipeline` after a batch.
@@ -237,7 +236,7 @@ def make_report(
             numbers of an :class:`OptimiserRecord`. It shows all others, too.
         texts: ``prompt``, ``response`` and ``ground_truth`` of each of the N input rows, if the rows of the
             run have none. ``other_columns``: anything else, as a JSON object.
-        survivors: which groups the stream has trained and lost so far: :attr:`RolloutStream.survivors` or
+        survivors: counts of trained and lost groups: :attr:`RolloutStream.survivors` or
             :attr:`GroupAssembler.survivors`.
 
     Raises:
@@ -253,7 +252,7 @@ def make_report(
         >>> make_report(run, step=7)
         StepReport(step=7, 2 of 2 rows trained)
     """
-    inner: Any = getattr(processed, "run", None)  # of a pipeline it is a method
+    inner: Any = getattr(processed, "run", None)  # a pipeline's `run` is a method
     one: Any = inner if hasattr(inner, "ledger") else processed
     run: Run | None = one.last_run if hasattr(one, "last_run") else one
     if run is None:
@@ -278,7 +277,7 @@ def make_report(
     several = {getattr(own, "several", "sum") for own in of_values if hasattr(own, "advantage_by_row")}
     if (
         comparing and run.rows.table.ranks.size == 1
-    ):  # of groups that are spread over ranks, a part says nothing
+    ):  # if groups are spread over ranks, a part of a group has no meaning
         by_row = _advantage_by_row(comparing[0], columns)
         columns |= {} if by_row is None else {"advantage_by_row": by_row}
     there = run.ungathered if run is one and run.has_batch else None
@@ -327,11 +326,11 @@ def make_report(
             raise ValueError(
                 f"numbers must have names that the report does not have; found {', '.join(twice)}"
             )
-        metrics |= own  # the report has this dict; its statistics are not computed again
+        metrics |= own  # the report holds this dict, so its statistics are not computed again
         report.numbers.update(own)
 
     def rows_read() -> Iterator[int]:
-        """Asked for where a recipe writes numbers by token: groups take as long as all above."""
+        """Called only if a recipe writes numbers by token, because groups take long."""
         rows = rows_to_read(report)
         tokens = columns.get("tokens", np.zeros(len(report), np.int64))
         yield from rows[np.cumsum(tokens[rows]) <= TOKENS_READ].tolist()
@@ -345,7 +344,7 @@ def make_report(
 def _texts(
     run: Run, columns: Mapping[str, np.ndarray], batch: TensorDictBase | None, decode: Decode | None
 ) -> dict[str, Sequence[str]]:
-    """Texts of all rows, and labels of their ids: those that the batch had; texts else out of its tokens."""
+    """The texts of all rows, and the labels of their ids. Missing texts are made from tokens."""
     rows = len(columns["reason"])
     found = {name: strings(text, rows) for name, text in run.texts.items()}
     for unit in ("group", "rollout"):
@@ -359,11 +358,11 @@ def _texts(
 
 
 def rows_to_read(report: StepReport) -> np.ndarray:
-    """(N,) row numbers in the order in which they are worth reading.
+    """(N,) row numbers in the order in which to read them.
 
-    First come the worst and the best rollout of each group, where rewards are equal one of them, then all
-    others; both times the groups come by :func:`reading_order`. So where only some rows have room, many
-    groups have a response, also those whose rewards are equal.
+    First come the worst and the best rollout of each group, or one rollout if rewards are equal; then all
+    others. Both times the groups are in the order of :func:`reading_order`. So if only some rows have room,
+    many groups have a response, including groups with equal rewards.
 
     Example:
         >>> columns = {"group_id": np.array([4, 5, 5, 4, 5]), "reward": np.array([1.0, 0, 1, 1, 0.5])}

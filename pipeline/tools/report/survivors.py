@@ -1,4 +1,4 @@
-"""Which groups a stream lost: the advisory, and the tables by how long they took, their length and reward."""
+"""The groups that a stream lost: the advisory, and the tables by latency, turns, length and reward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from headrace.transforms.streams import Survivors, Tenth
 
 BIASED = -4.0  # z below this has at most one chance in 2,980
-SMALL = 2**-10  # what is less is in the bin of 0
+SMALL = 2**-10  # smaller values are in the bin of 0
 SAID = {
     "latency": "took at least {:.3g} s",
     "length": "have a rollout of at least {:,} tokens",
@@ -28,12 +28,12 @@ OPTIONS = {
     "evicted": "a greater max_pending_groups, or dispatch only capacity() groups",
     "lost": "in_order=False if rows are put out of order; else read the collector with assembled(…)",
 }
-"""What to set where most groups were lost for a reason."""
+"""What to set if most groups were lost for a reason."""
 WORDS = {"timeout": "too late for the timeout", "lost": "lost on the way"}
 
 
 class LostGroups(NamedTuple):
-    """What an advisory says of groups that a stream lost."""
+    """The text and the number of an advisory about lost groups."""
 
     text: str
     number: str
@@ -69,7 +69,7 @@ the lost were stale. Set on_stale='wait' with a RolloutStream or paced, or a gre
 
 
 def survivors_tables(survivors: Survivors | None) -> dict[str, FittedTable]:
-    """By latency, turns, length and reward, how many groups were trained and lost; only where they differ."""
+    """Make tables of trained and lost groups by latency, turns, length and reward, if these differ."""
     found: dict[str, FittedTable] = {}
     if survivors is None:
         return found
@@ -85,7 +85,7 @@ def survivors_tables(survivors: Survivors | None) -> dict[str, FittedTable]:
 
 
 def tenths_table(tenths: Sequence[Tenth], value: str) -> FittedTable:
-    """How many groups were trained and lost, by a value, such as ``latency``.
+    """Make a table of trained and lost groups by a value, such as ``latency``.
 
     Args:
         tenths: two or more.
@@ -106,7 +106,7 @@ def tenths_table(tenths: Sequence[Tenth], value: str) -> FittedTable:
 
 
 def page_tables(tables: Mapping[str, FittedTable]) -> list[PageTable]:
-    """The same tables for the page, by what they are of."""
+    """Convert these tables for the page."""
     return [
         {
             "name": value,

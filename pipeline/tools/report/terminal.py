@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from headrace.pipeline.pipeline import Pipeline
     from headrace.pipeline.run import Run
 
-GROUPS = 12  # lines of the table; the number of other groups is below it
-ROLLOUTS = 8  # rewards in a line
-PROMPT = 40  # letters of it at most
-ADVISED = 3  # advisories; the page has all
+GROUPS = 12  # most lines of the table; the number of other groups is below it
+ROLLOUTS = 8  # most rewards in a line
+PROMPT = 40  # most letters of a prompt
+ADVISED = 3  # most advisories; the page has all
 
 
 def show_report(report: StepReport, *, groups: int = GROUPS, setup: Setup | None = None) -> Group:
-    """A report as Rich prints it, readable at 80 columns. Texts of the batch are not read as markup.
+    """Return a report for Rich to print, readable at 80 columns. Markup in its texts is shown as text.
 
     Args:
         report: of a batch.
-        groups: lines of the group table at most. Groups that lost rollouts come first.
+        groups: most lines of the group table. Groups that lost rollouts come first.
         setup: as for :func:`show_advisories`.
 
     Example:
@@ -69,13 +69,13 @@ def show_advisories(
     unchecked: Sequence[str] = (),
     setup: Setup | None = None,
 ) -> list[Text]:
-    """A verdict; the first advisories, each with a remedy; and, on a line, what cannot be checked.
+    """Show a verdict, the first advisories, each with a remedy, and in one line what cannot be checked.
 
     Args:
         advisories: most urgent first.
-        verdict: whether the reward rises; an advisory does not say that again.
+        verdict: whether the reward rises; an advisory does not repeat it.
         unchecked: names of symptoms.
-        setup: of a run of the command, so that remedies are options that it has (:meth:`Remedy.under`).
+        setup: how the command was set up, so that remedies are options of the run (:meth:`Remedy.under`).
     """
     said = verdict or ""
     lines = list[Text]()
@@ -120,11 +120,11 @@ def print_report(
 
     Args:
         processed: a run, or a pipeline after a batch.
-        step: its number; None: that of the run.
-        console: where to print; None: standard output, as wide as it is, plain where it is no terminal.
+        step: number of the step; None: that of the run.
+        console: where to print; None: standard output, as plain text unless it is a terminal.
         solved: least reward of a solved rollout.
-        batch: what came in, to say what its rows would cost as trees; None: not looked at.
-        decode: from token ids to as many strings, for texts out of tokens; None: not known.
+        batch: the input batch, to compute the cost of its rows as trees. None: not computed.
+        decode: function from a list of token ids to one string for each id. None: no texts of tokens.
 
     Raises:
         RuntimeError: there was no batch, or a stage refused it.
@@ -174,7 +174,7 @@ def _groups(report: StepReport, most: int) -> FittedTable:
 
 
 def _values(values: np.ndarray) -> str:
-    """Rewards, each value once with its count, the most frequent first."""
+    """Format rewards: each value once with its count, the most frequent first."""
     known = values[np.isfinite(values)]
     distinct, counts = np.unique(known, return_counts=True)
     order = np.argsort(-counts, kind="stable")

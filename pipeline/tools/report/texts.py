@@ -1,4 +1,4 @@
-"""Prompts and responses: token by token, as text and with the numbers of each."""
+"""Texts of prompts and responses, and the numbers of their tokens."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ TOKENS: NestedKey = ("tokens", "full")
 class TokenValues(NamedTuple):
     """A response from its first token in the loss to its last."""
 
-    texts: Sequence[str] | None  # of each token; None: there is no decoder
-    values: Mapping[str, Sequence[float]]  # by name, a number a token; NaN: not in the loss
+    texts: Sequence[str] | None  # the text of each token; None: there is no decoder
+    values: Mapping[str, Sequence[float]]  # by name, a number per token; NaN: not in the loss
 
 
 def decoder_of(*components: Any) -> Decode | None:
-    """How a training shows tokens as text: the `token_texts` of a component, else its tokenizer's words.
+    """Find how to show tokens as text: by the `token_texts` of a component, else by its tokenizer.
 
     Args:
-        components: such as an environment and a policy, in the order of asking.
+        components: such as an environment and a policy. The first that can decode is used.
 
     Returns:
-        A function from token ids to as many strings; None where no component knows one.
+        A function from token ids to one string for each; None if no component has one.
 
     Example:
         >>> from headrace.pipeline.reverse import DigitPolicy
@@ -53,16 +53,16 @@ def _one_by_one(batch_decode: Callable[[list[list[int]]], list[str]], ids: list[
 def texts_of_tokens(
     batch: TensorDictBase, rows: int, decode: Decode, loss_mask_key: NestedKey
 ) -> dict[str, list[str]]:
-    """The prompt and the response of each row as text, out of its tokens. A few device reads.
+    """Decode the prompt and the response of each row. A few device reads.
 
     Args:
-        batch: TensorDict ``[n]`` with ``("tokens", "full")``; where rows have left, with their numbers.
-        rows: how many strings there are to be; a row that is not in the batch has an empty one.
+        batch: TensorDict ``[n]`` with ``("tokens", "full")``; with row numbers, if rows have left.
+        rows: number of strings to return; a row that is not in the batch has an empty string.
         decode: from token ids to as many strings.
-        loss_mask_key: (n, T) bool; without it ``("tokens", "response")`` says how long the response is.
+        loss_mask_key: (n, T) bool; without it, ``("tokens", "response")`` gives the length of the response.
 
     Returns:
-        `rows` strings by name, ``prompt`` and ``response``; empty where the batch has no tokens.
+        `rows` strings each, by the names ``prompt`` and ``response``; empty if the batch has no tokens.
     """
     if len(batch) == 0 or not has_key(batch, TOKENS):
         return {}
@@ -96,17 +96,17 @@ def values_by_token(
     loss_mask_key: NestedKey,
     decode: Decode | None = None,
 ) -> dict[int, TokenValues]:
-    """What each token of some rows has: its advantage, or its weight. A few device reads, where there is any.
+    """Read the numbers of each token of some rows, such as its advantage. A few device reads.
 
     Args:
         batch: TensorDict ``[n]``, after the stages, with row numbers.
-        keys: where to find (n, T) or (n, T, 1) numbers, by name; one number a row is none of a token.
-        rows: their numbers; one that has left the batch, or has no token in the loss, is left out.
+        keys: columns with (n, T) or (n, T, 1) numbers, by name. Columns with one number per row are skipped.
+        rows: row numbers. Rows that have left the batch, or have no token in the loss, are left out.
         loss_mask_key: (n, T) bool.
         decode: from token ids to as many strings; None: the texts of tokens are not known.
 
     Returns:
-        By row number; empty where no column has a number a token.
+        The values by row number; empty if no column has a number per token.
     """
     there = {name: key for name, key in keys.items() if _by_token(batch, key, loss_mask_key)}
     if not there:
@@ -143,7 +143,7 @@ def _decoded(decode: Decode, ids: list[int], row: int) -> list[str]:
 
 
 def _by_token(batch: TensorDictBase, key: NestedKey, mask_key: NestedKey) -> bool:
-    """Whether a column has a number for each place of the mask, and the mask more than one place a row."""
+    """Whether a column has a number for each entry of the mask, and rows have several entries."""
     if len(batch) == 0 or not has_key(batch, key) or not has_key(batch, mask_key):
         return False
     parts = batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]
@@ -162,11 +162,11 @@ def _select(batch: TensorDictBase, keys: Iterable[NestedKey]) -> TensorDictBase:
 
 
 def _rows(batch: TensorDictBase) -> Sequence[TensorDictBase]:
-    """The rows one by one, on the CPU."""
+    """List the rows one by one, on the CPU."""
     there = batch.cpu()
     return there.tensordicts if isinstance(there, LazyStackedTensorDict) else there.unbind(0)
 
 
 def row_numbers(batch: TensorDictBase) -> list[int]:
-    """The row numbers of a batch; one that no stage has seen has all of its rows."""
+    """The row numbers of a batch. A batch that no stage has seen has all its rows."""
     return batch.get(ROW).tolist() if has_key(batch, ROW) else list(range(len(batch)))

@@ -1,4 +1,4 @@
-"""What the user asked, out of a prompt in the format of a chat."""
+"""Find what the user asked, in a prompt with a chat format."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 from headrace.pipeline.wording import beginning, printable
 
-LINE = 80  # characters by which a prompt is called
-LABEL = 160  # by which it is listed
+LINE = 80  # most characters of a prompt's name in a sentence
+LABEL = 160  # most characters of a prompt in a list
 
 
 class ChatFormat(NamedTuple):
     """How a chat template writes turns."""
 
-    mark: str  # by which it is known, wherever it stands first
-    begin: str  # of a turn of the user
-    ends: tuple[str, ...]  # of a turn, the first that comes
+    mark: str  # the format whose mark comes first in the prompt is used
+    begin: str  # how a turn of the user begins
+    ends: tuple[str, ...]  # how a turn ends; the first of them counts
 
 
 FORMATS = (
@@ -36,20 +36,20 @@ FORMATS = (
     ChatFormat("<|im_middle|>", "<|im_user|>user<|im_middle|>", ("<|im_end|>",)),  # Kimi
 )
 SYSTEM = re.compile(r"\s*<<SYS>>.*?<</SYS>>|\s*\[SYSTEM_PROMPT\].*?\[/SYSTEM_PROMPT\]", re.S)
-TOOL = "<tool_response>"  # Qwen's template hands what a tool said to the model as a turn of the user
+TOOL = "<tool_response>"  # Qwen's template writes the result of a tool as a turn of the user
 BARE = re.compile(r"^(system|user|assistant|tool)\n", re.M)
 ROLE = re.compile(r"^(system|developer|user|assistant|tool): ?", re.M | re.I)
 
 
 def last_user_turn(prompt: str) -> str:
-    r"""The last turn of the user in a prompt; the prompt itself where it is of no known format.
+    r"""Return the last turn of the user in a prompt; the prompt itself if its format is not known.
 
-    Known are the special tokens of ChatML and Qwen, Llama 2, 3 and 4, Mistral, Gemma, DeepSeek, Phi, GLM,
-    gpt-oss, Command R and Kimi, and lines of ``role: content``, as messages are read and older templates are.
-    So are lines of a role alone, which ChatML leaves where special tokens are skipped.
+    Known formats are the special tokens of ChatML and Qwen, Llama 2, 3 and 4, Mistral, Gemma, DeepSeek, Phi,
+    GLM, gpt-oss, Command R and Kimi; lines of ``role: content``, as in older templates and in messages that
+    are read as text; and lines with only a role, which ChatML leaves if special tokens are skipped.
 
     Args:
-        prompt: as the policy saw it, or as a dump has it.
+        prompt: as the policy saw it, or as it is in a dump.
 
     Example:
         >>> last_user_turn("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n")
@@ -71,7 +71,7 @@ def last_user_turn(prompt: str) -> str:
 
 
 def asked_line(prompt: str, most: int = LINE) -> str:
-    r"""What a prompt is called by: the beginning of the last turn of the user, on one line.
+    r"""Name a prompt by the beginning of the last turn of the user, on one line.
 
     Example:
         >>> asked_line("user: What is\n2+2?")
@@ -81,12 +81,12 @@ def asked_line(prompt: str, most: int = LINE) -> str:
 
 
 def prompt_label(prompt: object) -> str:
-    """What a prompt, or an id of one, is listed by."""
+    """Name a prompt, or an id of a prompt, in a list."""
     return printable(asked_line("" if prompt is None else str(prompt), LABEL))
 
 
 def _lines(prompt: str) -> list[str]:
-    """The same of lines that begin with a role: a chat that begins with one, or that waits for an answer."""
+    """The lines of a prompt that begin with a role, if the chat begins with one or waits for an answer."""
     starts = list(ROLE.finditer(prompt))
     chat = starts and (not prompt[: starts[0].start()].strip() or prompt.rstrip().endswith("Assistant:"))
     if not chat and re.match(r"(system|user)\n", prompt) and "\nassistant\n" in f"{prompt.rstrip()}\n":

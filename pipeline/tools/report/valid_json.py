@@ -1,4 +1,4 @@
-"""JSON that every reader takes: what is not finite is null, since JSON has no NaN."""
+"""JSON that every reader accepts. Numbers that are not finite become null, because JSON has no NaN."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:
-    """Plain values as JSON; numbers that are not finite become null.
+    """Write plain values as JSON; numbers that are not finite become null.
 
     Args:
         value: of dicts, lists, tuples, text, numbers, bools and None.

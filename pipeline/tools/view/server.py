@@ -1,8 +1,8 @@
-"""The server of ``headrace view``, on this machine alone, and what it answers.
+"""The server of ``headrace view``, on this machine only, and its answers.
 
-It listens on 127.0.0.1. Every path of its address begins with a random word, which only the user who started
-it knows. So other users of the machine cannot read the rows. A request with the name of another host is
-refused: a page of another site could send it (DNS rebinding). Only GET is answered, and only for the names in
+It listens on 127.0.0.1. Every path of its address begins with a random word that only the user who started it
+knows. So other users of the machine cannot read the rows. A request with the name of another host is refused:
+a page of another site could send it (DNS rebinding). Only GET is answered, and only for the names in
 :data:`FILES` and :data:`ANSWERS`. No path of a request is a path of a file.
 """
 
@@ -39,7 +39,7 @@ OURS = (
 )
 OF_THE_PAGE = ("page.css", "dom.js", "numbers.js", "colour.js", "metrics.js")
 FILES = {name: HERE / name for name in OURS} | {name: SHARED / name for name in OF_THE_PAGE}
-HOSTS = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?")  # of a port that ssh forwards, too
+HOSTS = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?")  # the port may be another, if ssh forwards it
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -49,15 +49,15 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-MOST = 200  # rows, or prompts, of one answer
+MOST = 200  # most rows, or prompts, of one answer
 ORDERS = ("lowest", "highest")
 
 
 def view(words: Sequence[str]) -> int:
-    """Serve one run or two until Ctrl-C; the exit status.
+    """Serve one run or two until Ctrl-C, and return the exit status.
 
     Args:
-        words: behind ``headrace view``.
+        words: the arguments after ``headrace view``.
 
     Raises:
         ConfigError: other words, a folder without rows, or a port that is taken.
@@ -102,14 +102,14 @@ def view(words: Sequence[str]) -> int:
 
 
 class ViewServer(ThreadingHTTPServer):
-    """Serves the rows of runs on 127.0.0.1; ``address`` is where.
+    """Serves the rows of runs on 127.0.0.1, at ``address``.
 
     Args:
         runs: one or two.
-        port: 0: any that is free.
+        port: 0: any free port.
 
     Raises:
-        ConfigError: the port is taken, or is not for this user.
+        ConfigError: the port is taken, or this user may not use it.
     """
 
     daemon_threads = True
@@ -124,7 +124,7 @@ class ViewServer(ThreadingHTTPServer):
         self.address = f"http://127.0.0.1:{self.server_address[1]}/{self.secret}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle of an answer is no error; all others are printed."""
+        """Print errors, except if a browser closes the connection in the middle of an answer."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
@@ -138,14 +138,14 @@ class Answering(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        """Answer with a file of the viewer, or with what is asked of the runs."""
+        """Answer with a file of the viewer, or with data of the runs."""
         if HOSTS.fullmatch(self.headers.get("Host", "")) is None:
             return self._refuse(HTTPStatus.FORBIDDEN, "this server answers 127.0.0.1 and localhost only")
         path, _, query = self.path.partition("?")
         parts = path.split("/", 2)  # nothing, the secret, and a name
         if parts[0] or not secrets.compare_digest(parts[1].encode(), self.server.secret.encode()):
             return self._refuse(HTTPStatus.FORBIDDEN, "open the whole address that headrace view has printed")
-        if len(parts) < 3:  # without the slash the page would look for its files elsewhere
+        if len(parts) < 3:  # without the slash, the page would look for its files at another address
             return self._refuse(
                 HTTPStatus.NOT_FOUND, "the address that headrace view has printed ends with a slash"
             )
@@ -186,18 +186,18 @@ class Answering(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the terminal is for what went wrong."""
+        """Log nothing, because the terminal is for errors."""
 
 
 # -- questions and answers -----------------------------------------------------------------------------------
 
 
 class QueryError(ValueError):
-    """A question with an unknown name, or a value that cannot be."""
+    """A request has an unknown name or an invalid value."""
 
 
 class Query:
-    """The part of an address behind ``?``, read name by name; other names are an error."""
+    """The part of an address after ``?``, read name by name; other names are an error."""
 
     def __init__(self, text: str):
         try:
@@ -209,11 +209,11 @@ class Query:
             raise QueryError("a name is there twice")
 
     def text(self, name: str) -> str:
-        """A value as text; empty where it is not there."""
+        """A value as text; empty if it is missing."""
         return self._values.pop(name, "")
 
     def one_of(self, name: str, words: Sequence[str]) -> str:
-        """One of some words, the first of them where it is not there."""
+        """One of some words; the first of them if it is missing."""
         value = self._values.pop(name, words[0] if words else "")
         if value not in words:
             raise QueryError(f"{name} is one of {', '.join(words)}; got {value[:40]!r}")
@@ -227,7 +227,7 @@ class Query:
         return int(value)
 
     def run(self, runs: Sequence[StoredRun]) -> StoredRun:
-        """The run that is asked about."""
+        """The run that the request names."""
         number = self.number("run")
         if number >= len(runs):
             raise QueryError(f"run is below {len(runs)}; got {number}")
@@ -240,7 +240,7 @@ class Query:
 
 
 def answer_runs(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
-    """The steps of all runs, each with a few numbers; files that were added are found."""
+    """The steps of all runs, each with a few numbers; new files are found."""
     query.end()
     found = []
     for run in runs:
@@ -261,7 +261,7 @@ def answer_runs(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
 
 
 def summary(stored: StoredStep) -> dict[str, Any]:
-    """A step in one line of the list of steps."""
+    """A step as one line of the list of steps."""
     levels = [level for level in stored.funnel if isinstance(level, Mapping)]
     first, last = (levels[0], levels[-1]) if levels else ({}, {})
     gone: dict[str, int] = {}
@@ -285,7 +285,7 @@ def summary(stored: StoredStep) -> dict[str, Any]:
 
 
 def a_number(value: Any) -> float | None:
-    """The value if it is a number; what is in a file may be anything."""
+    """The value if it is a number, because a file may hold any value."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
@@ -304,7 +304,7 @@ def answer_metric(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
 
 
 def answer_rows(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
-    """Some rows of a step."""
+    """Answer with some rows of a step."""
     run, step = query.run(runs), query.number("step")
     how: dict[str, Any] = {name: query.text(name) for name in ("sort", "reason", "group", "text", "prompt")}
     descending = query.one_of("order", ("ascending", "descending")) == "descending"
@@ -315,7 +315,7 @@ def answer_rows(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
 
 
 def answer_text(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
-    """One text, whole."""
+    """Answer with one whole text."""
     run, step, place = query.run(runs), query.number("step"), query.number("place")
     column = query.text("column")
     query.end()
@@ -346,7 +346,7 @@ def answer_prompts(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
 
 
 def prompt_summary(steps: Any) -> dict[str, Any]:
-    """What became of a prompt in a run: its steps, its mean reward in all, the first and the last of them."""
+    """Summarise a prompt in a run: its steps, and its mean reward in all, the first and the last of them."""
     each = sorted(steps)
     rewards = [(seen.reward, seen.scored) for _, seen in each if seen.reward is not None]
     weight = sum(scored for _, scored in rewards)
@@ -361,7 +361,7 @@ def prompt_summary(steps: Any) -> dict[str, Any]:
 
 
 def answer_prompt(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
-    """One prompt over all steps of all runs."""
+    """Answer with one prompt over all steps of all runs."""
     same, key = same_of(runs), query.text("key")
     query.end()
     of_runs = [run.prompts(same).get(key, {}) for run in runs]
@@ -381,7 +381,7 @@ def answer_prompt(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
 
 
 def same_of(runs: Sequence[StoredRun]) -> str:
-    """The column by which prompts are known again in all of the runs; empty: there is none."""
+    """The column that identifies prompts in all of the runs; empty: there is none."""
     kinds = [run.kinds() for run in runs]
     return next((name for name in SAME if all(name in of for of in kinds)), "")
 

@@ -1,4 +1,4 @@
-"""The rows that a run keeps next to its page, read as far as they are shown.
+"""The rows that a run keeps next to its page. Only rows that are shown are read.
 
 A file is not trusted. It is opened only if it is a plain file in the folder of the run, not a link. Only
 columns of numbers and texts are read: nothing in a file is executed, and no extension type is made.
@@ -32,21 +32,21 @@ from headrace.pipeline.wording import printable
 FILE = re.compile(r"step_(\d{1,18})\.parquet")
 END = 80  # characters of the end of a longer text
 EXCERPT = 600  # characters of a text in a list of rows; the whole text is read when it is asked for
-MAX_STEP_ROWS = 2**22  # as for dumps that are read back
-MAX_STEP_BYTES = 2**33  # of a step, uncompressed, as its file claims
-LABEL = 80  # characters of the name of a recipe
-MOST_DOTS = 200  # rollouts of a prompt in one step that are drawn
-EXACT = 2**53  # beyond it JavaScript rounds integers
-SAME = ("prompt", "prompt_id", "group_label", "group_id")  # columns by which prompts are known again
+MAX_STEP_ROWS = 2**22  # as for dumps
+MAX_STEP_BYTES = 2**33  # most bytes of a step, uncompressed, by its file's metadata
+LABEL = 80  # most characters of the name of a recipe
+MOST_DOTS = 200  # most rollouts of a prompt in one step that are drawn
+EXACT = 2**53  # JavaScript rounds greater integers
+SAME = ("prompt", "prompt_id", "group_label", "group_id")  # columns that identify prompts
 LABELS = {"group_id": "group_label", "rollout_id": "rollout_label"}
 REWARDS = ("rollout_reward", "reward")  # the reward of a row's rollout, else its own
-TEACHES = "teaches"  # the order of rows in which the groups that teach come first
+TEACHES = "teaches"  # the order of rows that begins with the groups that teach
 
 
 REPLAYED = (
     "For its rows: headrace task=replay source.path=DUMP hydra.run.dir=FOLDER, then headrace view FOLDER"
 )
-OF_TASKS = {  # what the folders of other tasks hold, by a file of theirs
+OF_TASKS = {  # what the folders of other tasks contain, by a file in them
     "compare.json": (
         "a comparison of two recipes",
         f"Open report.html in a browser: it has both advantages of each row that it shows. {REPLAYED}, for "
@@ -62,7 +62,7 @@ class UnreadableRows(ValueError):
 
 
 class PromptInStep(NamedTuple):
-    """What became of a prompt in a step."""
+    """The rollouts and the reward of a prompt in a step."""
 
     groups: int
     rollouts: int
@@ -72,17 +72,17 @@ class PromptInStep(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredStep:
-    """A file of rows, as far as its end describes it.
+    """A file of rows, as described by its footer.
 
     Attributes:
         step: its number.
         path: of the file.
         stamp: time and size of the file when it was read.
-        rows: how many it has.
+        rows: number of its rows.
         kinds: ``number``, ``integer``, ``numbers`` (a list) or ``text`` of each column that can be shown.
         funnel: of the step, as the page has it.
         numbers: of the step, likewise.
-        prompts: by the column that tells prompts apart, what became of each; filled when it is asked for.
+        prompts: by the column that identifies prompts, each prompt in this step; filled at the first request.
     """
 
     step: int
@@ -119,7 +119,7 @@ class StoredRun:
             )
         self.name = self.folder.parent.name if self.folder.name == "rollouts" else self.folder.name
         self.recipe = printable(read_recipe(self.rows_folder))[:LABEL]
-        self.labels: dict[str, str] = {}  # of prompts, by their keys
+        self.labels: dict[str, str] = {}  # labels of prompts, by their keys
         self._steps: dict[int, StoredStep] = {}
         self._problems: list[str] = []
         self._failed: list[FailedStep] = []
@@ -156,11 +156,11 @@ class StoredRun:
             return self._steps
 
     def failed(self) -> list[FailedStep]:
-        """The steps that failed and have no rows, each with the reason; a damaged file is a problem."""
+        """The steps that failed and have no rows, each with the reason."""
         return self._failed
 
     def problems(self) -> list[str]:
-        """Files that cannot be shown, and why, as of the last look at the folder."""
+        """Files that cannot be shown, and why, when the folder was last read."""
         return self._problems
 
     def kinds(self) -> Mapping[str, str]:
@@ -172,7 +172,7 @@ class StoredRun:
         """A step.
 
         Raises:
-            UnreadableRows: the run has none of this number.
+            UnreadableRows: the run has no step of this number.
         """
         if number not in self._steps:
             raise UnreadableRows(f"the run {self.name} has no step {number}")
@@ -210,29 +210,30 @@ class StoredRun:
         offset: int = 0,
         count: int = 50,
     ) -> dict[str, Any]:
-        """Some rows of a step, with all their columns; of long texts the beginning.
+        """Some rows of a step, with all their columns; long texts are cut.
 
         Args:
             number: of the step.
             sort: a column of numbers; ``reward``: the reward of the rollout. Rows without a number come
                 last. Empty or ``teaches``: the groups that teach first, those with the widest spread of
                 rewards in the loss; the rows of a group together, by reward.
-            descending: whether the greatest number, of a group the highest reward, comes first.
+            descending: whether the greatest number comes first; within a group, the highest reward.
             reason: rows with this reason only; ``left``: those that are not trained.
-            group: rows with this group id, or group label, only; where none has it, those that contain it.
-            text: rows only in which a text has this in it, in whatever case.
-            prompt: key of a prompt (:func:`key_of`): its rows only.
-            same: the column whose values `prompt` is a key of.
+            group: only rows with this group id or label; if there are none, rows whose id or label contains
+                it.
+            text: only rows with a text that contains this, in upper or lower case.
+            prompt: only rows of the prompt with this key (:func:`key_of`).
+            same: the column that `prompt` is a key of.
             offset: how many rows to leave out.
             count: most rows to return.
 
         Returns:
-            ``columns`` as [name, kind] pairs, ``rows`` as lists in their order, ``keys``: of their
-            prompts (empty: unknown), ``found``: rows that match, ``of``: rows of the step. A text is
-            ``{"start", "characters"}``, and a long one has its ``end``.
+            ``columns``: [name, kind] pairs. ``rows``: lists of values in this order. ``keys``: the keys of
+                their prompts (empty: unknown). ``found``: number of rows that match. ``of``: number of rows
+                of the step. A text is ``{"start", "characters"}``, and a long one also has its ``end``.
 
         Raises:
-            UnreadableRows: no such step or column, or a file that cannot be read.
+            UnreadableRows: there is no such step or column, or a file cannot be read.
         """
         stored = self.step(number)
         reward = next((name for name in REWARDS if name in stored.kinds), "row")
@@ -256,7 +257,7 @@ class StoredRun:
         return {"columns": columns, "rows": rows, "keys": prompts, "found": len(order), "of": stored.rows}
 
     def text(self, number: int, place: int, column: str) -> str:
-        """A text of one row, whole.
+        """Return a whole text of one row.
 
         Args:
             number: of the step.
@@ -264,7 +265,7 @@ class StoredRun:
             column: of texts.
 
         Raises:
-            UnreadableRows: no such step, row or column, or a file that cannot be read.
+            UnreadableRows: there is no such step, row or column, or a file cannot be read.
         """
         stored = self.step(number)
         if stored.kinds.get(column) != "text" or not 0 <= place < stored.rows:
@@ -293,7 +294,7 @@ class StoredRun:
             names = [name for name in ("group_id", "group_label") if name in stored.kinds]
             columns = [file.read([name])[name].cast(pa.string()) for name in names]
             found = [as_mask(pc.equal(column, group)) for column in columns]
-            if not any(mask.any() for mask in found):  # no group has this name
+            if not any(mask.any() for mask in found):  # no group has exactly this name
                 found = [as_mask(pc.match_substring(column, group)) for column in columns]
             keep &= np.logical_or.reduce(found) if found else False
         if prompt:
@@ -312,11 +313,11 @@ class StoredRun:
     # -- prompts over the steps ----------------------------------------------------------------------------
 
     def prompts(self, same: str, text: str = "") -> dict[str, dict[int, PromptInStep]]:
-        """What became of each prompt in each step, by its key. The first call reads a column of all files.
+        """Each prompt in each of its steps, by its key. The first call reads a column of all files.
 
         Args:
             same: the column whose equal values are one prompt.
-            text: prompts only that have this in them, in whatever case.
+            text: only prompts that contain this, in upper or lower case.
 
         Raises:
             UnreadableRows: a file that cannot be read.
@@ -347,11 +348,11 @@ class StoredRun:
         return None
 
     def rollouts_of(self, key: str, same: str) -> dict[int, list[list[float | None]]]:
-        """The reward and the advantage of each rollout of a prompt, by step; of at most 200 in a step.
+        """The reward and the advantage of a prompt's rollouts, by step, of at most 200 in a step.
 
         Args:
             key: of the prompt (:func:`key_of`).
-            same: the column of which it is a key.
+            same: the column that it is a key of.
 
         Raises:
             UnreadableRows: a file that cannot be read.
@@ -381,7 +382,7 @@ class StoredRun:
         codes, values = as_codes(table[same])
         of = {name: table[name].to_numpy(zero_copy_only=False) for name in numbers}
         rows = np.arange(len(codes))
-        first = np.unique(of.get("rollout_id", rows), return_index=True)[1]  # of each rollout
+        first = np.unique(of.get("rollout_id", rows), return_index=True)[1]  # first row of each rollout
         reward = next((of[name] for name in REWARDS if name in of), np.full(len(codes), np.nan))[first]
         code, group = codes[first], of.get("group_id", rows)[first]
         known = np.isfinite(reward)
@@ -405,7 +406,7 @@ def stamp_of(path: Path) -> tuple[int, int]:
     """Time of the last change and size of a file.
 
     Raises:
-        UnreadableRows: it is gone.
+        UnreadableRows: the file is gone.
     """
     try:
         found = path.lstat()
@@ -416,14 +417,14 @@ def stamp_of(path: Path) -> tuple[int, int]:
 
 @contextmanager
 def opened(path: Path, texts: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
-    """A Parquet file, if it is a plain file and no link.
+    """Open a Parquet file, if it is a plain file and not a link.
 
     Args:
         path: of the file.
         texts: columns to read as codes of a dictionary.
 
     Raises:
-        UnreadableRows: another kind of file, or a damaged one.
+        UnreadableRows: it is another kind of file, or damaged.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -442,10 +443,10 @@ def opened(path: Path, texts: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
 
 
 def read_footer(path: Path, number: int) -> StoredStep:
-    """What the end of a file says of its rows; no row is read.
+    """Read the footer of a file, which describes its rows; no row is read.
 
     Raises:
-        UnreadableRows: it is no such file, or claims more than there may be.
+        UnreadableRows: it is not a file of rows, or claims too many rows or bytes.
     """
     stamp = stamp_of(path)
     with opened(path) as file:
@@ -459,14 +460,14 @@ def read_footer(path: Path, number: int) -> StoredStep:
             )
         of_step = plain_json(metadata.metadata or {}, "headrace.step")
     kinds = {field.name: kind for field in schema if (kind := kind_of(field.type)) is not None}
-    kinds.pop("step", None)  # which is the file's name
+    kinds.pop("step", None)  # the step is in the file's name
     of_step = of_step if isinstance(of_step, dict) else {}
     described = {"funnel": of_step.get("funnel", []), "numbers": of_step.get("numbers", {})}
     return StoredStep(number, path, stamp, metadata.num_rows, kinds, **described)
 
 
 def plain_json(metadata: Mapping[bytes, bytes], key: str) -> Any:
-    """A value of a file's metadata; None where there is none, or none that can be read."""
+    """A value of a file's metadata; None if it is missing or cannot be read."""
     try:
         return json.loads(metadata.get(key.encode(), b"null"), parse_constant=lambda _: None)
     except (ValueError, RecursionError):
@@ -474,7 +475,7 @@ def plain_json(metadata: Mapping[bytes, bytes], key: str) -> Any:
 
 
 def kind_of(type: pa.DataType) -> str | None:
-    """How a column is shown; None: not at all."""
+    """The kind by which a column is shown; None: it is not shown."""
     if pa.types.is_string(type) or pa.types.is_large_string(type):
         return "text"
     if pa.types.is_integer(type) or pa.types.is_boolean(type):
@@ -507,14 +508,14 @@ def values_at(file: pq.ParquetFile, names: Sequence[str], places: np.ndarray) ->
 def cells_at(
     file: pq.ParquetFile, stored: StoredStep, names: Sequence[str], places: np.ndarray
 ) -> list[list[Any]]:
-    """The same as JSON can hold it, with the row's place in the file in front."""
+    """The values of some rows as JSON can hold them, after the row's place in the file."""
     kinds = [stored.kinds[name] for name in names]
     rows = values_at(file, names, places)
     return [[place, *map(cell_of, row, kinds)] for place, row in zip(places.tolist(), rows, strict=True)]
 
 
 def cell_of(value: Any, kind: str) -> Any:
-    """A value as JSON can hold it and JavaScript can read it without loss.
+    """Convert a value so that JSON can hold it and JavaScript reads it without loss.
 
     Example:
         >>> cell_of(2**60, "integer"), cell_of(float("nan"), "number")
@@ -535,14 +536,14 @@ def cell_of(value: Any, kind: str) -> Any:
 
 
 def as_mask(found: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """(N,) bool of an Arrow column of truths; null is False."""
+    """(N,) bool of an Arrow column of booleans; null is False."""
     return np.asarray(pc.fill_null(found, False).to_numpy(zero_copy_only=False), bool)
 
 
 def ranked(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-    """(N,) ranks of a column of numbers, equal for equal numbers, and (N,) bool, True where there is none.
+    """(N,) ranks of a column of numbers, equal for equal numbers; and (N,) bool, True for missing numbers.
 
-    Integers of 64 bits are compared as integers: as floats, ids of texts would be alike.
+    64-bit integers are compared as integers, because as floats different ids of texts could be equal.
 
     Example:
         >>> ranks, unknown = ranked(pa.chunked_array([[2**60 + 1, None, 2**60]]))
@@ -557,7 +558,7 @@ def ranked(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def by_teaching(table: pa.Table, reward: str) -> list[np.ndarray]:
-    """Two keys by which :func:`numpy.lexsort` puts the rows of groups that teach first; the last counts most.
+    """Two keys for :func:`numpy.lexsort`, by which rows of groups that teach come first.
 
     Args:
         table: (N,) `group_id`, `reason` and the reward.
@@ -583,7 +584,7 @@ def coded(stored: StoredStep, name: str) -> tuple[np.ndarray, list[Any]]:
     """A column as (N,) codes, and the value of each code.
 
     Raises:
-        UnreadableRows: no such column, or a file that cannot be read.
+        UnreadableRows: there is no such column, or a file cannot be read.
     """
     if name not in stored.kinds:
         raise UnreadableRows(f"step {stored.step} has no column {name!r}")
