@@ -32,7 +32,7 @@ class StepsFailed(RuntimeError):
 
 
 class DumpSteps:
-    """What a task makes of the steps of a dump, and the steps that failed.
+    """Collect what a task makes of the steps of a dump, and the steps that failed.
 
     Args:
         source: the dump.
@@ -86,7 +86,7 @@ class DumpSteps:
             raise self._advised(first)
 
     def _advised(self, err: SourceError | BatchError) -> SourceError | BatchError:
-        """The error, with what the run that wrote the dump set."""
+        """The error, with the options that were set in the run that wrote the dump."""
         if isinstance(err, BatchError):
             err.more += self.source.advice
         return err

@@ -13,7 +13,7 @@ from headrace.transforms import BatchError
 
 
 def refused_report(batch: TensorDictBase, step: int, err: BatchError) -> StepReport | None:
-    """The report of a batch that a stage refused: all of its rows left there, and it has no numbers.
+    """The report of a batch that a stage refused. All its rows left at that stage, and it has no numbers.
 
     Args:
         batch: as it came in.

@@ -1,4 +1,4 @@
-"""Groups that Atropos saves: a JSON Lines file, a group a line.
+"""Groups that Atropos saves: a JSON Lines file with one group per line.
 
 Schema: NousResearch/atropos, ``ScoredDataGroup`` in ``atroposlib/envs/base.py``: ``tokens``, ``masks`` and
 ``scores``, a list with an entry for each rollout; and lists or null: ``advantages``, ``inference_logprobs``,

@@ -25,8 +25,8 @@ from .record import SourceError, quote
 MAX_TOKENS = 2**24  # of a sample: a wrong length in a dump must not take all memory
 MAX_ROWS = 2**22  # of a step
 MAX_CELLS = 2**31  # of a step's loss mask: rows × the longest
-ZERO = 1e-6  # advantages that are not greater are 0: those of equal rewards, after rounding
-Label = str | int | tuple[str | int, ...]  # a tuple where it has parts, which a text would run together
+ZERO = 1e-6  # advantages up to this count as 0: equal rewards give such values after rounding
+Label = str | int | tuple[str | int, ...]  # a tuple if it has parts, which one text could not keep apart
 BY_ORDER = ("by order",)  # the group of a sample, until group_by_order makes it from the order
 UNPADDED, PADDING = 2**26, 64  # rows × the longest: always allowed up to UNPADDED, or PADDING × the tokens
 
@@ -224,9 +224,9 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
         batch["expected_rollouts"] = torch.tensor(expected)
     if (advantage := column(rows, "advantage", default=math.nan)) is not None:
         batch["logged_advantage"] = torch.tensor(advantage, dtype=torch.float32)
-    # Labels and texts come last: they take longer than all else, and a row that is refused need not wait.
+    # Labels and texts come last: they take longest, and rows that are refused need none.
     texts = {f"{name}_text": column(rows, name, default="") for name in ("prompt", "response")}
-    if all(row.ground_truth is not None or row.lost for row in rows):  # else only some can be graded by it
+    if all(row.ground_truth is not None or row.lost for row in rows):  # else not all rows can be graded
         texts["ground_truth"] = column(rows, "ground_truth", default="")
     if NO_LENGTHS in batch.keys(True) and any(row.response_parts is not None for row in rows):
         parts = [row.response_parts for row in rows]
@@ -311,7 +311,7 @@ def check_groups(rows: Sequence[Sample]) -> None:
 def group_by_order(samples: Sequence[Sample], size: int) -> list[Sample]:
     """Make a group of each run of `size` rollouts, in the order of the file.
 
-    The label of a group is what its prompt asks, as that of ``group_by="prompt"``, and the number of the run.
+    The label of a group is what its prompt asks, as under ``group_by="prompt"``, and the number of the run.
 
     Args:
         samples: of one step; those with another group than :data:`BY_ORDER` are an error.
@@ -430,13 +430,13 @@ def separate_draws(
 
 
 def consecutive(rollouts: Sequence[list[Sample]]) -> bool:
-    """Whether the places of samples are known, and each is one more than that before it."""
+    """Whether the places of samples are known, and each is one more than the place before it."""
     places = [row.place for rows in rollouts for row in rows]
     return places[0] is not None and places == list(range(places[0], places[0] + len(places)))
 
 
 def draws_by_advantages(rollouts: Sequence[list[Sample]], size: int) -> list[list[list[Sample]]]:
-    """Cut a group into the runs of rollouts whose logged advantages are their own; empty if there are none.
+    """Cut a group into runs of rollouts that fit their own logged advantages; empty if no cut does.
 
     A cut is right if each run has `size` rollouts, the advantages of a run are its own
     (:func:`fits_advantages`), and those of the whole group are not. Then the advantages of another run may
@@ -491,7 +491,7 @@ def fits_advantages(rollouts: Sequence[list[Sample]]) -> bool | None:
     has = np.array([bool(each) for each in known], bool)
     if not has.any():
         return None
-    if not np.isfinite(rewards).all():  # some have no reward: how they count is not known
+    if not np.isfinite(rewards).all():  # it is not known how rollouts without a reward count
         return False
     logged = np.array([each[0] for each in known if each])
     far = np.abs(logged).max()
@@ -518,7 +518,7 @@ class Draws(NamedTuple):
     groups_left_out: int = 0
     """Number of groups that could not be split."""
     rows_left_out: int = 0
-    """Number of rows of the latter."""
+    """Number of rows of the groups that could not be split."""
     drawn: tuple[tuple[str, int], ...] = ()
     """The label of each of these groups, and its rollouts."""
     confirmed: int = 0

@@ -37,7 +37,7 @@ MAX_LINE = 2**28  # bytes; one line is in memory at a time
 ROWS = 256  # of a Parquet file, in memory at a time
 MESSAGES_KEPT = 8
 STEPS_KEPT = 4096  # whose first error is kept until their step is read
-MAX_VALUES = 2**28  # of a table that is read as a whole
+MAX_VALUES = 2**28  # most values of a table that is read as a whole
 # The calls that plain data and tensors need in a pickle. torch allows more calls, and with some of them a
 # small file can claim much memory: bytearray(2**40), torch.LongTensor(2**40), nested hexadecimal encodings.
 CALLED = re.compile(rb"c(?=((?:__builtin__|builtins|_?codecs|collections|torch[\w.]*)\n\w+)\n)")
@@ -86,7 +86,7 @@ class Reading:
         skipped: number of malformed records.
         messages: the errors of the first few of them.
         kept: the first error of each step since the last :meth:`take`.
-        counted: how many rows the tokenizer has encoded in which way.
+        counted: how many rows the tokenizer has encoded in each way.
     """
 
     reward_keys: tuple[str, ...] = ()

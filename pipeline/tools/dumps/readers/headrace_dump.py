@@ -1,4 +1,4 @@
-"""Read the dumps that ``write_dump`` writes: ``step_00000012.parquet`` or ``.jsonl``, one step a file.
+"""Read the dumps that ``write_dump`` writes: ``step_00000012.parquet`` or ``.jsonl``, one step per file.
 
 Schema: :func:`headrace.pipeline.tools.report.report_table`, version 1.
 
@@ -6,8 +6,8 @@ Schema: :func:`headrace.pipeline.tools.report.report_table`, version 1.
   are detected, except for rows after the last one.
 - Rows that were carried in from the previous step are not read, because they are in the file of that step.
 - A dump has the number of tokens of a row, but not the tokens. So a row gets a loss mask of that length, and
-  no tokens. Without the number, a tokenizer can make tokens of the texts, which ``response_parts`` says what
-  of was sampled.
+  no tokens. Without the number, a tokenizer can make tokens of the texts. ``response_parts`` says which parts
+  of a response were sampled.
 - A null status, or no column of statuses, means that the status is not known.
 - The advantage and the weight with which a row was trained become ``logged_advantage`` and
   ``logged_weight``.
@@ -83,7 +83,7 @@ def read_headrace_dump(path: Path, reading: Reading) -> Iterator[tuple[int, Tens
         whole = len(table)
         if "carried_in" in table.column_names:
             table = table.filter(pc.equal(pc.fill_null(table["carried_in"], 0), 0))
-        if len(table) < whole and "minibatch" in table.column_names:  # which had rows that are not read
+        if len(table) < whole and "minibatch" in table.column_names:  # some of its rows are not read
             place = table.column_names.index("minibatch")
             table = table.set_column(place, "minibatch", pa.nulls(len(table), pa.int64()))
         if not len(table):
@@ -123,7 +123,7 @@ def table_of_lines(records: Sequence[dict[str, Any]], path: Path) -> pa.Table:
 
 
 def check_no_gaps(rows: np.ndarray, path: Path) -> None:
-    """Check that the rows of a step are there, each once.
+    """Check that each row of a step is there exactly once.
 
     Raises:
         SourceError: a number from 0 to the last is missing, or one is there twice.
@@ -157,7 +157,7 @@ def _batch(table: pa.Table, path: Path, reading: Reading) -> TensorDict:
         status = np.array([-1 if word is None else int(STATUSES[word]) for word in words])
     if "reason" in table.column_names:
         unfinished = pc.fill_null(pc.ends_with(table["reason"], UNFINISHED), False).to_numpy()
-        status = np.where(unfinished, int(Status.ABORTED), status)  # of such a rollout the step had a part
+        status = np.where(unfinished, int(Status.ABORTED), status)  # the step had a part of such a rollout
         left = np.array([word not in (None, "trained") for word in table["reason"].to_pylist()])
     if (status >= 0).any():
         batch["status"] = torch.from_numpy(status)
@@ -219,7 +219,7 @@ def _samples_of_texts(table: pa.Table, path: Path, reading: Reading) -> list[Sam
 
 
 def _parts(text: str | None, path: Path) -> list[tuple[bool, str]] | None:
-    """What of a response was sampled, as :func:`~readers.batch.to_batch` wrote it."""
+    """The parts of a response, each with whether it was sampled (:func:`~readers.batch.to_batch`)."""
     if not text:
         return None
     parts = json.loads(text)

@@ -1,4 +1,4 @@
-"""Rollouts that NeMo Gym collects: a JSON Lines file, a rollout a line.
+"""Rollouts that NeMo Gym collects: a JSON Lines file with one rollout per line.
 
 Schema: NVIDIA-NeMo/Gym, ``nemo_gym/rollout_collection.py``: ``responses_create_params`` (what was asked, with
 ``input``), ``response`` (of the Responses API, with ``output``), ``reward``, ``_ng_task_index``,

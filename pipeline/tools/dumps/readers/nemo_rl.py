@@ -1,4 +1,4 @@
-"""Training data that NeMo RL logs: one ``train_data_step<N>.jsonl`` a step.
+"""Training data that NeMo RL logs: one ``train_data_step<N>.jsonl`` per step.
 
 Schema: NVIDIA-NeMo/RL, ``nemo_rl/algorithms/grpo.py`` (``grpo_train``), and ``log_batched_dict_as_jsonl``
 in ``nemo_rl/utils/logger.py``. It was read in forks of the main branch of late 2026, because the wheel on

@@ -68,7 +68,7 @@ def open_dump(
         group_size: rollouts that each group was dispatched with; written as ``expected_rollouts``. A group
             with more rollouts is split if its prompt was drawn several times in the step
             (:func:`~headrace.pipeline.tools.dumps.readers.separate_draws`). Otherwise it is an error.
-        columns: which column of a file of your own is what (:mod:`~readers.table_dump`).
+        columns: the meaning of the columns of a file of your own (:mod:`~readers.table_dump`).
         tokenizer: a ``tokenizer.json``, or a folder that ``transformers`` has saved. It makes tokens of the
             texts, if the dump has no lengths in tokens (:mod:`~readers.tokenizing`).
             Nothing is downloaded.

@@ -1,4 +1,4 @@
-"""Rollouts of open-instruct, ``--save_traces``: ``<run>_rollouts_<shard>.jsonl``, a rollout a line.
+"""Rollouts of open-instruct, ``--save_traces``: ``<run>_rollouts_<shard>.jsonl``, one per line.
 
 Schema: allenai/open-instruct at 00feb3a, ``open_instruct/rl_utils.py`` (``RolloutRecord``,
 ``save_rollouts_to_disk``): ``step``, ``sample_idx``, ``prompt_idx``, ``prompt_tokens``,

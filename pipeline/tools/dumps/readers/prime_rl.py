@@ -1,4 +1,4 @@
-"""Episodes of prime-rl and verifiers: ``traces.jsonl``, an episode a line.
+"""Episodes of prime-rl and verifiers: ``traces.jsonl`` with one episode per line.
 
 Schema: verifiers 0.4.0, ``verifiers/v1/episode.py`` (``Episode``), ``trace.py`` (``Trace``, ``Branch``),
 ``graph.py`` (``MessageNode``), as written by ``utils/trace_store.py``. prime-rl saves the same episodes (its

@@ -261,7 +261,7 @@ class Record:
         return value
 
     def says(self, key: str) -> bool:
-        """Whether there is an error, or another thing, under a key: not null, false or empty."""
+        """Whether a key, such as ``error``, has a value that is not null, false or empty."""
         return bool(self.get(key, optional=True))
 
     def choice(self, key: str, known: Mapping[str, T]) -> T:

@@ -1,4 +1,4 @@
-"""Debug rollouts of slime and miles: one ``.pt`` file a training step.
+"""Debug rollouts of slime and miles: one ``.pt`` file per training step.
 
 Schema: THUDM/slime at 4c4adbb, ``slime/observability/rollout_data_utils.py`` (``save_debug_rollout_data``),
 and ``Sample.to_dict`` in ``slime/utils/types.py`` at 0d234f3. radixark/miles at 002ce70,
@@ -83,7 +83,7 @@ def read_slime(path: Path, reading: Reading) -> Iterator[Sample]:
 
 
 def trained_advantages(path: Path, samples: int) -> dict[int, float] | None:
-    """Advantages by the place of their sample, of the file of what was trained; None where there is none.
+    """Advantages by the place of their sample, from the file of trained data; None if there is no such file.
 
     Raises:
         SourceError: the file is of another format, or its places are not those of the samples, each once.

@@ -1,4 +1,4 @@
-"""Rollout summaries of tinker-cookbook: ``train_rollout_summaries.jsonl``, a trajectory a line.
+"""Rollout summaries of tinker-cookbook: ``train_rollout_summaries.jsonl``, one per line.
 
 Schema: tinker-cookbook 0.6.1, ``tinker_cookbook/rl/rollout_logging.py`` (``serialize_rollout_summaries``,
 schema_version 1): ``iteration``, ``group_idx``, ``traj_idx``, ``sampling_client_step``, ``total_reward``,

@@ -37,7 +37,7 @@ class Tokenizer(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """How many rows were encoded in which way."""
+    """How many rows were encoded in each way."""
 
     by_template: int = 0
     by_text: int = 0
@@ -48,7 +48,7 @@ class Counted(NamedTuple):
 
     @property
     def said(self) -> list[str]:
-        """Sentences that say which of the two it was.
+        """Sentences that say how many rows were encoded in each way.
 
         Example:
             >>> Counted(by_template=8).said
@@ -128,7 +128,7 @@ def add_tokens(samples: Sequence[Sample], tokenizer: Tokenizer) -> Counted:
     """Write the tokens of samples, in place. Does nothing if a sample has tokens or a length already.
 
     Returns:
-        How many rows were counted in which way.
+        How many rows were encoded in each way.
 
     Raises:
         SourceError: a sample has no response as text, or the chat template does not take its messages.
@@ -166,7 +166,7 @@ def add_tokens(samples: Sequence[Sample], tokenizer: Tokenizer) -> Counted:
 
 
 def _add_tokens_of_chat(sample: Sample, chat: Sequence[tuple[bool, Any]], template: Any) -> None:
-    """The tokens of messages, of which those train that the chat template marks as the assistant's.
+    """Add the tokens of messages. Those that the chat template marks as the assistant's are in the loss.
 
     The template marks the messages of an assistant in the prompt, too, and those that another row trains.
     These are found by the order of the marked runs of tokens.

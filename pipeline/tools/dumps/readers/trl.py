@@ -1,4 +1,4 @@
-"""Completions that TRL logs: one Parquet file a logging step.
+"""Completions that TRL logs: one Parquet file per logging step.
 
 Schema: trl 1.16.0, ``trl/trainer/grpo_trainer.py`` (``log``), ``log_completions=True``: the columns
 ``step``, ``prompt``, ``completion``, one for each reward function, what reward functions logged themselves
@@ -74,7 +74,7 @@ def parse_row(record: Record, reading: Reading, *, rewards: Sequence[str]) -> li
 
 
 def reward_columns(schema: pa.Schema, keys: Sequence[str], path: Path) -> list[str]:
-    """The names of the columns that are rewards: `keys`, or where there are none those that look like it.
+    """The names of the columns that are rewards: `keys`, or without keys the columns that look like rewards.
 
     Raises:
         SourceError: a documented column or one of `keys` is missing, a name is there twice, or there are no

@@ -1,4 +1,4 @@
-"""Evaluations that verifiers saves: ``results.jsonl``, a rollout a line.
+"""Evaluations that verifiers saves: ``results.jsonl`` with one rollout per line.
 
 Schema: verifiers 0.1.8.post2, ``verifiers/utils/eval_utils.py`` (``make_dataset``), and 0.1.14,
 ``verifiers/utils/save_utils.py`` (``state_to_output``): ``example_id``, ``prompt``, ``completion`` (strings
@@ -41,7 +41,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
     status: Status | None = Status.FAILED if failed else None
     if not failed and record.get("is_truncated", optional=True) is not None:
         status = Status.TRUNCATED if record.flag("is_truncated") else Status.COMPLETED
-    # Lines that measure their time are alike where they are one line twice, and by chance never.
+    # Two lines with measured times are equal only if one line was written twice, never by chance.
     digest = None
     if MEASURED & record.data.keys():
         line = json.dumps(record.data, sort_keys=True).encode()

@@ -1,4 +1,4 @@
-"""Rollouts of verl, ``trainer.rollout_data_dir``: one ``<step>.jsonl`` a step.
+"""Rollouts of verl, ``trainer.rollout_data_dir``: one ``<step>.jsonl`` per step.
 
 Schema: verl 0.9.1, ``_write_generations`` in ``verl/trainer/ppo/ray_trainer.py`` and
 ``verl/trainer/ppo/v1/trainer_base.py``. Each line has ``input``, ``output``, ``gts``, ``score``, ``step``
