@@ -1,6 +1,6 @@
 """Columns of text: prompts, responses, labels of ids, and conversations as ``role: content`` lines.
 
-:func:`message_parts` is the one place that says what of a message the policy sampled, and in which texts.
+Only :func:`message_parts` decides which parts of a message the policy sampled, and as which texts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Part(NamedTuple):
     kind: Literal["text", "reasoning", "call", "shown"]
     """``shown``: the policy did not sample it as text: an image, or what a tool returned."""
     texts: tuple[str, ...]
-    """One text. Of a call: the name of the tool, and the arguments."""
+    """One text; for a call, the name of the tool and the arguments."""
 
     def __str__(self) -> str:
         if self.kind == "reasoning":
@@ -73,8 +73,8 @@ def message_parts(message: Mapping[str, Any]) -> list[Part]:
     These are its reasoning, its content and its tool calls, in whatever field they are. A text that is in two
     fields is one part. A server may keep the sampled text as the content, with reasoning before ``</think>``
     and calls in ``<tool_call>``, and have the same reasoning and calls in their own fields: then the content
-    counts. If the role is ``assistant``, the policy sampled the texts of all parts that are not ``shown``; of
-    another role it sampled none.
+    counts. If the role is ``assistant``, the policy sampled the texts of all parts that are not ``shown``. It
+    sampled no text of other roles.
 
     ==================================================== ================================================
     field                                                 read as
@@ -131,10 +131,10 @@ Calls = list[tuple[Any, Part | None, bool]]
 
 
 def _read(message: Mapping[str, Any]) -> tuple[list[Part], Thoughts, Calls]:
-    """Read the parts of the content; of each field of reasoning, the text; and each call, with its part.
+    """Read the parts of the content, the text of each field of reasoning, and each call with its part.
 
-    The text of a field is empty, and the part of a call None, if it is a copy of what is elsewhere in the
-    message. The last value says whether it is a copy of what a text of the content has.
+    If a field or a call is a copy of something elsewhere in the message, its text is empty, or its part None.
+    The last value says whether it is a copy of a text in the content.
     """
     _refuse_unknown(message)
     content = list(_content(message.get("content"), sampled=message.get("role") == "assistant"))
@@ -171,12 +171,12 @@ def _read(message: Mapping[str, Any]) -> tuple[list[Part], Thoughts, Calls]:
 
 
 def _bare(text: str) -> str:
-    """A text without white space, which servers strip; of nothing else, as it is."""
+    """A text without white space, which servers strip. Text of only white space is unchanged."""
     return "".join(text.split()) or text
 
 
 def _thoughts_of(texts: str) -> list[str]:
-    """The reasoning that a content has as text: each, and all of them joined; the last may be cut off."""
+    """The stretches of reasoning in a text, the last of which may be cut off; then all of them joined."""
     *closed, last = THOUGHT_ENDS.split(texts)
     found = [THOUGHT_BEGINS.split(text)[-1] for text in closed]
     found += THOUGHT_BEGINS.split(last)[1:]
@@ -184,7 +184,7 @@ def _thoughts_of(texts: str) -> list[str]:
 
 
 def _calls_of(block: str) -> list[Part | str]:
-    """The calls of a stretch of text: those that are JSON as parts, else the text itself."""
+    """The calls in a stretch of text: as parts if the text is JSON, else the text itself."""
     try:
         value = json.loads(block)
         return [_call(each) for each in (value if isinstance(value, list) else [value])]
@@ -193,7 +193,7 @@ def _calls_of(block: str) -> list[Part | str]:
 
 
 def _take(call: Part, others: list[Part | str]) -> bool:
-    """Whether a call is one of others, which it is then taken from: each of them stands for one call."""
+    """Whether a call is in `others`. If so, take it out, because each entry stands for one call."""
     for at, other in enumerate(others):
         if _is_in(call, other):
             del others[at]
@@ -447,7 +447,7 @@ def message_lines(messages: Any) -> str | None:
 
 
 def _shown(message: Mapping[str, Any]) -> str:
-    """The text of a message of a live batch, of whatever form: it is only shown."""
+    """The text of a message of a live batch, in any form, because it is only shown."""
     try:
         return message_text(message)
     except ValueError:

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class PipelineOptions(TypedDict, total=False):
-    """Keywords of :func:`load_pipeline`, which explains them, and of what loads a pipeline with it."""
+    """Keywords of :func:`load_pipeline`, which explains them, and of functions that call it."""
 
     rows: Literal["llm"] | None
     stages: Mapping[str, Mapping[str, Any] | Callable[..., Any] | None] | None
@@ -376,7 +376,8 @@ def apply_settings(pipeline: DictConfig, settings: Mapping[str, Any]) -> None:
                 open_dict(pipeline),
                 flag_override(pipeline, "allow_objects", bool(found)),
             ):  # an unknown option is refused later, when the stage is constructed
-                # Only options are merged: what a whole part does not set is not that of the recipe's part.
+                # Only options are merged. A whole part replaces the recipe's part, so options that it lacks
+                # are defaults.
                 OmegaConf.update(pipeline, key, None if whole else value, merge=True)
                 if whole:
                     OmegaConf.update(pipeline, key, value)

@@ -1,4 +1,4 @@
-"""Where the public names of headrace are, and where a name is that somebody looks for in vain."""
+"""Where the public names of headrace are, and hints for names that do not exist."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BY_TASK = {
     "parts of your own": ("BatchTransform", "RewardShaping", "Criterion", "TokenTerm", "Rows"),
     "errors": ("ConfigError", "BatchError", "MissingKeyError", "IncompleteGroupsError", "StageError"),
 }
-# Where names are that somebody may look for in `headrace`.
+# Names that users may look for in `headrace`, and where they are.
 INNER = (
     "adapters",
     "pipeline.reverse",
@@ -50,7 +50,7 @@ def spelt(name: str) -> str:
 
 
 def hint(name: str) -> str:
-    """Where a name is that is not here, or which is meant; nothing for those that Python asks for itself."""
+    """Say where a missing name is, or which name is meant; empty for names that Python itself looks up."""
     if name.startswith("_"):
         return ""
     other = next((f"{module}.{name}" for module, names in OF_OTHERS.items() if name in names), "")

@@ -1,4 +1,4 @@
-"""What a run notes of its rows, for the report: what they were when they came, and their advantages."""
+"""Notes of a run about its rows, for the report: their columns on arrival, and their advantages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .conversations import strings
 
 
 def note_collected(rows: Rows, keys: Keys) -> dict[str, Any]:
-    """Note what rows were when they came in, and return their columns of text, by name."""
+    """Note the columns of rows on arrival, and return their columns of text by name."""
     rows.table.columns |= _collected(rows, keys)
     texts = dict[str, Any]()
     for name in TEXTS:
@@ -46,7 +46,7 @@ def _collected(rows: Rows, keys: Keys) -> dict[str, Tensor]:
 
 
 def note_carried(rows: Rows, keys: Keys) -> None:
-    """Note of carried rows what :func:`note_collected` has noted of the others."""
+    """Note for carried rows what :func:`note_collected` notes for the others."""
     table = rows.table
     for name, column in _collected(rows, keys).items():
         if name in table.columns and table.carried is not None:
@@ -58,7 +58,7 @@ def note_carried(rows: Rows, keys: Keys) -> None:
 def texts_with_carried(
     texts: Mapping[str, Any], carried: TensorDictBase | None, keys: Keys
 ) -> dict[str, Sequence[str]]:
-    """Columns of text with those of carried rows behind them; one that either lacks is left out."""
+    """Append the texts of carried rows to columns of text. A column that either lacks is left out."""
     found: dict[str, Sequence[str]] = {}
     for name, text in texts.items():
         more = () if carried is None else _first_column(partial(column_of, carried), keys.found[name])
@@ -69,7 +69,7 @@ def texts_with_carried(
 
 
 def note_advantage(rows: Rows, keys: Keys) -> None:
-    """Note the mean and size of each row's advantage, where it is per token: before weights are in it."""
+    """Note the mean and size of each row's advantage per token, before it is multiplied by weights."""
     key = keys.found["advantage"][0]
     known = rows.table.columns.get(key)
     of_rows = known is not None and known.ndim == 1 and not rows.table.is_late(key)
@@ -89,7 +89,7 @@ def note_advantage(rows: Rows, keys: Keys) -> None:
 
 
 def _mean_and_size(values: Tensor, mask: Tensor | None) -> Tensor:
-    """(n, 2): the mean over tokens in the loss, 0 where there is none, and the sum of sizes over them."""
+    """(n, 2): the mean over the tokens in the loss, 0 without such tokens, and the sum of absolute values."""
     flat = flat_rows(values).double()
     inside = torch.ones_like(flat, dtype=torch.bool)
     if mask is not None and mask.numel() == flat.numel():

@@ -139,7 +139,7 @@ class Run:
         return self.rows
 
     def of_rank(self, values: Tensor) -> Tensor:
-        """From (N, ...) values of the table, those of this rank's rows and of rows carried to this rank."""
+        """Of (N, ...) values of the table, select those of this rank's rows and of rows carried to it."""
         return self.known_rows.table.of_this_rank(values)
 
     @cached_property

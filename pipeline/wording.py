@@ -65,7 +65,7 @@ def printable(text: str, *, keep: str = "") -> str:
 
 
 def beginning(text: str, most: int) -> str:
-    """At most this many characters of a text; if there are more, the last one is ….
+    """Cut a text to at most this many characters; if it is cut, the last one is ….
 
     Example:
         >>> beginning("What is 15 times 4?", 8)

@@ -107,7 +107,7 @@ def wait_until(condition: Callable[..., bool], patience: float | None, *argument
 
 
 def wait_for(ask: Callable[[], Any], over: Callable[[], bool], patience: float | None) -> Any:
-    """Ask until there is something. None: the data ended before that, or `patience` seconds have passed."""
+    """Ask until there is an answer. None: the data has ended, or `patience` seconds have passed."""
     found: list[Any] = []
 
     def may_go_on() -> bool:
@@ -139,7 +139,7 @@ def rest_of(assembler: Any, leftovers: Leftovers) -> Iterator[TensorDictBase]:
 
 
 def needs_reset(source: Any) -> bool:
-    """Whether a collector has rollouts with ids of before its state was loaded; workers do not say it."""
+    """Whether a collector runs rollouts from before its state was loaded. Worker processes do not tell."""
     if not hasattr(source, "reset"):
         return False
     chain = getattr(getattr(source, "env", None), "transform", None)
@@ -154,7 +154,7 @@ class OverSource:
 
     @abstractmethod
     def own_state(self) -> dict[str, Any]:
-        """The state without that of the source."""
+        """The state of this iterator, without the state of the source."""
 
     @abstractmethod
     def load_own_state(self, state: Mapping[str, Any]) -> None:
@@ -269,7 +269,8 @@ class Assembled(OverSource):
             weakref.finalize(self, self._reader.close)
         reader, left = self._reader, self._silence
         while left is None or left > 0:
-            # Also while batches are queued: at most one per worker is, so this finds no false silence.
+            # Checked also while batches are queued: at most one per worker is queued, so no worker seems
+            # silent by mistake.
             self._watch.check(self.assembler)
             asked = time.monotonic()
             try:

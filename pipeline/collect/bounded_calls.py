@@ -1,4 +1,4 @@
-"""Bound the calls of a source to its workers: one that has died or does not answer is named in time."""
+"""Bound the time of calls to the workers of a source. A worker that has died or does not answer is named."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .workers import WorkerWatch
 ANSWER = 600.0
 """Default seconds for an answer: an update of a large model takes minutes. NCCL waits as long."""
 LOOK = 0.2  # seconds between two checks for workers that have ended
-END = 1.0  # seconds that the end of a worker may take, where an error says that there is one
+END = 1.0  # seconds to wait for the exit of a worker, after an error that says that it ended
 UPDATE = "update_policy_weights_"
 CALLS = frozenset(
     f"{UPDATE} set_seed reset state_dict load_state_dict map_fn get_distant_attr getattr_policy getattr_env "
@@ -39,7 +39,7 @@ CALLS = frozenset(
 
 
 class Workers:
-    """Those of a source of which nothing is known."""
+    """The workers of a source about which nothing is known."""
 
     hint = ""
     """Where the errors of workers are, if they are not passed on."""
@@ -65,7 +65,7 @@ class Workers:
 
 
 class WorkerProcesses(Workers):
-    """Those of a MultiSyncCollector or MultiAsyncCollector."""
+    """The workers of a MultiSyncCollector or MultiAsyncCollector."""
 
     hint = " The errors of its workers are on stderr, above"
 
@@ -76,11 +76,11 @@ class WorkerProcesses(Workers):
         self._queue = HeardQueue.of(source) if hasattr(source, "queue_out") else None
 
     def ended(self) -> dict[int, str]:
-        """Those with an exit code. If some have failed, only these: the collector ends the others."""
+        """The workers with an exit code. If some failed, only these: the collector ends the others."""
         return self._failed() or {worker: f"exit code {code}" for worker, code in self._codes().items()}
 
     def failed(self, error: Exception) -> dict[int, str]:
-        """Those that failed, for an error about a closed process or a pipe: TorchRL raises these then."""
+        """The workers that failed, if the error is about a closed process or a pipe, as TorchRL raises."""
         if not isinstance(error, ValueError | OSError | EOFError):
             return {}
         end = time.monotonic() + (0.0 if isinstance(error, ValueError) else END)
@@ -100,12 +100,12 @@ class WorkerProcesses(Workers):
         return {worker: code for worker, code in codes.items() if code is not None}
 
     def without_rows(self) -> list[int]:
-        """Those that the queue of rows has not heard of."""
+        """The workers that have sent no rows to the queue."""
         return [] if self._queue is None else self._queue.without_rows()
 
 
 class WorkerActors(Workers):
-    """Those of a RayCollector."""
+    """The workers of a RayCollector."""
 
     def __init__(self, source: Any):
         self._running = source.remote_collectors
@@ -128,7 +128,7 @@ class WorkerActors(Workers):
         return ended
 
     def failed(self, error: Exception) -> dict[int, str]:
-        """The actor of the error. If it names none, those that are dead."""
+        """The actor that the error names; if it names none, the actors that are dead."""
         dead = getattr(error, "actor_id", None)
         found = [worker for worker, actor in enumerate(self.actors) if actor._actor_id.hex() == dead]
         # After an error in its iteration, the collector has no actors any longer: it ended them all.
@@ -157,7 +157,7 @@ def _ray() -> Any:
 
 
 def workers_of(source: Any) -> Workers:
-    """Those of a source."""
+    """Return the workers of a source."""
     if hasattr(source, "remote_collectors"):
         return WorkerActors(source)
     if not hasattr(source, "procs"):
@@ -180,10 +180,10 @@ def _shut_down(collector: weakref.ref[Any]) -> None:
 class BoundedCalls:
     """Waits for the answers of a source's workers, but not forever.
 
-    The collectors of TorchRL 0.14.1 with worker processes wait for new weights without a look at the workers
-    (``SharedMemWeightSyncScheme._wait_for_ack``), and for other answers without an end (``_recv_and_check``).
-    Both are replaced by methods of this class. So the limits also hold for calls of the collector itself, and
-    for its option ``update_at_each_batch``. Calls of other sources run in a thread.
+    The collectors of TorchRL 0.14.1 with worker processes wait for new weights without checking the workers
+    (``SharedMemWeightSyncScheme._wait_for_ack``), and for other answers without a limit
+    (``_recv_and_check``). Both are replaced by methods of this class. So the limits also hold for calls of
+    the collector itself, and for its option ``update_at_each_batch``. Calls of other sources run in a thread.
 
     Args:
         source: a collector, or another iterable.
@@ -341,7 +341,7 @@ def _raise(error: BaseException) -> None:
 
 
 def with_settings(call: Callable[[], Any]) -> Callable[[], Any]:
-    """A call for another thread, with the settings that hold in this one."""
+    """Wrap a call for another thread, so that it runs with the settings of this thread."""
     context = contextvars.copy_context()
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # also the device

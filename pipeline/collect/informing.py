@@ -118,7 +118,7 @@ class Informative(OverSource):
         self.seen = self.found = 0
         self._waiting: dict[int, TensorDictBase] = {}  # the rows of each group
         self._closed = Intervals()  # ids of groups that were read
-        self._asked, self._before = 0, (0, 0)  # since the last batch: groups, and those seen and found before
+        self._asked, self._before = 0, (0, 0)  # groups since the last batch; seen and found before
 
     @property
     def ready(self) -> int:
@@ -141,8 +141,8 @@ class Informative(OverSource):
         """The next batch of an assembler, if it has enough informative groups; else None.
 
         Args:
-            assembler: of which only as many groups are taken as are needed.
-            last: no further group becomes whole, so that all that are left are a batch.
+            assembler: gives only as many groups as are needed.
+            last: no further group becomes whole, so the remaining groups are a batch.
 
         Raises:
             StalledError: `max_batches` did not contain enough informative groups.

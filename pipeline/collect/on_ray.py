@@ -295,7 +295,7 @@ class RayAssembler:
     restored = _number("restored", "Whether it continues from a journal or a state.")
     committed = _number("committed", "The step of the last :meth:`commit`; None: there was none with a step.")
     lost_groups = _number("lost_groups", "Number of groups that left without being taken, by reason.")
-    survivors = _number("survivors", "Which groups were trained and lost, by how long they took.")
+    survivors = _number("survivors", "Counts of trained and lost groups, by latency, length and reward.")
     emitted = _number("emitted", "Number of groups that were taken.")
     ages = _number("ages", "Number of groups that were taken at each age, in steps, with `max_staleness`.")
 
@@ -366,7 +366,7 @@ class Writers:
     def __init__(self, tasks: Sequence[Any] = (), *, go_on: bool = False):
         self.go_on, self.number = go_on, 0
         self.open: dict[Any, int] = {}
-        """Those that have not ended, with their positions among all."""
+        """The writers that have not ended, with their positions among all."""
         self.failed: list[int] = []
         """The positions of lost writers."""
         self.lost: BaseException | None = None
@@ -374,7 +374,7 @@ class Writers:
         self.watch(tasks)
 
     def watch(self, tasks: Sequence[Any]) -> None:
-        """Watch further ones."""
+        """Watch further writers."""
         for task in tasks:
             self.open[task] = self.number
             self.number += 1

@@ -52,7 +52,7 @@ def paced(draws: Any, assembler: Any, *, patience: float | None = None) -> Itera
 
 
 class Pacing:
-    """What may be dispatched now.
+    """Decide what may be dispatched now.
 
     Args:
         draws: as for :func:`paced`.
@@ -113,7 +113,7 @@ class Pacing:
         return draw
 
     def _begin(self) -> Iterator[TensorDictBase]:
-        """What was lost with an earlier process, and the draws after all that the assembler knows."""
+        """Yield rollouts that an earlier process lost, then draws that the assembler does not know."""
         self._lost, self._skips = self.assembler.unfinished(), self.assembler.restored
         if not hasattr(self._source, "draws"):
             return iter(self._source)

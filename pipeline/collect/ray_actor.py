@@ -30,13 +30,13 @@ class Handed(NamedTuple):
 
     groups: StoredGroups
     taker: str
-    """Its name; empty if it is gone, so that they go to any other."""
+    """The taker's name; empty if the taker is gone, so that any other may get the groups."""
     at: float
     """When they were handed out, in seconds on the clock of the actor."""
 
 
 class Reply(NamedTuple):
-    """What a taker gets."""
+    """The answer that a taker gets."""
 
     ticket: int
     groups: StoredGroups | None
@@ -115,7 +115,7 @@ class AssemblerActor:
         self.saved: StoredGroups | None = None  # of the last state
 
     async def watch(self, patience: float | None, worker_patience: float | None) -> None:
-        """Start to watch the workers for silence. What was not fetched for long is no taker's any more."""
+        """Watch the workers for silence. Groups that were not fetched for long may go to any taker."""
         old = time.monotonic() - GONE
         for ticket, handed in self.handed.items():
             if handed.at < old:
@@ -202,7 +202,7 @@ class AssemblerActor:
             self.handed.pop(ticket, None)
 
     def _not_fetched(self, taker: str) -> tuple[int, StoredGroups] | None:
-        """Groups that this taker has not fetched, or one that is gone, with their ticket."""
+        """Groups that this taker, or a taker that is gone, has not fetched, with their ticket."""
         found = (ticket for ticket, each in self.handed.items() if each.taker in ("", taker))
         return None if (ticket := next(found, None)) is None else (ticket, self.handed[ticket].groups)
 
@@ -247,7 +247,7 @@ class AssemblerActor:
         async with self.changed:
             pieces = self.assembler._stream.pieces
             places = [(piece, arrival) for piece in pieces for arrival in piece.place]
-            # Held until the next state, for the caller fetches them later.
+            # Held until the next state, because the caller fetches them later.
             self.saved = self.assembler._joined(places, {}, None) if places else None
             return self.assembler.state_dict(), self.saved
 

@@ -15,7 +15,7 @@ END = object()
 
 
 def reads_ahead(source: Any) -> bool:
-    """Whether a source is TorchRL's MultiAsyncCollector. There is none where its module is not imported."""
+    """Whether a source is TorchRL's MultiAsyncCollector; False if its module was not imported."""
     collectors = sys.modules.get("torchrl.collectors")
     return collectors is not None and isinstance(source, collectors.MultiAsyncCollector)
 

@@ -151,7 +151,7 @@ class RolloutStream(OverSource):
         collector, it needs ``steps_ahead=1`` or more, and `patience`.
 
         Args:
-            wait: wait for room until the data ends. False: return where there is no more room.
+            wait: wait for room until the data ends. False: return when there is no more room.
             patience: for `wait`, seconds until it raises; None: wait forever, in a thread that dispatches.
 
         Raises:
@@ -269,7 +269,7 @@ class RolloutStream(OverSource):
             super().load_state_dict(state)
 
     def own_state(self) -> dict[str, Any]:
-        """What to save with the weights; with a journal, only how much of it they have trained."""
+        """The state to save with the weights; with a journal, only how many of its groups were trained."""
         assembler = self.assembler
         known: dict[str, Any] = {"version": assembler.version, "emitted": assembler.emitted}
         if assembler.journal is None:

@@ -145,7 +145,7 @@ class StampIds(Transform):
         self.group_key, self.rollout_key, self.expected_key = keys
         self._mask: Tensor | None = None  # the rows of the current reset
         self.needs_reset = False
-        """Whether a state was loaded while rollouts were running, which have ids of before."""
+        """Whether a state was loaded while rollouts were running. They have ids from before it."""
         self._started = 0  # rollouts in this process
         self._restart(dispatched=0)
 

@@ -56,7 +56,7 @@ def cut_by_group(rows: TensorDictBase, group: Tensor) -> tuple[list[TensorDictBa
 def pack_rows(rows: TensorDictBase) -> np.ndarray:
     """Rows as bytes, (B,) uint8, which processes pass on as they are.
 
-    Ray would pickle each tensor again in each of them, which takes longer than all the rest.
+    Otherwise Ray would pickle each tensor again in each process, which takes longer than everything else.
 
     Example:
         >>> from tensordict import TensorDict
@@ -83,7 +83,7 @@ def _pickler() -> Any:
 
 
 def _reduced(tensor: Tensor) -> Any:
-    """How to pickle a tensor: as bytes, if it has some."""
+    """Pickle a tensor as bytes, if it is not empty."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return tensor.__reduce_ex__(5)
     flat = tensor.detach().cpu().reshape(-1).contiguous().resolve_conj().resolve_neg()

@@ -46,7 +46,7 @@ DOTTED = re.compile(r"[+~]*\w+(\.\w+)+(=|$)")  # the override of a value, as in 
 PARTS = {"criterion": "criterion", "also": "criterion", "term": "term"}
 NODE = re.compile(rf"\+*(pipeline\.stages\.\w+(?:\.(?:{'|'.join(PARTS)}))?)=(.*)", re.DOTALL)
 OF_HYDRA = ("hydra.run.dir", "hydra.sweep.dir", "hydra.searchpath", "hydra.verbose")  # those of use here
-# What other commands call an option.
+# Names that other commands have for an option.
 ALIASES = {
     "recipe": "pipeline",
     "algorithm": "pipeline",
@@ -136,7 +136,7 @@ _known = cache(_composed)  # by the overrides that choose files: reading them ta
 
 
 def _from_known(config_name: str, overrides: Sequence[str]) -> DictConfig | None:
-    """Set values in a copy of what was composed of the same files; None where Hydra has to do it.
+    """Set values in a copy of a configuration composed of the same files; None if Hydra must compose.
 
     An override with a dotted key chooses no file. If one cannot be applied, Hydra composes again and raises
     its own error.
@@ -276,7 +276,7 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
         (each for each in split if f"{each[0]}.".startswith(f"{path}.")), (path, "", "")
     )
     chooses_file = re.compile(rf"({'|'.join(GROUPS)}|[\w/]+@[\w.]+)=[\w/]+")
-    # Without the option itself, which composes nowhere.
+    # Composed without the option itself, which no configuration has.
     groups = [each for each in overrides if chooses_file.fullmatch(each) and each.partition("=")[0] != typed]
     try:
         base = compose_config(config_name, *groups)
@@ -348,7 +348,7 @@ def _has_option(path: str, overrides: Sequence[str]) -> bool:
 
 
 def options_meant(name: str, config: DictConfig) -> list[str]:
-    """The options of a composed configuration that a name without its place, or of another command, means.
+    """Find the options that are meant by a name without its place, or by a name of another command.
 
     Example:
         >>> options_meant("filter", compose_config("load")), options_meant("recipe", compose_config("load"))

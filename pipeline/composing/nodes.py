@@ -44,7 +44,8 @@ OF_SIBLINGS = re.compile(r"\$\{(\.+)([\w.]+)\}")  # such as ${...columns.reward}
 def resolved(config: DictConfig) -> Any:
     """A node as dictionaries and lists, with interpolations resolved.
 
-    It is :func:`OmegaConf.to_container` in a fourth of its time: that parses each interpolation.
+    It does what :func:`OmegaConf.to_container` does, in a fourth of the time, because that parses each
+    interpolation.
 
     Raises:
         OmegaConfBaseException: an interpolation is invalid, or a value is missing.
@@ -59,7 +60,7 @@ def resolved(config: DictConfig) -> Any:
         if not isinstance(node, str) or "${" not in node:
             return node
         simple = OF_SIBLINGS.fullmatch(node)
-        if simple and len(simple[1]) <= len(path):  # not of what is above the node
+        if simple and len(simple[1]) <= len(path):  # an interpolation within the node
             names = (*path[: len(path) - len(simple[1])], *simple[2].split("."))
             return value(reduce(getitem, names, plain), names)
         found = OmegaConf.select(config, ".".join(map(str, path)))
@@ -91,7 +92,7 @@ def build_node(config: Any, path: str, plain: Any = None, **given: Any) -> Any:
 
 
 def _made(node: Any, path: str, given: Mapping[str, Any] | None = None) -> Any:
-    """What :func:`hydra.utils.instantiate` makes of plain values, in a fifth of its time, and with the path.
+    """Instantiate plain values like Hydra, in a fifth of the time. Errors name the path.
 
     Raises:
         ConfigError: as :func:`build_node`.
@@ -180,7 +181,7 @@ def _complete(around: DictConfig, key: str, folder: str, where: str) -> None:
 def stages_by_column(pipeline: DictConfig) -> dict[str, Any]:
     """The nodes of :class:`ByColumn`, by name, for the stages with `by_column` and `values`.
 
-    Each value's stage is composed as if the pipeline had this one in place of the stage.
+    Each value's stage is composed as if it were in the pipeline in place of the stage.
 
     Raises:
         ConfigError: one of the two options is missing, or `values` does not map values to options.

@@ -301,7 +301,7 @@ class GroupReplayBuffer:
             self.options = bound | self.options
         self.waits = self.options.get("on_stale") == "wait"
         self.ahead = ceil(trainer_config.get("num_warmup_batches", 0))
-        """Batches that verl dispatches ahead. It may be set to a part of one."""
+        """Batches that verl dispatches ahead. It may be a fraction."""
         self.pipeline = None if recipe is None else load_pipeline(*recipe).halves()[0]
         self.partitions: dict[str, tuple[QueuedGroups, GroupAssembler]] = {}
         self._check_wait()

@@ -128,7 +128,7 @@ class RolloutQueue:
         self._used: list[tuple[str, int]] = []  # puts that were read and not deleted, with their row counts
         self._saved = 0  # how many of `_used` are in the last state
         self._stored: set[str] = set()  # keys of rows that were read without tokens and not deleted
-        self._free: set[str] = set()  # those of `_stored` that no holder had at the last keep_only
+        self._free: set[str] = set()  # keys in `_stored` that no holder had at the last keep_only
 
     # -- producers ----------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ class ReverseEnv(EnvBase):
     """
 
     whole_draws = True  # batches contain complete groups, so a gate can find groups without any row
-    reward_seconds = 0.0  # that grading took so far
+    reward_seconds = 0.0  # spent on grading so far
 
     def __init__(
         self,

@@ -579,8 +579,8 @@ def drawn_again(step: AuditedStep, off: Tensor) -> str:
     """Say that a group of unknown size has the advantages of several draws of its prompt.
 
     The runs of a group, in the order of the dump, are draws if in each of them the logged advantages are the
-    expected ones up to a constant and a factor above 0, and have the mean 0. Of all cuts into runs of one
-    size, the one with the fewest is said; empty: there is none.
+    expected ones up to a constant and a factor above 0, and have the mean 0. If several cuts into runs of
+    one size fit, the cut with the fewest runs is named; empty: none fits.
 
     Args:
         step: the rows.

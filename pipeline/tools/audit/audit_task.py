@@ -97,8 +97,8 @@ def audit_dump(
     Raises:
         ConfigError: ``source.path`` is missing, or a stage, option or check is unknown.
         SourceError: a file cannot be read.
-        AuditFailed: with ``audit.strict``, there are findings or refused steps, no check was made, or one of
-            those that it names was not.
+        AuditFailed: with ``audit.strict``, there are findings or refused steps, no check was made, or a check
+            that it names was not made.
         StepsFailed: some steps failed, and ``source.skip_bad`` does not allow it. All is written by then.
     """
     console = console or Console()
@@ -106,7 +106,8 @@ def audit_dump(
     declared = DeclaredRecipe(build_pipeline(config.pipeline))
     size = config.source.group_size or declared.group_size
     made = config.source.group_by in ("prompt", "order")
-    # A size tells the draws of a prompt apart, as in a replay. A recipe's is no option of every format.
+    # A group size tells the draws of a prompt apart, as in a replay. Not every format can use the recipe's
+    # size.
     dispatched = {"source": {"group_size": size if made else config.source.group_size}}
     source = open_configured(OmegaConf.merge(config, dispatched))  # type: ignore[arg-type]
     source.keeps_oversized = True

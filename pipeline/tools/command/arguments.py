@@ -146,7 +146,7 @@ def hydra_arguments(arguments: Sequence[str]) -> list[str]:
     if "task=xray" in values:  # Hydra takes `source` for the file of a dump
         values = [f"xray.{each}" if each.startswith("source=") else each for each in values]
     ready = for_hydra(values)
-    if any(each.startswith("pipelines=") for each in values):  # of which each may have other stages
+    if any(each.startswith("pipelines=") for each in values):  # each of these may have other stages
         ready = [each for one in ready for each in _of_any_recipe(one)]
     return [*flags, *(_of_swept_recipes(ready) if read.multirun else ready)]
 

@@ -55,7 +55,7 @@ def run_task(config: DictConfig) -> float:
 
     typed: Any = OmegaConf.to_container(hydra_config.overrides)  # as they are, with their interpolations
     overrides = [*typed["task"], *(each for each in typed["hydra"] if each.startswith("hydra.searchpath="))]
-    if config.get("pipelines"):  # for each of which Hydra composed overrides of stages with a ++
+    if config.get("pipelines"):  # Hydra composed overrides of stages with a ++, once for each
         whole = "|".join(re.findall(r"^\+\+pipeline\.stages\.(\w+)=(?!null$)", "\n".join(overrides), re.M))
         of_recipe = re.compile(rf"^\+\+(?!pipeline\.stages\.({whole})\.)(?={OF_ANY_RECIPE})")
         overrides = [of_recipe.sub("", each) for each in overrides]
@@ -119,7 +119,7 @@ def run_command() -> None:
 
 
 def fail(err: Exception, *, expected: bool, go_on: bool = False) -> str:
-    """Print an error as a paragraph, and exit: with status 2, or with 1 where it was not foreseen.
+    """Print an error as a paragraph, and exit with status 2, or with status 1 if it was not expected.
 
     Args:
         err: the error.

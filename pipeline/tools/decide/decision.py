@@ -49,7 +49,8 @@ from headrace.transforms.table.tensordicts import (
 from headrace.transforms.table.tokens import padded
 
 COUNTS = {"tokens": "loss_mask", "length": "length"}  # columns of token counts, and the masks they replace
-# (N,) int64, a row's number over all calls. Plain columns have it as ELSEWHERE, which says that tokens lack.
+# (N,) int64, a row's number over all calls. Plain columns have it as ELSEWHERE, so that no stage expects
+# tokens.
 NUMBER = ("headrace", "number")
 IDS = ("group", "rollout", "state", "parent", "baseline")
 COMPOSED = 32  # recipes that decide() caches
@@ -236,8 +237,8 @@ class _PlainNames(ErrorNames):
     """The names of plain columns.
 
     Args:
-        columns: the names of those that there are.
-        names: of the columns, by their key in a TensorDict.
+        columns: the names of the given columns.
+        names: the name of each column, by its key in a TensorDict.
         of_tokens: the keys of columns with a number for each token, which the recipe reads.
     """
 
@@ -568,7 +569,7 @@ def _plain(values: Any, name: str) -> Any:
 
 
 def _as_numbers(values: Any, name: str, means: str) -> Tensor:
-    """(N,) int64: :func:`as_ids`, whose errors say what the column is."""
+    """(N,) int64, by :func:`as_ids`; errors say what the column is."""
     try:
         return as_ids(values, name)
     except BatchError as err:
@@ -655,7 +656,8 @@ def decide(
     seed = 0 if seed is ... else seed
     if not fits(seed, int):
         raise ValueError(f"seed must be an integer; got {seed!r}")
-    # With the ids of objects, which may look alike. A cached recipe holds its own, so no id is used again.
+    # The key has the ids of objects, because objects may look alike. A cached recipe keeps its objects alive,
+    # so no id is used twice.
     known = f"{recipe!r} {overrides!r} {sorted(options.items())!r} {[*map(id, objects_in(options))]}"
     with _lock:
         if (decider := _composed.pop(known, None)) is None:

@@ -91,9 +91,10 @@ def chances_of_sizes(
 def choosing_half(pool: np.ndarray, reward: np.ndarray) -> np.ndarray:
     """Choose half of the rollouts of each pool at random, rounded down; the same ones for the same dump.
 
-    What is selected by some rollouts and estimated from the same ones is biased: of prompts of which half is
-    solved, those with few solved rollouts look hard. An estimate from the other rollouts is not: they are
-    independent of the selection, given the prompt (cross-fitting, arXiv 1608.00060).
+    If the same rollouts select prompts and give the estimates, the estimates are biased: of prompts that are
+    solved half of the time, those with few solved rollouts look hard. An estimate from the other rollouts is
+    unbiased, because they are independent of the selection, given the prompt (cross-fitting, arXiv
+    1608.00060).
 
     Args:
         pool: (R,) the pool of each rollout, from 0.
@@ -107,7 +108,7 @@ def choosing_half(pool: np.ndarray, reward: np.ndarray) -> np.ndarray:
         >>> np.bincount(pool, choosing_half(pool, np.ones(5))).tolist()
         [1.0, 1.0]
     """
-    # A dump may be sorted by reward: then the same places in every dump would be no draw.
+    # A dump may be sorted by reward, so fixed places would be no random choice.
     seed = int.from_bytes(blake2b(reward.tobytes(), digest_size=8).digest(), "big")
     order = np.lexsort((np.random.default_rng(seed).random(len(pool)), pool))
     number = np.bincount(pool)

@@ -1,7 +1,7 @@
 """Groups that a dump lacks: holes in the ids of its groups, and whether those are groups with long rollouts.
 
-A dump has only what was trained. Where groups were dispatched with the ids 0, 1, 2, …, a hole is a group that
-was not. Its length is not known, but that of its prompt in another epoch is.
+A dump has only groups that were trained. If groups were dispatched with the ids 0, 1, 2, …, a missing id is a
+group that was not trained. Its length is not known, but the length of its prompt in another epoch is.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class GroupHoles:
 
     A hole is counted if its id is below all ids of the last step: groups with greater ids may have been
     outstanding when the run ended. The ids must be whole numbers that occur in one step each, and at least
-    half of them must be in the dump; others are not those of dispatched groups.
+    half of them must be in the dump. Otherwise they are not ids by order of dispatch.
 
     An **epoch** ends before the first group, in the order of the ids, whose prompt it has already. It must
-    have at least half of all prompts, else prompts were not drawn in epochs. In each epoch but the last, a
-    prompt is ``trained`` or ``missing``. It counts by one length, that of its group in the next epoch, else
-    in the epoch before; a mean over more epochs would vary less for prompts that are rarely lost. So a loss
-    that does not depend on the length gives ``trained`` and ``missing`` the same distribution of lengths, and
-    z the bound of :func:`headrace.transforms.streams.survival.slow_loss`. A prompt that is in neither of
-    these epochs is not counted.
+    have at least half of all prompts; otherwise prompts were not drawn in epochs. In each epoch but the last,
+    a prompt is ``trained`` or ``missing``. Its length is that of its group in the next epoch, or else in the
+    epoch before. A mean over more epochs would vary less for prompts that are rarely lost. So a loss that
+    does not depend on the length gives ``trained`` and ``missing`` the same distribution of lengths, and z
+    the bound of :func:`headrace.transforms.streams.survival.slow_loss`. A prompt that is in neither of these
+    epochs is not counted.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class GroupHoles:
 
     @cached_property
     def holes(self) -> tuple[int, int, int]:
-        """How many ids are missing, from the first id of the dump to the last one that was over."""
+        """The number of missing ids, from the first of the dump to the last that was not outstanding."""
         if not self._numbered or not self._steps:
             return 0, 0, 0
         ids = np.concatenate([step[0] for step in self._steps])
@@ -75,7 +75,7 @@ class GroupHoles:
 
     @cached_property
     def survivors(self) -> Survivors | None:
-        """By the length of a prompt in another epoch, whether it is in the dump; None: it cannot be told."""
+        """Counts of trained and missing prompts, by their length in another epoch; None: not known."""
         holes, _, over = self.holes
         if not holes or self._unknown:
             return None
