@@ -1,4 +1,4 @@
-"""What tests share. The process that hands tests out reads this too: torch is imported where it is used."""
+"""What all tests share. torch is imported only in functions: the process that hands out tests needs none."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ready_python import ready_python, ready_ray
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-# Before torch is imported, here and in the processes that tests start: threads that wait for work spin.
+# Threads that wait for work spin. So this is set before torch is imported, here and in started processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A test's time depends on what else the machine does; that is no failure.
+# The time of a test depends on what else the machine does, so a slow test is not a failure.
 settings.register_profile("headrace", deadline=None, print_blob=True, max_examples=60)
 settings.register_profile("quick", settings.get_profile("headrace"), max_examples=20)
 
@@ -47,7 +47,7 @@ def is_quick(config: pytest.Config) -> bool:
 
 @cache
 def has_torchrl() -> bool:
-    """Whether it can be imported; beside a tensordict that it does not fit, it is installed and cannot be."""
+    """Whether TorchRL can be imported: it may be installed beside a tensordict that it does not fit."""
     try:
         import torchrl.envs  # noqa: F401
     except ImportError:
@@ -56,17 +56,18 @@ def has_torchrl() -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where slow tests are left out, the others search less long."""
+    """Let property tests try fewer examples in the quick run."""
     settings.load_profile("quick" if is_quick(config) else "headrace")
-    # A shell may start what is in the background with Ctrl-C ignored, and so would be all that tests start.
+    # A shell may start background jobs with Ctrl-C ignored, and all processes of the tests would inherit
+    # this.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.setdefault("HEADRACE_KEPT", mkdtemp())  # a worker has that of the process which started it
+    os.environ.setdefault("HEADRACE_KEPT", mkdtemp())  # a worker inherits it
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """One more than there are cores, where slow tests wait for processes that are silent."""
+    """One worker more than there are cores: slow tests often wait for silent processes."""
     return None if is_quick(config) else (os.cpu_count() or 1) + 1
 
 
@@ -77,7 +78,7 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files of another shard are not even imported, nor those of which all tests are left out or skipped."""
+    """Do not even import files of another shard, or files whose tests are all left out or skipped."""
     if collection_path.suffix != ".py":
         return None
     if shard := config.getoption("--shard"):
@@ -97,7 +98,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("torchrl") and not has_torchrl():
             item.add_marker(pytest.mark.skip(reason="TorchRL cannot be imported"))
-    # One process has a cluster, at its beginning: what others take over from it is from its end.
+    # Tests with a cluster come first, all in one process. Other workers take over tests from its end.
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)
 
 
@@ -107,7 +108,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave imported modules out of garbage collection: each full one would take half a second."""
+    """Leave imported modules out of garbage collection: each full collection would take half a second."""
     gc.freeze()
 
 
@@ -120,14 +121,14 @@ def one_thread() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def clocks_stand_still() -> Iterator[None]:
-    """Runs of the same batch have the same metrics, also `time/<stage>`."""
+    """Stop the clock, so that runs of the same batch have the same metrics, even `time/<stage>`."""
     with patch("headrace.pipeline.pipeline.perf_counter", lambda: 0.0):
         yield
 
 
 @pytest.fixture(autouse=True, scope="session")
 def texts_are_parsed_once() -> Iterator[None]:
-    """YAML files and interpolations: most of the time of composing, and hundreds of times the same ones."""
+    """Parse each YAML file and interpolation once: parsing takes most of the time of composing."""
     import omegaconf._utils
     import omegaconf.base
     import yaml
@@ -141,11 +142,11 @@ def texts_are_parsed_once() -> Iterator[None]:
             return load(stream, Loader)
         try:
             return pickle.loads(parsed(stream.read(), Loader))
-        except yaml.YAMLError:  # which names the file
+        except yaml.YAMLError:  # the error of `load` names the file
             stream.seek(0)
             return load(stream, Loader)
 
-    trees = lru_cache(4096)(omegaconf.base.parse)  # which no test writes to
+    trees = lru_cache(4096)(omegaconf.base.parse)  # no test writes to them
     with (
         patch("yaml.load", loaded),
         patch("omegaconf.base.parse", trees),
@@ -156,11 +157,11 @@ def texts_are_parsed_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def files_are_merged_once(texts_are_parsed_once: None) -> Iterator[None]:
-    """Those of the package: most of the time that Hydra takes, for hundreds of tests that choose the same.
+    """Merge each choice of the package's files once: Hydra spends most of its time on this.
 
-    Only choices of files change which are merged; each test's own options are set afterwards, by Hydra. A
-    command composes twice, first for `hydra.mode`, which nothing here sets. Then Hydra writes three files
-    that nothing here reads.
+    Only the choice of files decides what is merged; Hydra sets each test's own options afterwards. A command
+    composes twice, first for `hydra.mode`, which nothing here sets. Then Hydra writes three files that
+    nothing here reads.
     """
     from hydra._internal import config_loader_impl
     from hydra._internal.hydra import Hydra
@@ -201,13 +202,13 @@ def files_are_merged_once(texts_are_parsed_once: None) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def quick(pytestconfig: pytest.Config) -> bool:
-    """Whether slow tests are left out, and a law is tried on a part of its cases."""
+    """Whether this is the quick run: no slow tests, and each law on a part of its cases."""
     return is_quick(pytestconfig)
 
 
 @pytest.fixture(scope="session")
 def recipes(quick: bool) -> tuple[str, ...]:
-    """The recipes for which a law of advantages is tried."""
+    """The recipes on which laws of advantages are tried."""
     from recipes import ADVANTAGES, FEW
 
     return FEW if quick else ADVANTAGES
@@ -256,7 +257,7 @@ def cluster() -> Iterator[None]:
         patch.setenv("RAY_worker_niceness", "0")  # or its processes get what the other tests leave
         if hasattr(os, "pidfd_open"):
             patch.setattr("ray._private.ray_constants.SETUP_WORKER_FILENAME", ready_ray())
-        # More CPUs than there are: actors count those that they might take.
+        # More CPUs than the machine has: Ray counts the CPUs that actors might take.
         ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
         yield
         ray.shutdown()

@@ -1,4 +1,4 @@
-"""A trainer with a recipe attached: what you do not set is as in the trainer."""
+"""A recipe is attached to a trainer: an option that you do not set follows the trainer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OTHERS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
 
 
 def trainer_of(module: str = "trl.trainer", rewards: int = 1, **options: Any) -> Any:
-    """What `attach` reads of a trainer."""
+    """A stand-in for a trainer, with the attributes that `attach` reads."""
     made = type("GRPOTrainer", (), {"__module__": module})()
     made.reward_weights = torch.ones(rewards)
     for name, value in options.items():
@@ -103,7 +103,7 @@ def test_an_environment_whose_overrides_set_other_options_has_the_trainers_scale
 
 
 def test_unsloths_patched_trainer_is_known_by_name_and_its_others_are_refused():
-    """A class that Unsloth writes derives from a base of TRL's, and its own module is in no package."""
+    """A class that Unsloth writes is derived from TRL's class, and its own module is in no package."""
 
     def of_unsloth(name: str) -> Any:
         base = type("_BaseTrainer", (), {"__module__": "trl.trainer.base_trainer"})
@@ -139,7 +139,7 @@ CANNOT_RUN = {
 
 
 def given_by_trl(columns: int) -> TensorDict:
-    """What the adapter of TRL gives a recipe."""
+    """A batch with the columns that TRL's adapter gives to a recipe."""
     at = torch.arange(8)
     batch = TensorDict({"rollout_id": at, "group_id": at // 4, "status": torch.zeros_like(at)}, [8])
     reward = torch.tensor([[0.0, 1.0], [1.0, 1.0]]).repeat(4, 1)[:, :columns]
@@ -161,7 +161,7 @@ def test_a_recipe_is_refused_if_and_only_if_it_lacks_a_column_of_trl(recipe):
         return
     with pytest.raises(ValueError, match=f"the trainer cannot run this recipe: stage {CANNOT_RUN[recipe]}"):
         attach(trainer, pipeline)
-    assert type(trainer).__module__ == "trl.trainer"  # as it was
+    assert type(trainer).__module__ == "trl.trainer"  # unchanged
     with pytest.raises(MissingKeyError):
         advantages_of(pipeline, batch)
 

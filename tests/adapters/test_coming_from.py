@@ -1,6 +1,6 @@
 """The adapters of docs/coming-from compute what the trainers compute, and refuse invalid batches.
 
-Here stand-ins are in the places of trainers that are not on the package index. The others are run by
+Trainers that are not on the package index have stand-ins here. The others are run by
 tests/support/peer_checks.py, which `make test-light` runs.
 """
 
@@ -34,13 +34,13 @@ PAGES = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
 
 
 def adapter(name: str) -> ModuleType:
-    """Import it again, because it replaces functions of the trainer's modules."""
+    """Import an adapter again, because it replaces functions of the trainer's modules."""
     return importlib.reload(importlib.import_module(f"headrace.adapters.{name}"))
 
 
 @pytest.fixture
 def recipe(monkeypatch) -> Callable[..., None]:
-    """Names the recipe in the environment, and overrides."""
+    """A function that sets the recipe and its overrides in the environment."""
 
     def name(recipe: str | None = None, *words: str) -> None:
         if recipe is not None:
@@ -184,7 +184,7 @@ def test_invalid_samples_of_slime_are_refused(recipe):
 
 
 def mean_of(unit: str, rows: list[foreign.SlimeSample]) -> dict[int, float]:
-    """By hand, what each token of a row weighs in the mean over tokens, samples or rollouts of these rows."""
+    """By row, the weight of each of its tokens in the mean over tokens, samples or rollouts of these rows."""
     tokens = {s.index: sum(s.loss_mask) for s in rows}
     of_rollout = {
         s.rollout_id: sum(tokens[t.index] for t in rows if t.rollout_id == s.rollout_id) for s in rows
@@ -261,7 +261,7 @@ def test_what_slimes_data_cannot_express_is_refused(monkeypatch, recipe):
 
 
 def rollout_data(seed: int, **columns) -> dict[str, list]:
-    """Of one rank: rows of different lengths, with log-probabilities, as slime's actor has them."""
+    """The rows of one rank, of different lengths and with log-probabilities, as slime's actor has them."""
     rng, torch_rng = random.Random(seed), torch.Generator().manual_seed(seed)
     lengths = [rng.randint(1, 5) for _ in range(6)]
     made = {"response_lengths": lengths, "rollout_ids": [10 + row // 2 for row in range(6)]}
@@ -273,7 +273,7 @@ def rollout_data(seed: int, **columns) -> dict[str, list]:
 
 
 def test_slimes_tokens_have_the_recipes_advantage(recipe):
-    """Without a term the reward of the row; of `opd` slime's own --use-opd, A − c · (student − teacher)."""
+    """Without a term: the reward of the row. With `opd`: slime's --use-opd, A − c · (student − teacher)."""
     args = foreign.slime_args(2, 3)
     for seed in range(5):
         recipe("as/slime")
@@ -370,7 +370,7 @@ def test_prime_rl_reports_a_lost_rollout(prime_rl, recipe):
 
 
 class Position:
-    """A term by token: its position."""
+    """A token term: the position of the token."""
 
     def __call__(self, batch, mask):
         return mask.cumsum(1) - 1.0
@@ -403,10 +403,10 @@ def test_skyrl_gets_its_own_numbers_over_uneven_groups(monkeypatch, recipe):
 
 
 def test_verl_gives_all_outputs_of_a_session_the_advantage_of_its_last(monkeypatch, recipe):
-    """By a loop. The last of twelve outputs is number 11; outside of the mask the advantage is 0."""
+    """Compared with a loop. The last of twelve outputs is number 11; outside of the mask all is 0."""
     registry, trainer = foreign.verl_trainer(monkeypatch)
     monkeypatch.delitem(sys.modules, "headrace.adapters.verl", raising=False)
-    importlib.import_module("headrace.adapters.verl")  # once: it replaces the trainer's function
+    importlib.import_module("headrace.adapters.verl")  # import it once: it replaces the trainer's function
     compute, seen = trainer.compute_advantage_for_multi_trajectories, 0
     for seed in range(5):
         rng = random.Random(seed)

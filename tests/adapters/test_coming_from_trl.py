@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def theirs(monkeypatch) -> list[torch.Tensor]:
-    """The advantages that TRL itself computes, batch after batch."""
+    """A list to which each batch adds the advantages that TRL itself computes."""
     found: list[torch.Tensor] = []
 
     def spy_on(kind):
@@ -54,7 +54,7 @@ def short_or_none(completions, **others) -> list[float | None]:
 
 
 def none_of_odd(completions, **others) -> list[float | None]:
-    """None where `short_or_none` has none, and for others, too."""
+    """None where `short_or_none` returns None, and for some other completions."""
     return [None if "2" in completion or "3" in completion else 1.0 for completion in completions]
 
 
@@ -64,7 +64,7 @@ def one_each(completions, **others) -> list[float]:
 
 @pytest.fixture
 def make_trainer(tmp_path):
-    """A trainer of a model of one layer, and the batches that it makes its loss of."""
+    """A function that makes a trainer of a one-layer model, and collects the batches of its loss."""
     from small_trl import small_trainer
 
     def make(*words, rewards=(ones,), steps=2, trainer=trl.GRPOTrainer, **options):
@@ -76,7 +76,7 @@ def make_trainer(tmp_path):
 
 
 def record(trainer) -> list[dict]:
-    """What it makes its loss of, with the rewards."""
+    """A list to which the trainer adds each batch of its loss, with the rewards."""
     batches, own = [], trainer._generate_and_score_completions
 
     def spy(inputs):
@@ -106,7 +106,7 @@ def test_with_its_own_recipe_trl_trains_on_its_own_advantages(make_trainer, thei
         assert batch["num_items_in_batch"] == batch["completion_mask"].sum()
     assert run.trainer.state.log_history[-1]["headrace/rows/trained"] == ROWS
     assert run.trainer.last_run.ledger.reason.tolist() == [0] * ROWS
-    assert run.trainer.last_run.report().step == 1  # of 0 and 1, the trainer's global step
+    assert run.trainer.last_run.report().step == 1  # of the global steps 0 and 1
     after = [p.detach() for p in run.trainer.model.parameters()]
     assert any(not torch.equal(x, y) for x, y in zip(before, after, strict=True))
 
@@ -324,7 +324,7 @@ def test_rloo_settings_without_an_effect_are_refused_by_name(
 
 
 def test_the_page_says_how_to_whiten_and_clip_in_rloo(make_trainer, theirs, monkeypatch):
-    """By the recipe, what TRL computes with the two settings."""
+    """The recipe of the page gives the advantages that TRL computes with the two settings."""
     lines = (ROOT / "docs/coming-from/trl.md").read_text()
     block = lines[lines.index("<!-- rloo: whiten and clip -->") :].split("```")[1].removeprefix("text\n")
     run = rloo(make_trainer, steps=6)

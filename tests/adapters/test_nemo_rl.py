@@ -1,4 +1,4 @@
-"""The sampler for NeMo RL: every prompt is trained, in time, whatever it takes.
+"""The sampler for NeMo RL: every prompt is trained in time, however long its rollouts take.
 
 The world is a stand-in for NeMo RL. `tests/support/peer_checks.py nemo_rl` runs NeMo RL's own code.
 """
@@ -36,7 +36,7 @@ def run(world: World, bound: int, ahead: int, kind: type[DeadlineSampler] = Dead
 
 
 def broken(found: Run, bound: int, ahead: int) -> list[str]:
-    """The laws that a run breaks."""
+    """The names of the laws that a run breaks."""
     groups, sent = found.world.groups, found.sent
     left = set(sent) - found.failed - set(found.trained)
     limit = max((ahead + 1) * groups, 2 * groups - 1 if found.failed else 0)
@@ -79,14 +79,14 @@ class TakenIsGone(DeadlineSampler):
 
 
 class OneTooMany(DeadlineSampler):
-    """As many as allowed are outstanding before a dispatch, not after it."""
+    """The limit of outstanding prompts holds before a dispatch, not after it."""
 
     def outstanding(self, version):
         return super().outstanding(version) - self.groups
 
 
 class OneStepOlder(DeadlineSampler):
-    """A group may be one version older than the option says."""
+    """A group may be one version older than the option allows."""
 
     def __init__(self, buffer, **options):
         super().__init__(buffer, **options)
@@ -94,7 +94,7 @@ class OneStepOlder(DeadlineSampler):
 
 
 class ByArrival(DeadlineSampler):
-    """A step takes the groups that became whole first."""
+    """A step takes the groups that were complete first."""
 
     def __init__(self, buffer, **options):
         super().__init__(buffer, **options)
@@ -111,7 +111,7 @@ class ByArrival(DeadlineSampler):
 
 
 class NeverWaits(DeadlineSampler):
-    """A step takes the oldest of the whole groups, however many are behind."""
+    """A step takes the oldest complete groups, and waits for none that was dispatched earlier."""
 
     async def select(self, **options):
         self.max_staleness, bound = self.max_staleness + 20, self.max_staleness
@@ -123,7 +123,7 @@ class NeverWaits(DeadlineSampler):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Uncounted, TakenIsGone, OneTooMany, OneStepOlder, ByArrival, NeverWaits])
 def test_each_rule_is_needed(kind):
-    """A sampler without it breaks a law in one of the worlds."""
+    """A sampler that lacks one rule breaks a law in one of the worlds."""
     found = {
         law
         for bound, ahead in [(1, 0), (3, 0), (4, 2)]
@@ -134,7 +134,7 @@ def test_each_rule_is_needed(kind):
 
 
 def filled(*slots: tuple[int, bool]) -> Buffer:
-    """A buffer with these slots: the version that began them, and whether they are ready."""
+    """A buffer with a slot for each pair: the version at which it began, and whether it is ready."""
     buffer = Buffer()
     for version, ready in slots:
         group = buffer.reserve(weight_version=version)
@@ -144,7 +144,7 @@ def filled(*slots: tuple[int, bool]) -> Buffer:
 
 
 def select(buffer: Buffer, version: int, bound: int = 2, groups: int = 2) -> list[int] | None:
-    """The prompts that a step gets."""
+    """The prompts that the sampler selects for a step; None if the step waits."""
     sampler = DeadlineSampler(buffer, max_staleness_versions=bound)
     sampler.required_buffer_capacity(groups)
     asked = {"current_train_weight": version, "min_prompt_groups": 1, "max_prompt_groups": groups}
@@ -178,7 +178,7 @@ def test_a_step_waits_for_groups_that_would_be_too_old():
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_dispatch_runs_ahead_by_whole_steps(ahead):
-    """Batches that are admitted while the trainer stands still, and after a step is trained."""
+    """The number of batches that are admitted while the trainer waits, and after it has trained a step."""
     buffer = Buffer()
     sampler = DeadlineSampler(buffer, max_staleness_versions=3, steps_ahead=ahead)
     assert sampler.required_buffer_capacity(4) == (max(ahead, 1) + 1) * 4
@@ -197,7 +197,7 @@ def test_dispatch_runs_ahead_by_whole_steps(ahead):
         assert admitted == [None] * (ahead + 1)
         _, number = await sampler.select(current_train_weight=0, min_prompt_groups=1, max_prompt_groups=4)
         await asyncio.sleep(10)
-        assert (number, len(admitted)) == (4, ahead + 1)  # the step is not over
+        assert (number, len(admitted)) == (4, ahead + 1)  # the step has not ended
         trainer.version = 1
         await asyncio.sleep(10)
         assert len(admitted) == ahead + 2
@@ -212,7 +212,7 @@ def test_a_prompt_counts_from_its_admission_until_its_step_is_over():
     sampler.required_buffer_capacity(2)
     counts = []
     asyncio.run(sampler.admit(trainer_version_fn=lambda: 0))
-    for number in range(3):  # the third is tried again: its first slot is gone
+    for number in range(3):  # the third prompt is tried again, so its first slot is gone
         counts.append(sampler.outstanding(0))
         asyncio.run(buffer.commit(buffer.reserve(weight_version=0), {"prompt": number}))
         if number == 1:

@@ -138,7 +138,7 @@ def test_in_trl_each_step_trains_full_batches_of_informative_groups(tmp_path, ki
     from small_trl import small_trainer
 
     def some_equal(prompts, completions, **others):
-        """Equal rewards in the groups of four of the eight prompts."""
+        """A reward function that gives equal rewards to the groups of four of the eight prompts."""
         found = [completion.count("1") + 0.1 * len(completion) for completion in completions]
         return [
             0.0 if prompt in ("34", "78", "0", "2") else each
@@ -170,6 +170,6 @@ def test_in_trl_each_step_trains_full_batches_of_informative_groups(tmp_path, ki
     after = [each.detach() for each in trainer.model.parameters()]
     assert any(not torch.equal(x, y) for x, y in zip(before, after, strict=True))
     own_size = trainer.evaluate(trainer.train_dataset)
-    assert len(trainer.last_run.ledger.reason) == 8  # TRL's evaluation batch, none of which is left over
+    assert len(trainer.last_run.ledger.reason) == 8  # TRL's evaluation batch: no row is left over
     assert "over_generation/left_over" not in trainer.last_run.ledger.counts()
     assert own_size["eval_headrace/rows/in"] == 8

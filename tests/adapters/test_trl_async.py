@@ -27,7 +27,7 @@ GROUP_SIZE = 4
 
 
 def handed_out(trainer: Any) -> list[Any]:
-    """The samples that its dataset gets, with the policy version at that time."""
+    """A list to which the trainer's dataset adds each sample that it gets, with the policy version then."""
     found, own = [], WholeGroups.get
 
     def spy(self: Any, *args: Any, **options: Any) -> Any:
@@ -101,7 +101,7 @@ def test_groups_with_equal_rewards_and_old_groups_are_replaced_and_no_row_is_los
     assert counts["stale"] > 0
     assert counts["stale"] % GROUP_SIZE == 0  # whole groups; TRL drops single samples
     assert counts["came"] <= len(worker.sent)
-    assert {group for group in trainer._trained_groups if group not in groups}  # counted, so not done again
+    assert {group for group in trainer._trained_groups if group not in groups}  # counted, not repeated
 
 
 def test_the_real_worker_dispatches_by_the_rule_and_no_group_is_too_old(make):
@@ -128,11 +128,11 @@ def test_the_real_worker_dispatches_by_the_rule_and_no_group_is_too_old(make):
     assert not any(ROLLOUT in sample.metrics or LAST in sample.metrics for sample, _ in found)
     assert queued.announced <= queued.allowed.value
     assert all(sample.metrics["reward_std"] > 0 for sample, _ in found)
-    assert trainer.rollout_worker._process is None  # it has ended
+    assert trainer.rollout_worker._process is None  # the worker has ended
 
 
 def test_rollouts_of_several_samples_count_once_and_their_rows_train(make):
-    """Rows say which rollout they are of; one rollout has two rows and one has no token."""
+    """Each row names its rollout. One rollout has two rows, and one row has no token."""
     worker = own_worker(lambda answer, random: 0.0)
     trainer = attach(make(rollout_worker=worker, gradient_accumulation_steps=1), scale="none")
     worker.put(0, np.random.default_rng(1), 0)

@@ -24,7 +24,7 @@ def put(assembler: GroupAssembler, first: int, version: int) -> None:
 
 
 def trained_ages(old: int, steps: int = 12) -> tuple[list[int], str]:
-    """The ages in steps at which rows train, and what is refused.
+    """The ages in steps at which rows train, and the errors.
 
     Args:
         old: the age of each group when it is taken.
@@ -49,10 +49,10 @@ def trained_ages(old: int, steps: int = 12) -> tuple[list[int], str]:
 @pytest.mark.filterwarnings("ignore:no group may take longer")
 @pytest.mark.parametrize("old", range(K + 1))
 def test_no_carried_row_trains_after_its_deadline(old):
-    """A row of age a may be carried K - a times: then the batch is refused, with the ids of its groups."""
+    """A row of age a may be carried K - a times. Then the batch is refused, with the ids of its groups."""
     ages, refused = trained_ages(old)
     assert max(ages, default=0) <= K
     if old < K:
-        assert max(ages) > old  # some were carried
+        assert max(ages) > old  # some rows were carried
     if old == K:
         assert re.search(r"rows of groups \d+ would wait .*remainder=uneven", refused)

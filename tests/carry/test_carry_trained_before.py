@@ -18,7 +18,7 @@ def make(remainder: str = "uneven", **options) -> Pipeline:
 
 
 def numbered(batch: int, rows: int) -> TensorDict:
-    """Rows of the n-th batch, with ids that no other batch has, and rewards that all have."""
+    """The rows of one batch: no other batch has their ids, and all rewards are 1."""
     ids = torch.arange(rows) + 100 * batch
     return TensorDict({"rollout_id": ids, ("next", "reward"): torch.ones(rows)}, batch_size=[rows])
 
@@ -38,7 +38,7 @@ def trained(minibatches) -> list[list[int]]:
 def test_an_interruption_anywhere_trains_nothing_again(rows, epochs, remainder, again, saved, data):
     """An uninterrupted loop over all minibatches, compared with one interrupted after the n-th.
 
-    The source gives the batch again that came last, whether or not it was finished, and then the others.
+    The source repeats its last batch, whether or not that was finished, and then gives the other batches.
     """
     batches = [numbered(number, size) for number, size in enumerate(rows)]
     whole = make(remainder)
@@ -157,7 +157,7 @@ def test_the_second_half_trains_repeated_samples_of_a_buffer():
 
 
 def interrupt_on_ranks(rank: int, world: int) -> dict[str, object]:
-    """What a rank trains of two batches, interrupted behind each minibatch of the first."""
+    """The rows that a rank trains of two batches, interrupted after each minibatch of the first."""
 
     def shared() -> Pipeline:
         split = ShuffleSplit(minibatches=2, unit="sample", remainder=remainder)

@@ -34,7 +34,7 @@ def rows_of(parts) -> list[list[int]]:
 
 
 def left_in_the_middle(batch: TensorDict, taken: int = 1, epochs: int = 1, **options) -> tuple[dict, list]:
-    """The state after so many minibatches, as a file has it, and the rows of the others."""
+    """The saved state after `taken` minibatches, and the rows of the remaining ones."""
     pipeline = make(**options)
     stream = pipeline.minibatches(batch, epochs=epochs)
     for _ in range(taken):
@@ -166,7 +166,7 @@ def test_recomputed_rewards_may_differ_in_their_last_digits():
 def test_discarded_batches_are_not_trained_and_nothing_is_trained_twice(
     units, taken, epochs, saved, remainder
 ):
-    """Three batches, the second discarded inside: only the rows not yet handed out are lost."""
+    """The second of three batches is discarded after its first minibatch: only its other rows are lost."""
 
     def batch(number):
         return TensorDict(
@@ -237,7 +237,7 @@ def test_a_batch_without_minibatches_is_finished():
 
 
 def test_a_state_inside_two_batches_is_refused():
-    """As when two pipelines share one split: one of the two would be forgotten."""
+    """Two pipelines that share one split would do this, and one of the two batches would be forgotten."""
     split = ShuffleSplit(minibatches=4)
     first, second = (Pipeline({"split": split, "weight": LossWeight()}) for _ in "ab")
     one = first.minibatches(sixteen())

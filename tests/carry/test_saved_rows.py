@@ -13,13 +13,13 @@ from headrace.transforms.carry import from_plain, join_rows, to_plain
 
 
 def row(width: int, **more) -> TensorDict:
-    """One row of so many tokens, with nested columns and a text."""
+    """One row of `width` tokens, with nested columns and a text."""
     inside = TensorDict({"full": torch.arange(width), "reward": torch.tensor(float(width))}, [])
     return TensorDict({"tokens": inside, "prompt": f"of {width}", **more}, [])
 
 
 def batches() -> dict[str, TensorDict]:
-    """Each way in which a batch has its rows."""
+    """A batch in each form that its rows can have, by name."""
     dense = lazy_stack([row(3), row(3)]).contiguous()
     return {
         "dense": dense,

@@ -1,4 +1,4 @@
-"""A file is there as a whole or as it was before, wherever the writer fails."""
+"""Wherever the writer fails, a file has either its whole new content or its old content."""
 
 import os
 
@@ -12,7 +12,7 @@ class FullDiskError(OSError):
 
 
 def test_what_is_raised_leaves_the_file_and_the_folder_as_they_were(tmp_path, monkeypatch):
-    """While it is written, while it is flushed and while it is renamed."""
+    """The error may come while the file is written, flushed or renamed."""
     path = tmp_path / "a.txt"
     path.write_text("before")
 
@@ -35,7 +35,7 @@ def test_what_is_raised_leaves_the_file_and_the_folder_as_they_were(tmp_path, mo
 
 
 def test_a_durable_file_is_flushed_before_it_is_renamed_and_its_folder_after(tmp_path, monkeypatch):
-    """Else the name could reach the disk without the bytes."""
+    """Otherwise the new name could reach the disk before the bytes."""
     path, done = tmp_path / "a.txt", []
     sync, replace = os.fsync, os.replace
     monkeypatch.setattr(

@@ -14,7 +14,7 @@ from headrace.transforms import BatchError, GroupAssembler, StalledError
 
 
 def rows(groups: int, torn: int = 0) -> list:
-    """A batch a row: whole groups of two rollouts, each of two segments, and a few that lack their ends."""
+    """Batches of one row each: groups of two rollouts of two segments, and `torn` rollouts without an end."""
     lines = [Line(g, 2 * g + r, s, s == 1) for g in range(groups) for s in (0, 1) for r in (0, 1)]
     lines += [Line(100 + g, 200 + g, 0, False) for g in range(torn)]
     return [batch_of_lines([line], number) for number, line in enumerate(lines)]
@@ -61,7 +61,7 @@ def test_a_source_that_only_yields_none_raises():
 def test_under_patience_none_is_silence_and_not_a_put():
     def source(silent: int):
         for row in rows(2):
-            yield from [None] * 150  # more than the puts after which an assembler is idle
+            yield from [None] * 150  # more puts than `max_idle` allows
             yield row
         for _ in range(silent):
             time.sleep(0.01)

@@ -39,15 +39,15 @@ MODES = {
     "last-steps": {"yield_only_last_steps": True},
 }
 LAST, ENOUGH = "last-steps", 8
-# Where its budget ends between two turns, torchrl 0.14.1 waits for an environment that it has not asked.
+# torchrl 0.14.1 hangs if its budget ends between two turns: it waits for an environment that has no request.
 ENDLESS = {"total_dialog_turns": -1}
 
 
 def whole_groups(env, mode: str, **options) -> list[int]:
-    """The rollouts that come out, each of which has been looked at."""
+    """The ids of the rollouts that the assembler gives, after a check of their rows."""
     policy = make_policy(make_model(TOKENIZER), TOKENIZER)
     collector = LLMCollector(env, policy=policy, **TURNS | MODES[mode] | options)
-    # Each last step is a rollout, with the reward of its last turn alone.
+    # With only the last step, each row is a rollout and has the reward of its last turn.
     ends = {"done_key": None} if mode == LAST else {}
     pipeline = Pipeline(
         {
@@ -101,7 +101,7 @@ def test_environments_in_processes_number_their_own_groups():
 
 
 def test_a_collector_that_drops_the_prompts_of_its_first_reset_is_refused():
-    """They would be announced and never arrive. An environment that draws by itself is read."""
+    """Those prompts would be announced and never arrive. An environment that draws by itself is accepted."""
 
     def collector_of(draws) -> LLMCollector:
         rows = (row.set("query", NonTensorStack(*("12" for _ in row["prompt"]))) for row in draws)

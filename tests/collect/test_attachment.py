@@ -30,7 +30,7 @@ def collected(**options) -> TensorDict:
 
 
 def by_rollout(batch: TensorDict) -> dict[tuple[int, float], float]:
-    """Advantage by rollout and segment, whatever the order of the rows."""
+    """The advantage by rollout and reward, so that the order of the rows does not matter."""
     return {
         (int(r), float(w)): float(a)
         for r, w, a in zip(

@@ -31,7 +31,7 @@ SAID = "worker 1 has not answered {}"
 
 @contextlib.contextmanager
 def collecting(kind: str, worker_patience: float = 30.0) -> Iterator[Any]:
-    """What assembles the rows of a collector of two workers, and its batches, of which one was read."""
+    """A collector with two workers, assembled, and its batches, of which the first is in the assembler."""
     from torchrl import collectors
     from turns import OneAction, makers
 
@@ -53,7 +53,7 @@ def collecting(kind: str, worker_patience: float = 30.0) -> Iterator[Any]:
     finally:
         for process in collector.procs:
             with contextlib.suppress(ValueError):  # it is closed
-                process.kill()  # TorchRL would wait for one that is stopped
+                process.kill()  # TorchRL would wait for a stopped worker
         collector.shutdown(raise_on_error=False)
 
 
@@ -61,7 +61,7 @@ def collecting(kind: str, worker_patience: float = 30.0) -> Iterator[Any]:
 @slow
 @pytest.mark.parametrize("kind", ["MultiSyncCollector", "MultiAsyncCollector"])
 def test_a_dead_worker_is_named_by_an_update_of_the_collector_itself(kind):
-    """Its end is seen, not waited for."""
+    """The end of the worker is detected at once, not after a timeout."""
     with collecting(kind) as (stream, _):
         stream.procs[1].kill()
         stream.procs[1].join()
@@ -77,7 +77,7 @@ def test_a_dead_worker_is_named_by_an_update_of_the_collector_itself(kind):
 @torchrl
 @slow
 def test_a_worker_that_another_signal_ended_is_named_by_an_update():
-    """Also SIGTERM, by which the collector ends workers itself."""
+    """One of the signals is SIGTERM, by which the collector itself ends workers."""
     with collecting("MultiSyncCollector") as (stream, _):
         stream.procs[0].terminate()
         stream.procs[0].join()
@@ -139,7 +139,7 @@ def test_a_dead_and_a_stopped_actor_of_a_ray_collector_are_named():
 
 
 class Source:
-    """A source whose update returns when it may.
+    """A source with a given update, which may wait.
 
     Args:
         update: what it does.
@@ -199,7 +199,7 @@ def test_a_call_has_the_arguments_results_errors_and_settings_of_the_caller():
 
 
 def test_only_calls_that_may_wait_for_others_leave_the_callers_thread():
-    """A collector waits for its weights at most; one with workers waits for each answer of theirs."""
+    """A collector waits only for its weights; a collector with workers also waits for their answers."""
     here, sampler = threading.current_thread(), RepeatSampler(4, group_size=2, prompts_per_batch=2)
     for more, stays in (({}, True), ({"num_workers": 2}, False)):
         source = Source(lambda: None, **more)
@@ -216,7 +216,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_a_later_one():
         lambda: scheme._wait_for_ack(), procs=(), num_workers=2, _weight_sync_schemes={"policy": scheme}
     )
     stream = assembled(source, GroupAssembler(), patience=PATIENCE)
-    for answers in ((0,), (0, 1)):  # worker 1 answers once where it was asked twice
+    for answers in ((0,), (0, 1)):  # worker 1 answers one of two calls
         for worker in answers:
             scheme._ack_queues[worker].put("updated")
         with pytest.raises(StalledError, match="worker 1 has not answered"):

@@ -170,10 +170,10 @@ def test_a_failed_write_is_detected_and_never_read_as_rows(one):
         (
             rows.clone().set("tokens", torch.zeros(2, 1)),
             "have another width in tokens",
-        ),  # it would be repeated
+        ),  # the write would be repeated
         (rows.clone().set("tokens", torch.zeros(2, 4)), "have another width in tokens"),
         (rows.exclude("tokens"), "lack tokens"),
-        (rows.clone().set("status", torch.ones(2)), "also have status"),  # which is in no other process
+        (rows.clone().set("status", torch.ones(2)), "also have status"),  # no other process has it
     ):
         with pytest.raises(BatchError, match=f"the columns and widths of the storage; these rows {why}"):
             buffer.add(wrong[0]) if one else buffer.extend(wrong)
@@ -217,7 +217,7 @@ def test_a_locked_buffer_raises_in_bounded_time():
 
 
 def rows_of(worker: int, workers: int, groups: int) -> TensorDict:
-    """Groups of `workers` rollouts, of two segments, of which each worker has one; no strings."""
+    """The rows of one worker: one rollout of two segments in each group of `workers` rollouts; no strings."""
     lines = [
         Line(g, workers * g + worker, s, s == 1, expected=workers) for g in range(groups) for s in (0, 1)
     ]

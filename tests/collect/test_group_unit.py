@@ -45,7 +45,7 @@ def by_freshness(now: int, max_staleness: int = -1) -> StalenessAwareSampler:
 
 
 class ByPriority(RandomSampler):
-    """What PrioritizedSampler says and is told, without the compiled part of TorchRL, which not all have."""
+    """PrioritizedSampler in Python: the compiled part of TorchRL is not on every machine."""
 
     def __init__(self):
         self.priority = torch.ones(200, dtype=torch.float64)
@@ -59,7 +59,7 @@ class ByPriority(RandomSampler):
 
 
 def rows(sizes: list[int], *, first_group: int = 0, segments: int = 2, seed: int = 0) -> TensorDict:
-    """Groups of so many rollouts, of one segment or more, in any order."""
+    """A group for each size, which is its number of rollouts; rollouts of one or more segments, shuffled."""
     lines = [
         {
             "group_id": first_group + g,
@@ -177,7 +177,7 @@ def test_a_group_is_as_stale_as_its_oldest_row():
     sampler = by_freshness(7, max_staleness=4)
     buffer = filled(data, sampler, size=60)
     torch.manual_seed(0)
-    assert sorted(groups_in(buffer.sample())) == [2, 3]  # row 3 is fresh, its sibling is not
+    assert sorted(groups_in(buffer.sample())) == [2, 3]  # row 3 is fresh, row 2 of its group is not
     sampler.consumer_version = 11
     with pytest.raises(BatchError, match=r"\[3\] can be used: .*too old for StalenessAwareSampler"):
         buffer.sample()
@@ -243,7 +243,7 @@ def test_a_full_buffer_returns_complete_rollouts_in_order(size, groups, columns,
     torch.manual_seed(seed)
     try:
         sampled = buffer.sample()
-    except BatchError as err:  # no group that was drawn is complete, or it is not known
+    except BatchError as err:  # no drawn group is complete, or nothing says whether it is
         if "passes the gate" in str(err) or "append InitTracker" in str(err):
             return
         raise

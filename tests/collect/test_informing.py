@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def batch_of(rewards: dict[int, list[float]]) -> TensorDict:
-    """One batch of whole groups, by id, a row a rollout."""
+    """A batch of whole groups, one row per rollout. `rewards` has the rewards by group id."""
     rows = [(g, 10 * g + r, len(rs), reward) for g, rs in rewards.items() for r, reward in enumerate(rs)]
     group, rollout, expected, reward = (torch.tensor(column) for column in zip(*rows, strict=True))
     columns = {"group_id": group, "rollout_id": rollout, "expected_rollouts": expected}
@@ -55,7 +55,7 @@ FLAT, VARIED = {0: [1.0, 1.0]}, {0: [0.0, 1.0]}
 
 
 def many(kinds: str) -> list[TensorDict]:
-    """A batch a letter: v has a group whose rewards differ, f one whose do not."""
+    """One batch of one group per letter: the rewards of v differ, those of f are equal."""
     return [batch_of({i: (VARIED if kind == "v" else FLAT)[0]}) for i, kind in enumerate(kinds)]
 
 
@@ -75,13 +75,13 @@ def test_it_requests_groups_at_most_so_often():
     assert len(asked) == 4
     short = informative(many("fvfffvff"), groups=2, max_batches=3, on_short="yield")
     assert [batch["group_id"].tolist() for batch in short] == [[1, 1], [5, 5]]
-    with pytest.raises(StalledError, match="and 0 wait"):  # where there is nothing, nothing goes out
+    with pytest.raises(StalledError, match="and 0 wait"):  # no batch in, no batch out
         next(iter(informative(many("ffff"), groups=2, max_batches=3, on_short="yield")))
 
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_source_may_write_each_batch_into_the_memory_of_the_last(lazy):
-    """As collectors do; rows that wait are the ones that were read."""
+    """Collectors do so. Rows that wait for the next batch keep the values that were read."""
     batches = [batch_of({g: [0.0, 1.0], g + 1: [0.5, 0.25 * g]}) for g in range(0, 8, 2)]
 
     def reusing():
@@ -102,7 +102,7 @@ def test_a_source_may_write_each_batch_into_the_memory_of_the_last(lazy):
 
 @pytest.mark.parametrize("assembler", [None, GroupAssembler()])
 def test_a_source_that_has_nothing_yet_is_asked_at_most_so_often(assembler):
-    """`None` is no batch, and is yielded by sources that do not wait."""
+    """A source that does not wait yields None if it has no batch."""
     asked = []
 
     def nothing_yet():
@@ -144,7 +144,7 @@ def test_split_or_incomplete_groups_are_refused():
     keep_all = [stages["collapse"]]
     with pytest.raises(BatchError, match=r"in two batches: 1\. Put assembled\(\) between"):
         list(informative(cut, groups=3, stages=keep_all))
-    with pytest.raises(BatchError, match=r"in two batches: 1\."):  # though its loop has ended
+    with pytest.raises(BatchError, match=r"in two batches: 1\."):  # although its loop has ended
         list(informative(cut, groups=1, stages=keep_all))
     with pytest.raises(ValueError, match="groups must be an integer; got None"):
         informative([], groups=None)

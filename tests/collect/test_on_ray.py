@@ -61,7 +61,7 @@ ACTORS: dict[int, RayAssembler] = {}
 
 
 def fresh(number: int = 0, *, max_ready: int | None = None, **options: Any) -> RayAssembler:
-    """An assembler that holds nothing, in an actor that is kept: a process takes seconds to come up."""
+    """An empty assembler in an actor that tests share: to start a process takes seconds."""
     if number not in ACTORS:
         ACTORS[number] = RayAssembler()
     begin = ACTORS[number]._actor.__ray_call__
@@ -72,7 +72,7 @@ def fresh(number: int = 0, *, max_ready: int | None = None, **options: Any) -> R
 
 @ray.remote(num_cpus=0, max_retries=0)
 def send(assembler: RayAssembler, pieces: Sequence[TensorDict], came: Path | None = None, then: str = "ends"):
-    """Put the pieces, write down how many rows were taken in, and end, die or hang."""
+    """Put the pieces, note in a file how many rows were accepted, and end, die or hang."""
     rows = 0
     for piece in pieces:
         assembler.put(piece)
@@ -94,7 +94,7 @@ def pieces(which: slice = slice(None), size: int = 1) -> list[TensorDict]:
 
 
 def on_ray(cell: Cell, came: Path) -> Carried:
-    """A cell of the fault matrix; where it is resumed, in an actor that had no part in what was before."""
+    """Run a cell of the fault matrix. A cell that is resumed continues in another actor."""
     assembler = fresh(**cell.options)
     count, batches, begun = 0, [], cell.resumed_at or 0
     if begun:
@@ -106,7 +106,7 @@ def on_ray(cell: Cell, came: Path) -> Carried:
     writer = send.remote(assembler, cell.pieces[begun:], came, cell.then)
     error: BaseException | None = None
     while cell.then == "hangs" and int(came.read_text() or 0) < cell.sent:
-        time.sleep(0.01)  # until it does
+        time.sleep(0.01)  # until it hangs
     try:
         for batch in assembler.batches([writer], patience=SILENCE if cell.then == "hangs" else LONGEST):
             batches.append(batch)
@@ -254,7 +254,7 @@ def test_a_stream_trains_each_group_of_tasks_once():
 
 
 def ragged(rows: TensorDict, tokens: int = 8) -> TensorDictBase:
-    """The same in a lazy stack, with as many tokens a row as its number says, and up to `tokens` more."""
+    """The same rows in a lazy stack, each with 1 to `tokens` tokens that follow from its number."""
     singles = [row.clone() for row in rows.unbind(0)]
     for row in singles:
         count = int(row["number"]) % tokens + 1
@@ -296,7 +296,7 @@ def test_rows_left_in_the_store_equal_those_sent_through_one_process(seed, kind)
 
 
 def sent_bytes(thing: Any) -> int:
-    """Of a message to an actor, as Ray makes it."""
+    """The size of a message to an actor, as Ray serializes it."""
     return ray._private.worker.global_worker.get_serialization_context().serialize(thing).total_bytes
 
 
@@ -323,7 +323,7 @@ def test_at_most_200_bytes_per_row_go_through_the_assembler(monkeypatch):
 
 
 def test_rows_of_a_dead_writer_are_trained():
-    """Whose loss raises, or the others may continue."""
+    """The loss of a writer raises, unless `on_lost` lets the others go on."""
     assembler, begun = fresh(), [batch_of_lines([Line(90, 90, 0, False)])]
     dead = send.remote(assembler, [*map(ragged, pieces(slice(0, None, 2)) + begun)], then="dies")
     ended = send.remote(assembler, [*map(ragged, pieces(slice(1, None, 2)))])
@@ -336,7 +336,7 @@ def test_rows_of_a_dead_writer_are_trained():
 
 
 def references(actor: Any = None) -> int:
-    """To stored rows, in a process."""
+    """The number of references to stored rows in a process."""
 
     def count(_: Any) -> int:
         known = ray._private.worker.global_worker.core_worker.get_all_reference_counts()
@@ -503,7 +503,7 @@ def test_torchrls_recipe_on_ray_trains_with_only_the_marked_lines():
 
 
 def test_after_its_actor_was_killed_each_group_is_once_in_the_saved_weights(tmp_path):
-    """Its process is gone with all rows, and the trainer begins anew. test_ray_actor.py tries many more."""
+    """Its process and all rows are gone, and the trainer starts again. test_ray_actor.py tries many kills."""
     made: list[RayAssembler] = []
 
     def make(**options: Any) -> RayAssembler:

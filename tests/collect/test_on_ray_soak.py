@@ -24,7 +24,7 @@ WRITERS, TAKERS, SIZE, TOKENS = 3, 2, 4, 2000
 
 @ray.remote(num_cpus=0, max_retries=0)
 def write(assembler: RayAssembler, writer: int, ends: float) -> int:
-    """Put ragged rows of many groups, of which each put has some; return the number of groups."""
+    """Put the ragged rows of many groups, some per put. Return the number of groups."""
     torch.set_num_threads(1)
     group = writer
     while time.time() < ends:
@@ -44,7 +44,7 @@ def write(assembler: RayAssembler, writer: int, ends: float) -> int:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def take(assembler: RayAssembler, writers: list[Any]) -> list[int]:
-    """The rollouts that were taken; rows with other tokens are an error."""
+    """The ids of the rollouts that were taken. A row with the tokens of another rollout raises."""
     torch.set_num_threads(1)
     found: list[int] = []
     for batch in assembler.batches(writers, patience=LONGEST):
@@ -62,7 +62,7 @@ def spin(over: Any) -> None:
 
 
 def under_load(seconds: float) -> tuple[Counter[int], int]:
-    """How often each rollout was taken while other processes keep all cores busy, and how many there were."""
+    """How often each rollout was taken while other processes kept all cores busy, and the number written."""
     context = multiprocessing.get_context("spawn")
     over = context.Event()
     busy = [context.Process(target=spin, args=(over,)) for _ in range(2 * (os.cpu_count() or 1))]

@@ -62,7 +62,7 @@ def test_rows_are_in_the_buffer_once_their_group_is_complete(kind, frames):
     buffer = make_buffer(AssembleOnWrite(assembler), kind=kind)
     collect_into(buffer, frames, 72, sizes)
     rows = buffer[:]
-    for at in sizes:  # the first and the last row of what is there at any time are of whole groups
+    for at in sizes:  # at any time, the first and the last row in the buffer are of whole groups
         there = rows[:at]
         for group in there["group_id"].unique():
             of_group = there[(there["group_id"] == group).flatten()]
@@ -92,7 +92,7 @@ def test_a_pipeline_after_it_gets_complete_groups_to_train_on():
 
 
 def with_factory(**options) -> ReplayBuffer:
-    """As one in an actor of Ray has."""
+    """A buffer that makes its transform by a factory, as a buffer in an actor of Ray does."""
     factory = partial(groups_on_write, *RECIPE, **options)
     return ReplayBuffer(storage=LazyTensorStorage(2000), transform_factory=factory, batch_size=4)
 

@@ -1,4 +1,4 @@
-"""What is dispatched next: as much as there is room for, and after a restart what was lost first."""
+"""What is dispatched next: as much as there is room for. After a restart, lost groups come first."""
 
 from __future__ import annotations
 

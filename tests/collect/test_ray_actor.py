@@ -1,4 +1,4 @@
-"""The actor of an assembler on Ray, without Ray's processes: what is handed out, again, and only once."""
+"""The actor of an assembler on Ray, without Ray's processes: what it hands out, and when again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def assembler_of(groups: int) -> RayAssembler:
 
 
 def other_process(assembler: RayAssembler) -> RayAssembler:
-    """A handle as it comes out of a message."""
+    """The handle as another process gets it."""
     twin = object.__new__(RayAssembler)
     twin.__setstate__(assembler.__getstate__())
     return twin
@@ -55,7 +55,7 @@ def ids_of(batch: TensorDict | None) -> list[int] | None:
 
 @pytest.fixture
 def failing(here, monkeypatch):
-    """Rows cannot be fetched while it is set."""
+    """An event; while it is set, rows cannot be fetched."""
     fails, get = threading.Event(), here.get
 
     def fetch(found):
@@ -88,7 +88,7 @@ def test_groups_of_a_taker_that_is_gone_go_once_to_one_that_begins(failing, monk
     with pytest.raises(OSError, match="network"):
         assembler.take()
     failing.clear()
-    assert ids_of(next(other.batches())) == [1]  # that one may still be fetching
+    assert ids_of(next(other.batches())) == [1]  # the first may still be fetching
     began, clock = time.monotonic(), time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 61)
     assert ids_of(next(other.batches())) == [0]
@@ -155,7 +155,7 @@ def ended(draws: TensorDict, version: int = 0) -> TensorDict:
 
 @pytest.mark.parametrize(("at_its_end", "announced"), [(True, True), (False, True), (False, False)])
 def test_after_a_crash_a_group_is_as_it_was_announced(at_its_end, announced, tmp_path):
-    """Though a rollout had failed and another had taken its place when the file was written."""
+    """This holds even if another rollout had replaced a failed one when the file was written."""
     asked: list[int] = []
     options = {"groups": 1, "group_size": 2, "on_failure": "refill", "max_pending_groups": 9}
     options |= {"refill": lambda group, rollouts: asked.append(group), "journal": tmp_path / "journal"}
@@ -204,7 +204,7 @@ def test_what_saved_weights_have_trained_is_not_owed_though_it_was_not_committed
 
 
 def test_a_crash_evicts_no_group(tmp_path):
-    """More groups are owed than may wait at once: those that were whole are, too."""
+    """After it, more groups are owed than may wait at once, because complete groups are owed too."""
     options = {"groups": 1, "group_size": 2, "max_pending_groups": 1, "journal": tmp_path / "journal"}
     assembler = RayAssembler(**options)
     for group in range(2):

@@ -40,7 +40,7 @@ def make(request: Any) -> Iterator[Callable[..., RolloutStream]]:
 
 
 def rows_of(draws: TensorDict, version: int = 0) -> list[TensorDict]:
-    """A row for each rollout, whose groups with an even id have equal rewards."""
+    """A row for each rollout; groups with an even id have equal rewards."""
     rows = draws.clone()
     ids = rows["rollout_id"]
     rows["next", "done"] = torch.ones(len(rows), dtype=torch.bool)
@@ -54,7 +54,7 @@ def groups_of(batch: TensorDict) -> list[int]:
 
 
 def in_one_thread(stream: RolloutStream, dice: Random) -> list[list[int]]:
-    """The groups of each batch; rollouts end in any order."""
+    """Run a stream to its end, with rollouts that end in any order. Return the groups of each batch."""
     flying, batches = [], []
     while not stream.ended:
         for draws in stream.draws():
@@ -126,7 +126,7 @@ def test_nothing_is_dispatched_ahead_of_the_step_that_trains(make):
         stream.put(row)
     assert list(stream.draws()) == []
     assert stream.take() is not None
-    assert list(stream.draws()) == []  # the step is not over
+    assert list(stream.draws()) == []  # the step has not ended
     stream.version = 1
     (draws,) = stream.draws()
     assert groups_of(draws) == [3, 4, 5]
@@ -268,7 +268,7 @@ def test_an_error_names_puts_that_were_refused_in_other_threads():
     stream = RolloutStream(RepeatSampler(2, group_size=2), max_staleness=4, epochs=1, patience=0.5)
     for draws in stream.draws():
         draws["next", "done"] = torch.ones(len(draws), dtype=torch.bool)
-        with suppress(MissingKeyError):  # as a pool of threads keeps it
+        with suppress(MissingKeyError):  # as a thread pool keeps it
             stream.put(draws)
     with pytest.raises(
         StalledError, match=r"2 puts of rows were refused, the last by MissingKeyError.*version"

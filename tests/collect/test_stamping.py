@@ -50,7 +50,7 @@ def test_rollout_n_has_the_n_th_ids_for_any_order_of_resets(slots, repeats, work
             assert (expected, query) == (repeats, number // repeats + 1000 * worker)
 
 
-# -- groups that are none are refused -------------------------------------------------------------------
+# -- what is not a group is refused ---------------------------------------------------------------------
 
 
 def test_different_prompts_in_a_group_are_refused_with_the_rows():
@@ -81,7 +81,7 @@ def test_an_environment_reset_before_is_refused_with_group_resets():
 
 
 class Repeating(Transform):
-    """Says how often prompts come in a row, as DataLoadingPrimer does."""
+    """A transform that says how often each prompt is repeated, as DataLoadingPrimer does."""
 
     def __init__(self, repeats):
         super().__init__()
@@ -175,7 +175,7 @@ def test_an_environment_of_a_creator_continues_its_numbers():
 
 
 def groups_of(batches) -> list[dict[int, set]]:
-    """What each group consists of, by batch; every batch passes a strict gate."""
+    """By batch, the rollouts of each group; every batch passes a strict gate."""
     found = []
     for batch in batches:
         CompletenessGate()(batch)

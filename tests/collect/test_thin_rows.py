@@ -1,4 +1,4 @@
-"""Rows of TransferQueue are decided without tokens, and the rank that trains on them fetches these once."""
+"""Rows of TransferQueue are decided without tokens. The rank that trains on a row fetches them once."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.fixture
 def name(request) -> str:
-    """A partition of the test's own."""
+    """The name of a partition that no other test has."""
     return request.node.name
 
 
@@ -71,7 +71,7 @@ def rows_of(lines: list[Line], start: int, *, tokens: int = 8, ragged: bool = Fa
     """Rows with masks, log-probabilities that are not all finite, and some without a token in the loss."""
     draw = torch.Generator().manual_seed(start)
     rows, size = batch_of_lines(lines, start), (len(lines), tokens)
-    rows["next", "reward"] = (rows["rollout_id"] * 7 % 5).float().unsqueeze(-1)  # one for all its segments
+    rows["next", "reward"] = (rows["rollout_id"] * 7 % 5).float().unsqueeze(-1)  # equal for all segments
     rows["tokens", "full"] = torch.randint(0, 9, size, generator=draw)
     rows[MASK] = torch.rand(size, generator=draw) < torch.rand(len(lines), 1, generator=draw) * 1.4 - 0.2
     rows["masks", "all_attention_mask"] = torch.ones(size, dtype=torch.bool)
@@ -84,7 +84,7 @@ def rows_of(lines: list[Line], start: int, *, tokens: int = 8, ragged: bool = Fa
 
 
 def stream_of(seed: int, **options: Any) -> list[TensorDictBase]:
-    """Pieces of rows of uneven groups, fanned out, some of them lost, failed or sent twice."""
+    """A stream in pieces: uneven groups with fan-out, and rows that are lost, fail or come twice."""
     pieces, start = [], 0
     for lines in faulty_stream(random.Random(seed), 1):
         if lines:
@@ -98,7 +98,7 @@ def metrics_of(run: Any) -> dict[str, float]:
 
 
 def tried(pipeline: Pipeline, batch: TensorDictBase, epochs: int) -> tuple[Any, str]:
-    """The run of a batch, or None and why it was refused."""
+    """The run of a batch, or None and the error."""
     try:
         return pipeline.run(batch, epochs=epochs), ""
     except BatchError as err:
@@ -106,7 +106,7 @@ def tried(pipeline: Pipeline, batch: TensorDictBase, epochs: int) -> tuple[Any, 
 
 
 def taken(batches: Iterator[TensorDictBase]) -> Iterator[TensorDictBase]:
-    """Until nothing more becomes whole."""
+    """Yield batches until no further group becomes complete."""
     try:
         yield from batches
     except StalledError:
@@ -129,14 +129,14 @@ def part_of(step: TensorDictBase, rank: int) -> TensorDictBase:
 
 
 def test_rows_without_tokens_give_the_same_batches_metrics_and_steps(name):
-    """A stream of each recipe and of each option: uneven groups, rows that are lost, fail or come twice."""
+    """A stream for each recipe and option: uneven groups, and rows that are lost, fail or come twice."""
     steps_seen = masked = 0
     for seed in range(5):
         ragged = seed % 2 == 0
         options = {**OPTIONS[(2 * seed + ragged) % 5], "on_duplicate": "drop"}
         words, epochs = RECIPES[seed], 1 + seed % 2
         if "mask" in options.values() and any("keep" in word for word in words):
-            continue  # what the assembler has masked by NaN becomes 0; without tokens it stays as it came
+            continue  # the assembler masks by NaN, which becomes 0; without tokens nothing changes
         pieces, partition = stream_of(seed, ragged=ragged), f"{name}/{seed}"
         plain, assembler = GroupAssembler(**options), GroupAssembler(**options)
         plain.version = assembler.version = 2
@@ -206,7 +206,7 @@ def put_groups(source: RolloutQueue, *, groups: int = 32, tokens: int = 8) -> No
 
 
 def wire_of(patch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of each message of TransferQueue that this process sends or gets from now on."""
+    """A list that grows by the bytes of each message of TransferQueue that this process sends or gets."""
     sizes: list[int] = []
     message = importlib.import_module("transfer_queue.utils.zmq_utils").ZMQMessage
     serialize, deserialize = message.serialize, message.deserialize.__func__
@@ -226,7 +226,7 @@ def wire_of(patch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_at_most_200_bytes_per_row_reach_the_decider_for_any_number_of_tokens(name):
-    """All messages: of what is read, of polls, steps, and what is cleared; pieces of 32 rows, two ranks."""
+    """All messages count: reads, polls, steps and clears; pieces of 32 rows, two ranks."""
     pipeline, assembler, sizes, rows = composed(*GRPO), GroupAssembler(groups=32), [], 0
     source = RolloutQueue(name, producers=1, decided_by=[assembler, pipeline])
     put_groups(RolloutQueue(name, decided_by=[assembler, pipeline]), groups=64, tokens=4096)
@@ -333,7 +333,7 @@ def test_every_recipe_decides_equally_without_tokens_or_requires_them(name, make
         expected, partition = list(run.minibatches()), f"{name}/{number}"
         source = RolloutQueue(partition, decided_by=[pipeline])
         source.put(batch)
-        thin = next(iter(source)).exclude("turn_index", "turn_reward")  # more tokens than four are left out
+        thin = next(iter(source)).exclude("turn_index", "turn_reward")  # more than four tokens are left out
         steps = StepQueue(f"{partition}/steps", ranks=1, rollouts=partition)
         try:
             decided = pipeline.run(thin)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torchrl.trainers.algorithms.configs  # registers its entries
+import torchrl.trainers.algorithms.configs  # the import registers TorchRL's entries
 from hydra import compose, initialize
 from hydra.core.config_store import ConfigStore
 from hydra.utils import instantiate

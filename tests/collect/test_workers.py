@@ -33,13 +33,13 @@ from headrace.transforms.table.schema import ORIGIN, Origin
 pytestmark = [pytest.mark.torchrl, pytest.mark.slow]
 
 FRAMES, PATIENCE = 240, 60.0
-SECOND = 4000  # the first rollout of workers that go on
+SECOND = 4000  # the first rollout of the second run
 KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
 
 
 @contextlib.contextmanager
 def collecting(kind: str, environments: list, *, hangs: bool = False, **options) -> Iterator:
-    """A collector with a worker for each environment, which end with it."""
+    """A collector with a worker for each environment; the workers end with it."""
     with quick_starts():
         collector = KINDS[kind](
             environments,
@@ -53,12 +53,12 @@ def collecting(kind: str, environments: list, *, hangs: bool = False, **options)
             yield collector
         finally:
             for process in collector.procs if hangs else ():
-                process.kill()  # TorchRL would wait for it
+                process.kill()  # TorchRL would wait for the worker
             collector.shutdown(raise_on_error=False)
 
 
 def by_group(batches: list[TensorDictBase]) -> dict[int, TensorDictBase]:
-    """What is trained of each group; none is there twice."""
+    """The trained rows of each group; no group may come twice."""
     found = {}
     for batch in batches:
         out = pipeline()(batch)
@@ -71,7 +71,7 @@ def by_group(batches: list[TensorDictBase]) -> dict[int, TensorDictBase]:
 
 @functools.cache
 def reference() -> dict[int, TensorDictBase]:
-    """Groups of one process, of a first run and of a second one."""
+    """The groups of a first and a second run in one process."""
     batches = []
     for first in (0, SECOND):
         batches += assembled(of_one_process(3 * FRAMES, first), GroupAssembler(max_idle=10**4))
@@ -79,7 +79,7 @@ def reference() -> dict[int, TensorDictBase]:
 
 
 def check_groups(batches: list[TensorDictBase]) -> dict[int, TensorDictBase]:
-    """Each group is, to the bit, that of one process."""
+    """Check that each group has the bits of the same group from one process. Return the groups."""
     found = by_group(batches)
     for group, rows in found.items():
         expected = reference()[group]
@@ -104,7 +104,7 @@ def test_the_reference_equals_what_the_ids_imply():
 
 
 class Counting:
-    """A collector, and how many rows it yielded."""
+    """A collector that counts the rows it yields."""
 
     def __init__(self, collector):
         self.collector, self.rows = collector, 0
@@ -120,7 +120,7 @@ class Counting:
 
 
 def take_groups(stream, count: int, then=lambda batch: None) -> list[TensorDictBase]:
-    """Batches until so many groups are there: how long workers take for them is not said."""
+    """Take batches until they have `count` groups: nothing says how long workers take for them."""
     batches: list[TensorDictBase] = []
     for batch in stream:
         batches.append(batch)
@@ -158,7 +158,7 @@ def test_new_weights_reach_the_workers_and_stale_rows_are_not_trained(kind):
     with collecting(kind, makers(2), **options) as collector:
         stream = assembled(Counting(collector), assembler, patience=PATIENCE)
         rows = torch.cat(take_groups(stream, 15, train))
-        assert collector.policy_version == 0  # of the main process: only the trainer counts
+        assert collector.policy_version == 0  # in the main process: only the trainer counts versions
     assert torch.equal(rows["next", "reward"], reward_of(rows["rollout_id"], rows["turn"]) * rows["action"])
     assert len(rows["action"].unique()) > 1
     assert assembler.version > 3
@@ -238,7 +238,7 @@ def test_whole_trajectories_are_groups_without_padding(layout):
     collector.shutdown()
     assert {batch.batch_dims for batch in yielded} == ({2} if layout == "padded" else {1})
     assert len(check_groups(list(assembled(yielded, GroupAssembler())))) > 10
-    assert check_groups(yielded[:1]).keys() == {0}  # a pipeline alone, where the batch has whole groups
+    assert check_groups(yielded[:1]).keys() == {0}  # a pipeline is enough if the batch has whole groups
 
 
 def test_a_group_has_the_number_of_a_worker_only_if_it_waits_for_one_and_all_are_known():

@@ -15,9 +15,9 @@ from command import Started
 ROOT = Path(__file__).parents[2]
 BENCHMARKS, PAGE = ROOT / "benchmarks", ROOT / "docs" / "benchmarks.md"
 RESULTS = {path.stem: json.loads(path.read_text()) for path in (BENCHMARKS / "results").glob("*.json")}
-del RESULTS["field_bugs"]  # which measures no time: tests/house/test_field_bugs.py
-del RESULTS["lost_rollouts"]  # whose clock is simulated: tests/house/test_lost_rollouts.py
-RESULTS.pop("mutation", None)  # which runs for hours: tests/house/test_mutants.py
+del RESULTS["field_bugs"]  # measures no time: tests/house/test_field_bugs.py
+del RESULTS["lost_rollouts"]  # its clock is simulated: tests/house/test_lost_rollouts.py
+RESULTS.pop("mutation", None)  # runs for hours: tests/house/test_mutants.py
 
 
 def run(*words: object) -> None:
@@ -53,7 +53,7 @@ def quick(tmp_path_factory) -> tuple[dict[str, dict], str]:
 def test_every_benchmark_measures_every_cell(quick):
     results, page = quick
     texts = {path.stem: path.read_text() for path in BENCHMARKS.glob("*.py")}
-    # What needs a cluster of Ray is run by itself.
+    # Benchmarks that need a Ray cluster are run by themselves.
     scripts = {name for name, text in texts.items() if "main(tables" in text and "import ray" not in text}
     scripts -= {"mutation"}
     assert results.keys() == scripts, "what __main__.py runs is all there is"
@@ -62,7 +62,7 @@ def test_every_benchmark_measures_every_cell(quick):
         for place, cell in cells(result).items():
             waited = name != "gpu" or torch.cuda.is_available()
             given_up = place[1] == "MCAdvantage" and place[2] == result["tables"][0]["head"][-1]
-            if name != "tokens" or place[2] != "formula, ms":  # which some measures have not
+            if name != "tokens" or place[2] != "formula, ms":  # some measures have none
                 assert (cell["value"] is not None) == (waited and not given_up), (name, place)
             assert place[0] in page
             assert place[1] in page

@@ -1,7 +1,7 @@
 """Every command of a page runs, in order, in a folder of its own.
 
-Where a page looks at ``run/rollouts`` that it has not written, there is a dump of plain rollouts. A page's
-``mine.jsonl`` is a file of two rollouts.
+If a page reads ``run/rollouts`` before it writes them, the test puts a dump of plain rollouts there. The
+``mine.jsonl`` of a page is a file of two rollouts.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from headrace.pipeline import load_pipeline, make_report, write_dump
 
 pytestmark = pytest.mark.slow
 INSTALLS = ("make ", "source ", "pip ", "python -m venv ", "pre-commit ")  # tried by continuous integration
-YOURS = re.compile(r"\b(my|your)\.module\.")  # which does not exist here
+YOURS = re.compile(r"\b(my|your)\.module\.")  # such a module does not exist here
 
 
 def write_rollouts(folder: Path) -> None:
-    """A dump of two steps, of whole groups of four."""
+    """Write a dump of two steps with whole groups of four."""
     for step in range(2):
         batch = TensorDict(
             {
@@ -49,18 +49,18 @@ def write_rollouts(folder: Path) -> None:
 
 
 def write_own(path: Path) -> None:
-    """A file of a trainer of one's own, in the first shape that docs/dumps.md shows."""
+    """Write a file of a user's own trainer, in the first shape that docs/dumps.md shows."""
     rows = [{"problem_id": 7, "metrics": {"score": score}, "output": "4"} for score in (1.0, 0.0)]
     path.write_text("\n".join(map(json.dumps, rows)))
 
 
 def words_of(line: str) -> list[str]:
-    """The words behind the command; long ones are made short, most if no other reads what they write."""
+    """The words after the command. Long runs are shortened, most if no later command reads their files."""
     words = shlex.split(line)
     if "task=certify" in words:
         less = {"certify.only=": "[stop_or_continue]", "certify.group_sizes=": "[2]"}
         return words + [name + few for name, few in less.items() if name not in line]
-    if "-m" in words:  # of a sweep, test_sweep.py has more jobs
+    if "-m" in words:  # one job of a sweep; test_sweep.py has more
         words = [word.partition(",")[0] if word.startswith("seed=") else word for word in words]
     if any(word.startswith(("task=", "--")) or word.isalpha() for word in words):
         return words
@@ -70,7 +70,7 @@ def words_of(line: str) -> list[str]:
 
 
 def run_example(line: str, folder: Path) -> subprocess.CompletedProcess:
-    """Whether a program of examples/ has the options; each is run by a test of its own."""
+    """Check that a program of examples/ has these options; a test of its own runs it."""
     pytest.importorskip("torchrl")
     words = shlex.split(line)
     place = next(place for place, word in enumerate(words) if word.startswith("examples/"))
@@ -83,20 +83,20 @@ def run_example(line: str, folder: Path) -> subprocess.CompletedProcess:
 
 
 def run_with_a_module(line: str, page: str, folder: Path) -> subprocess.CompletedProcess:
-    """A command that imports what the page's blocks define."""
+    """Run a command that imports a module, which gets the Python blocks of the page."""
     modules = re.findall(r"_target_: (\w+)\.", line)
     for module in modules:
         blocks = [block.text for block in fences(page, "python") if block.mark is None]
         (folder / f"{module}.py").write_text("\n".join(blocks))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
-        for module in modules:  # of another page
+        for module in modules:  # from another page
             sys.modules.pop(module, None)
         return headrace_here(folder, *words_of(line.removeprefix("PYTHONPATH=. headrace")), check=False)
 
 
 def run_view(line: str, folder: Path) -> subprocess.CompletedProcess:
-    """The viewer, until it has shown its page."""
+    """Run the viewer until it has shown its page."""
     with started(shlex.split(line)[1:], folder) as (process, _, address):
         with urllib.request.urlopen(address + "api/runs") as answer:
             assert answer.status == 200

@@ -27,11 +27,11 @@ MODULES = [
     name
     for package in (headrace.transforms, headrace.pipeline, headrace.adapters)
     for _, name, _ in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-    # Of the adapters those that need no other trainer's package.
+    # Of the adapters only the modules that need no trainer's package.
     if not name.endswith("__main__")
     and (not name.startswith("headrace.adapters.") or name.endswith((".attaching", ".environment")))
 ]
-NOW = [page for page in PAGES if page != "CHANGELOG.md"]  # a changelog names what is gone
+NOW = [page for page in PAGES if page != "CHANGELOG.md"]  # a changelog names removed files
 LITERAL = re.compile(r"#  ?((?:[\[({'\"\d-]|Ledger\(|tensor\().*)$", re.MULTILINE)
 NOT_RUN = 6  # blocks in all pages
 
@@ -132,7 +132,7 @@ def test_files_and_targets_in_the_pages_exist():
         for name in re.findall(rf"`((?:{folders})/[\w./*-]*)`", text):
             assert name.endswith(own) or list(ROOT.glob(name.rstrip("/"))), (page, name)
         for name in re.findall(r"(?:`|^)make (\w+)", text, re.MULTILINE):
-            assert name in targets or page == "docs/recipes.md", (page, name)  # which a tool writes
+            assert name in targets or page == "docs/recipes.md", (page, name)  # a tool writes it
 
 
 def test_a_decision_is_short_and_has_its_price():

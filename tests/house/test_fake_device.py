@@ -37,7 +37,7 @@ WHAT = {  # by operator: reads, copies, asynchronous; x, mask and ids are on the
     "x.copy_(here)": (0, 1, 0),
     "x[here]": (0, 1, 0),
     "x[here > 0]": (1, 1, 0),
-    # and no call waits, as it seems
+    # non_blocking calls do not wait, with one exception
     "here.to(device, non_blocking=True)": (0, 0, 1),
     "here.pin_memory().to(device, non_blocking=True)": (0, 0, 1),
     "here.clone().copy_(x, non_blocking=True)": (1, 0, 0),  # a copy to pageable memory waits
@@ -51,7 +51,7 @@ def fake():
 
 
 def made(fake: FakeDevice, device: torch.device) -> dict[str, object]:
-    """The names in the table."""
+    """The values of the names in the table, on this device."""
     here = torch.arange(3)
     x, mask, ids = here.clone(), torch.tensor([True, False, True]), torch.tensor([2, 0])
     on = [x, mask, ids] if device == CPU else [fake.put(each) for each in (x, mask, ids)]

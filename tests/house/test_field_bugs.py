@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SUITE = ROOT / "benchmarks" / "field_bugs"
 RESULTS = json.loads((ROOT / "benchmarks" / "results" / "field_bugs.json").read_text())
-sys.path.append(str(SUITE))  # behind the tests, which have a pages.py
+sys.path.append(str(SUITE))  # after tests/support, which has a pages.py
 
 from cases import CASES, Case  # noqa: E402
 from judge import DESIGN, SETTINGS, WRONG, judge, near  # noqa: E402

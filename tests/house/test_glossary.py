@@ -41,7 +41,7 @@ PUBLIC = {
 
 
 def table(page: str, heading: str) -> list[list[str]]:
-    """The lines below a heading's table head, as cells."""
+    """The rows of the table below a heading, as lists of cells."""
     section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
     assert section, heading
     lines = [line for line in section[1].splitlines() if line.startswith("|")]
@@ -63,7 +63,7 @@ def plain(text: str) -> str:
 
 @cache
 def used() -> str:
-    """What is written anywhere but in the glossary."""
+    """All text of the code and the pages, except the glossary."""
     return plain("\n".join([code(), *(path.read_text() for path in PROSE)]))
 
 
@@ -74,7 +74,7 @@ def parameters_of(thing: object) -> Mapping[str, inspect.Parameter]:
 
 
 def keys_in_code() -> dict[str, dict[str, object]]:
-    """The default of each option that names a column, by option and by the class that has it."""
+    """The default of each option that names a column, by option and class."""
     found: dict[str, dict[str, object]] = defaultdict(dict)
     for owner, thing in PUBLIC.items():
         for option, parameter in parameters_of(thing).items():
@@ -85,7 +85,7 @@ def keys_in_code() -> dict[str, dict[str, object]]:
 
 @cache
 def public_names() -> dict[str, str]:
-    """Names that users see, each with a place: of modules, classes, options, columns, and in YAML."""
+    """The names that users see (modules, classes, options, columns, YAML), each with a place."""
     names: dict[str, str] = {}
     for path in SOURCES:
         where = str(path.relative_to(ROOT))
@@ -114,13 +114,13 @@ def in_words(name: str) -> str:
     return f"_{re.sub(r'(?<=[a-z0-9])(?=[A-Z])', '_', name).lower()}_"
 
 
-# -- what can be wrong with the page, each as a list of what is -------------------------------------------
+# -- what can be wrong with the page: one function per fault ----------------------------------------------
 
 
 def wrong_options(page: str) -> list[str]:
-    """Options that are not in the table, are there twice or without need, or have another default.
+    """Options that are missing in the table, listed twice or needlessly, or listed with another default.
 
-    The default `...` is that of the recipe.
+    `...` stands for the default of the recipe.
     """
     rows, taken, wrong = table(page, OPTIONS), keys_in_code(), []
     named = [quoted(option)[0] for option, _, _ in rows]
@@ -164,7 +164,7 @@ def avoided_names(page: str) -> list[str]:
 
 
 def missing_classes(page: str) -> list[str]:
-    """Public classes that no line of the two tables of words names, but for parts that have a YAML node."""
+    """Public classes that the two tables of words do not name, except parts that have a YAML node."""
     carried = {name for heading in WORDS for row in table(page, heading) for name in quoted(row[2])}
     classes = {
         name: thing for name, thing in PUBLIC.items() if isinstance(thing, type) and name not in carried
@@ -173,21 +173,21 @@ def missing_classes(page: str) -> list[str]:
 
 
 def unused_terms(page: str) -> list[str]:
-    """Words that nothing but the glossary uses, and words that are there twice."""
+    """Words that only the glossary uses, and words that it has twice."""
     terms = [row[0].strip("*") for heading in WORDS for row in table(page, heading)]
     unused = [term for term in terms if not re.search(rf"\b{plain(term)}s?\b", used())]
     return unused + [term for term in set(terms) if terms.count(term) > 1]
 
 
 def unknown_carriers(page: str) -> list[str]:
-    """Options, columns and classes that the code does not have."""
+    """Options, columns and classes in the table that the code does not have."""
     names = [name for heading in WORDS for row in table(page, heading) for name in quoted(row[2])]
     words = set(re.findall(r"\w+", code()))
     return [n for n in names if n not in words and not re.search(rf"\b{re.escape(n)}\b", code())]
 
 
 def wrong_columns(page: str) -> list[str]:
-    """Columns that are in the table alone, or in the code alone."""
+    """Columns that are only in the table, or only in the code."""
     named = {quoted(row[0])[0] for row in table(page, COLUMNS)}
     return sorted(named ^ {key[1] for key in columns_in_code()})
 

@@ -21,12 +21,13 @@ from headrace.transforms import BatchError, BatchTransform
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("transforms", "pipeline", "adapters")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-# An adapter has the name of its trainer, as a reader of dumps has, and one hook is named as the next.
+# Without the adapters: an adapter has the name of its trainer, as a reader of dumps has, and hooks share
+# names.
 OURS = [path for path in SOURCES if not path.is_relative_to(ROOT / "adapters")]
 
 
 class Trees(dict):
-    """What is read of a file, once it is asked for."""
+    """The syntax tree of each file, parsed on first use."""
 
     def __missing__(self, path: Path) -> ast.Module:
         self[path] = ast.parse(path.read_text())
@@ -37,14 +38,14 @@ TREES = Trees()
 NAMES = {path: "headrace." + ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES}
 NAMES = {path: name.removesuffix(".__init__") for path, name in NAMES.items()}
 MODULES = {name: path for path, name in NAMES.items()}
-# What users import, and tests, benchmarks and examples with them: these modules, by their `__all__`.
+# The modules that users, tests, benchmarks and examples import from, by their `__all__`.
 FACES = {path for path in OURS if path.name == "__init__.py" and ast.get_docstring(TREES[path])}
 PUBLIC_MODULES = {
     *(f"transforms.table.{name}" for name in ("options", "schema", "tensordicts", "tokens")),
     "adapters.environment",
     *("adapters.nemo_rl", "adapters.openrlhf", "adapters.slime"),
 }
-# Modules of the chain of which the other layers of headrace use what their `__all__` lists.
+# Modules of the chain from which the other layers of headrace import the names in `__all__`.
 PUBLIC_IN_HEADRACE = {
     "faces",
     "installed",
@@ -54,7 +55,7 @@ PUBLIC_IN_HEADRACE = {
     *(f"pipeline.{name}" for name in ("ledger", "load", "order", "pipeline", "run", "stage", "wording")),
     *(f"pipeline.composing.{name}" for name in ("compose", "nodes", "recipe_names")),
 }
-# What else they import: inner modules with unit tests.
+# Inner modules with unit tests, which tests import too.
 INNER = {
     "adapters.attaching",
     "adapters.measured",
@@ -119,7 +120,7 @@ ROOTS = [ROOT / "src" / "headrace" / f"{name}.py" for name in ROOT_MODULES]
 NAMES |= {path: f"headrace.{path.stem}".removesuffix(".__init__") for path in ROOTS}
 MODULES |= {NAMES[path]: path for path in ROOTS}
 
-# Inner functions that import an outer part when they are called: who, what, and why.
+# Inner modules with a function that imports an outer part when it is called: (inner, outer) and the reason.
 DOORS = {
     ("transforms.table.alone", "transforms.ranks"): "only a process that is given a group needs the others",
     (
@@ -142,16 +143,16 @@ DOORS = {
 
 
 def packages_of(name: str) -> set[str]:
-    """The packages that are imported before a module."""
+    """The packages that a module is in, which Python imports before it."""
     parts = name.split(".")
     return {".".join(parts[:n]) for n in range(1, len(parts))}
 
 
 @cache
 def imports(path: Path) -> dict[str, bool]:
-    """The modules that one imports, ours by their full names, and whether it does so on call only.
+    """The modules that a file imports, and whether only when a function is called.
 
-    Under TYPE_CHECKING, in functions, and by `import_module` with a text, too.
+    Our modules have their full names. Imports under TYPE_CHECKING, and by `import_module` with a text, count.
     """
     found = dict[str, bool]()
     package = NAMES[path] if path.name == "__init__.py" else NAMES[path].rpartition(".")[0]
@@ -178,7 +179,7 @@ def imports(path: Path) -> dict[str, bool]:
 
 
 def graph() -> dict[str, dict[str, bool]]:
-    """By module, the modules of headrace that it imports, with their packages, apart from those it is in."""
+    """By module, the modules of headrace that it imports and their packages, without its own packages."""
     edges: dict[str, dict[str, bool]] = {}
     for name, path in MODULES.items():
         inside, edges[name] = {name, *packages_of(name)}, {}
@@ -189,7 +190,7 @@ def graph() -> dict[str, dict[str, bool]]:
 
 
 def room(name: str) -> str | None:
-    """The stage that a module belongs to, by the first name below `transforms.stages`; None: to none."""
+    """The stage that a module belongs to: the first name below `transforms.stages`. None: no stage."""
     parts = name.split(".")
     return parts[3] if parts[:3] == ["headrace", "transforms", "stages"] and len(parts) > 3 else None
 
@@ -216,7 +217,7 @@ def test_no_stage_imports_another():
 
 
 def test_arithmetic_imports_no_torchrl():
-    """A module without a transform takes tensors or a batch, and does not import the contract."""
+    """A module without a transform works on tensors or a batch, and does not import the contract."""
     for path in SOURCES:
         if not path.is_relative_to(ROOT / "transforms") or path.name in (
             "stage.py",
@@ -236,7 +237,7 @@ def test_arithmetic_imports_no_torchrl():
 
 
 def inner_imports(path: Path) -> set[str]:
-    """The modules of headrace that a file imports though they, or what it takes of them, are not public."""
+    """The modules of headrace that a file imports although they, or the imported names, are not public."""
     found = set()
     for node in ast.walk(TREES[path]):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("headrace."):
@@ -249,7 +250,7 @@ def inner_imports(path: Path) -> set[str]:
 
 
 def taken(node: ast.ImportFrom) -> Iterator[tuple[str, str | None]]:
-    """The module and the name of each thing that an absolute import takes; a module: its name and None."""
+    """The (module, name) pairs of an absolute import. For an imported module: its name and None."""
     for alias in node.names:
         is_module = f"{node.module}.{alias.name}" in MODULES
         listed = alias.name in public_names((node.module or "").removeprefix("headrace."))
@@ -275,14 +276,14 @@ def test_tests_benchmarks_and_examples_import_public_names():
 
 
 def test_imports_have_no_cycle():
-    """Listings of packages, imports in functions and those for type checkers count; listed doors do not."""
+    """Listings of packages and imports in functions or for type checkers count; listed doors do not."""
     ends = {(f"headrace.{inner}", f"headrace.{outer}") for inner, outer in DOORS}
     found = graph()
     behind = {
         name: {each for each in names if not any(each in {b, *packages_of(b)} for a, b in ends if a == name)}
         for name, names in found.items()
     }
-    in_order = list(TopologicalSorter(behind).static_order())  # raises CycleError, with the circle
+    in_order = list(TopologicalSorter(behind).static_order())  # raises CycleError with the cycle
     assert set(in_order) == set(MODULES)
 
 
@@ -294,7 +295,7 @@ def test_a_door_is_an_import_in_a_function():
 def test_no_two_public_names_are_equal():
     """Except for a class and its function in one folder.
 
-    And `parse_row`, which every reader of dumps has, and `plan`, which is named as its task is.
+    The other exceptions are `parse_row`, which every reader of dumps has, and `plan`, named as its task.
     """
     homes = defaultdict(list)
     for path in OURS:
@@ -321,7 +322,7 @@ def test_no_two_files_have_the_same_name():
 
 
 def test_no_module_has_the_name_of_an_exported_function():
-    """Otherwise `package.name` depends on what was imported last. A listed module is meant itself."""
+    """Otherwise `package.name` depends on what was imported last. Listed modules are meant as modules."""
     packages = {NAMES[path] for path in FACES}
     found = {
         name

@@ -1,4 +1,4 @@
-"""Three layers: an inner one imports no outer one, and an outer one uses public names of an inner one."""
+"""Three layers: an inner layer imports no outer one, and an outer layer uses only its public names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace.installed import MissingPackageError, lacking
 CORE, EXTENSION, TOOL = range(3)
 EXTENSIONS = {f"transforms.{name}" for name in ("carry", "ranks", "trees", "streams")}
 EXTENSIONS |= {f"pipeline.{name}" for name in ("collect", "queues", "train", "reverse")}
-# They list the names of all layers, and import a name when it is asked for.
+# These modules list the names of all layers, and import a name only when it is used.
 LISTINGS = {"headrace", "headrace.transforms", "headrace.pipeline"}
 
 PLAIN = (
@@ -31,7 +31,7 @@ PLAIN = (
 
 
 def layer(module: str) -> int:
-    """Which of the three a module belongs to."""
+    """The number of the layer that a module belongs to."""
     folder = ".".join(module.split(".")[1:3])
     if folder.startswith(("adapters", "pipeline.tools")):
         return TOOL
@@ -42,7 +42,7 @@ OURS = {name: path for name, path in MODULES.items() if name not in LISTINGS}
 
 
 def test_no_inner_layer_imports_an_outer_one():
-    """Except by a door. The listings of all layers are outside of the core."""
+    """A door is an exception. Modules that list the names of all layers are not part of the core."""
     doors = {(f"headrace.{inner}", f"headrace.{outer}") for inner, outer in DOORS}
     found = {
         (name, other)
@@ -68,7 +68,7 @@ def test_an_outer_layer_uses_public_names_of_an_inner_one():
 
 
 def test_public_names_are_the_same_after_every_module_is_imported():
-    """No folder or module has the name of a public function beside it."""
+    """So no folder or module has the name of a public function beside it."""
     for name in MODULES:
         if not name.endswith("__main__") and not name.startswith("headrace.adapters."):
             try:
@@ -80,7 +80,7 @@ def test_public_names_are_the_same_after_every_module_is_imported():
     for path in FACES:
         package = sys.modules[NAMES[path]]
         found |= {f"{NAMES[path]}.{name}" for name, each in public(package) if isinstance(each, ModuleType)}
-    # These are meant as modules.
+    # These three names are modules on purpose.
     assert found == {
         "headrace.transforms.table.schema",
         "headrace.transforms.schema",
@@ -89,7 +89,7 @@ def test_public_names_are_the_same_after_every_module_is_imported():
 
 
 def test_each_package_has_a_face():
-    """A docstring, and a list of what others use; the folder of the tools has no names of its own."""
+    """Its `__init__` has a docstring and an `__all__`; the folder of the tools has no names of its own."""
     for path in FACES:
         names = getattr(importlib.import_module(NAMES[path]), "__all__", None)
         assert names or path.parent.name == "tools", path
@@ -112,7 +112,7 @@ PLAIN_NEEDS_NO = (
     ],
 )
 def test_what_is_not_needed_is_not_imported(code, without):
-    """The plain batch has the memory of its split: a state can be saved after each batch."""
+    """Even a plain batch imports the memory of its split, so that a state can be saved after each batch."""
     program = [sys.executable, "-c", f"{code}; import sys; print(*sys.modules)"]
     loaded = subprocess.run(program, capture_output=True, text=True, check=True).stdout.split()
     assert not [name for name in loaded for each in without if f"{name}.".startswith(f"{each}.")]

@@ -1,4 +1,4 @@
-"""Tests that need TorchRL say so: without it, all other files of tests are imported and run."""
+"""Tests that need TorchRL have a marker: without TorchRL, all other test files are imported and run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OURS = {*NEED_TORCHRL, "DigitPolicy", "ReverseEnv"}
 
 
 def at_module_level(node: ast.AST) -> Iterator[tuple[str, set[str]]]:
-    """The modules that a file imports when it is imported, and what it takes of them."""
+    """The modules that a file imports at module level, each with the imported names."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             yield from ((alias.name, set()) for alias in child.names)
@@ -31,7 +31,7 @@ def at_module_level(node: ast.AST) -> Iterator[tuple[str, set[str]]]:
 
 @cache
 def needs_torchrl(name: str) -> list[str]:
-    """By which imports a file of tests, or of what they share, needs TorchRL before any test runs."""
+    """The imports by which a file of tests, or a shared file, needs TorchRL before any test runs."""
     found = []
     for module, taken in at_module_level(ast.parse(FILES[name].read_text())):
         top = module.partition(".")[0]

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = json.loads((ROOT / "benchmarks" / "results" / "lost_rollouts.json").read_text())
-sys.path.append(str(ROOT / "benchmarks"))  # behind the tests
+sys.path.append(str(ROOT / "benchmarks"))  # after the tests
 
 from lost_rollouts.clock import System, simulate  # noqa: E402
 from lost_rollouts.page import page  # noqa: E402
@@ -62,7 +62,7 @@ def test_all_rollouts_and_tokens_are_trained_or_have_a_reason(rule, failing):
 
 
 class Forgets(System):
-    """Forgets a group without a word."""
+    """Forgets a group without a reason."""
 
     def whole(self, group):
         if group.number == 3:
@@ -121,7 +121,7 @@ def test_the_latencies_of_a_prompt_depend_on_its_number_and_the_seed_alone():
 
 
 def test_published_lengths_have_the_published_mean_and_ends():
-    """Of many steps of 128 rollouts: the mean, and the medians of their shortest and their longest."""
+    """Over many steps of 128 rollouts: the mean, and the medians of the shortest and longest of a step."""
     dice = Random(0)
     steps = [[published_tokens(dice.gauss(0, 1), dice) for _ in range(SEEN)] for _ in range(400)]
     assert fmean(map(fmean, steps)) == pytest.approx(MEAN, rel=0.03)
@@ -141,7 +141,7 @@ def test_code_of_others_runs_with_stubs_and_does_not_wait():
     with pytest.raises(Blocks):
         result_of(names["A"]().ask())
     assert "far" not in sys.modules
-    assert "B" not in run_module(text, only="A")  # which imports nothing
+    assert "B" not in run_module(text, only="A")  # it imports nothing
 
 
 def test_the_page_has_the_results():

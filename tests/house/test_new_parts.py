@@ -17,7 +17,7 @@ from recipes import ADVANTAGES, CHAINS, NAMES
 try:
     from test_contract import NEEDED, STAGES
     from test_criteria import CRITERIA
-except ImportError as err:  # of a part that is not in the generated list of imports
+except ImportError as err:  # for a part that is not in the generated list of imports
     told = f"{err}. Run `make generate`, which lists new parts"
     raise pytest.fail.Exception(told, pytrace=False) from None
 
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def classes_of(kind: type) -> set[type]:
-    """The public classes of a kind that are no base classes of users' own."""
+    """The public classes of a kind, except base classes for users' own classes."""
     return {
         thing
         for module in (headrace.transforms, headrace.pipeline)
@@ -88,14 +88,14 @@ def lacking_pages_and_tests() -> list[str]:
 
 
 def file_of_test(name: str) -> str:
-    """Where a test of a part's numbers goes: a criterion's with the filter, else by the file of the part."""
+    """The file for the test of a part's numbers: for criteria that of the filter, else that of its module."""
     part = getattr(headrace.transforms, name, None) or getattr(headrace.pipeline, name)
     file = "filter" if issubclass(part, Criterion) else part.__module__.rpartition(".")[2]
     return f"tests/stages/test_{file}.py, which imports the class"
 
 
 def used_in(text: str) -> set[str]:
-    """The names of headrace that a test uses; not those in its texts and comments, nor its own."""
+    """The names of headrace that a test uses in its code, without names in texts and comments."""
     nodes = list(ast.walk(ast.parse(text)))
     modules = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     imported = {
@@ -129,7 +129,7 @@ def uncertified() -> list[str]:
 
 
 def lacking_recipes() -> list[str]:
-    """Recipes whose stages differ in numbers alone share the tests of one of them."""
+    """Recipes that lack a line in tests/support/recipes.py. Recipes that differ only in numbers share one."""
     lacking: list[str] = []
     chains: dict[object, list[str]] = {}
     measures: dict[object, list[str]] = {}
@@ -154,8 +154,8 @@ def one_of(names: list[str]) -> str:
 
 
 def lacking_readers() -> list[str]:
-    """A reader takes a Reading; modules without one help others. Each has a sound dump, and tests."""
-    audits = (ROOT / "tests/tools/audit/test_audit.py").read_text()  # whose import takes long
+    """Readers that lack a sound dump or tests. Modules that take no Reading are helpers, not readers."""
+    audits = (ROOT / "tests/tools/audit/test_audit.py").read_text()  # as text, because its import takes long
     sound = re.findall(r'^    "(\w+)": ', audits.split("\nSOUND = {")[1].split("\n}")[0], re.MULTILINE)
     helpers = {"file_kinds.py", "open.py", "__init__.py"}
     names = [
@@ -206,7 +206,7 @@ def holds(path: Path, text: str) -> bool:
     return path.exists() and path.read_text() == text
 
 
-@pytest.mark.torchrl  # without it, some parts are not tried
+@pytest.mark.torchrl  # without TorchRL, some parts are not tried
 def test_every_table_lists_a_new_part(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     import make_listings
@@ -305,7 +305,7 @@ def test_a_stage_that_cannot_be_imported_is_not_listed(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_every_table_lists_a_new_recipe(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
-    monkeypatch.setattr("headrace.pipeline.load_pipeline", composed)  # of which tests compose most as well
+    monkeypatch.setattr("headrace.pipeline.load_pipeline", composed)  # other tests compose most of them, too
     import make_recipes
     import make_symptoms
 

@@ -1,7 +1,7 @@
 """Every option of a stage, criterion, term or pipeline is set by a recipe, an adapter, an example or a page.
 
-An option that nothing sets costs code, tests and a line for every reader. Names of columns are left out:
-each follows from `columns`.
+An option that nothing sets costs code, tests and a line for every reader. Options that name columns are left
+out: their values follow from `columns`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ OPTIONS = {
 
 
 def kinds_by_place() -> dict[str, set[str]]:
-    """The classes that recipes have at a stage (`filter`) and at a part of it (`filter.criterion`)."""
+    """The classes that recipes use for each stage (`filter`) and each part of one (`filter.criterion`)."""
     found: dict[str, set[str]] = defaultdict(set)
     for file in CONF.rglob("*.yaml"):
         for place, name in re.findall(r" /\w+@stages\.([\w.]+): (\w+)", file.read_text()):
@@ -61,7 +61,7 @@ def kinds_by_place() -> dict[str, set[str]]:
     for page in PAGES:
         for place, name in re.findall(r"\w+@pipeline\.stages\.([\w.]+)=(\w+)", (ROOT / page).read_text()):
             found[place].add(TARGETS[name].rpartition(".")[2])
-    for name, target in TARGETS.items():  # a user gives a stage the name of its file
+    for name, target in TARGETS.items():  # users name a stage as its file
         found[name].add(target.rpartition(".")[2])
     return found
 
@@ -70,14 +70,14 @@ PLACES = kinds_by_place()
 
 
 class Found(set):
-    """Pairs of a class and its option that are set."""
+    """The set of (class, option) pairs that something sets. Each method reads one kind of source."""
 
     def at(self, place: str, option: str) -> None:
-        """An option of the stage, or of the part, at a place below `stages`; else of the pipeline."""
+        """Add an option of the stage or part at a place below `stages`."""
         self.update((kind, option) for kind in PLACES.get(place, ()))
 
     def node(self, node: Any, place: str = "") -> None:
-        """A node of YAML, or a mapping in Python, with its options."""
+        """Add the options of a YAML node, or of a mapping in Python."""
         if not isinstance(node, dict):
             return
         if kind := str(node.get("_target_", "")).rpartition(".")[2]:
@@ -95,7 +95,7 @@ class Found(set):
             self.node(node, name)
 
     def overrides(self, text: str) -> None:
-        """Overrides in full, such as ``pipeline.stages.split.minibatches=2``."""
+        """Add full overrides, such as ``pipeline.stages.split.minibatches=2``."""
         for path, value in re.findall(r"\bpipeline\.([\w.]+)=(\{[^}]*\}|)", text):
             inner, _, option = path.removeprefix("stages.").rpartition(".")
             if path.startswith("stages."):
@@ -106,12 +106,12 @@ class Found(set):
                 self.add(("Pipeline", path.partition(".")[0]))
 
     def calls(self, text: str) -> None:
-        """Calls in prose, such as ``RewardScale(scale=2, bias=-1)``."""
+        """Add options of calls in prose, such as ``RewardScale(scale=2, bias=-1)``."""
         for kind, options in re.findall(r"\b(\w+)\(([^()]*)\)", text):
             self.update((kind, option) for option in re.findall(r"\b(\w+)=", options) if kind in KINDS)
 
     def python(self, text: str) -> None:
-        """Options in calls, in mappings of `stages`, in texts, and those that are assigned to a stage."""
+        """Add options in calls, in mappings of `stages`, in texts, and in assignments to a stage."""
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call):
                 named = (

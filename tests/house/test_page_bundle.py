@@ -12,7 +12,7 @@ from headrace.pipeline.tools.report.html import EXPORT, IMPORT, bundle, read_mod
 pytestmark = pytest.mark.slow
 
 TOP_LEVEL = re.compile(r"^(?:export )?(?:async )?(?:function|const|let|class) (\w+)", re.M)
-# What `bundle` would leave as it is, or would not see.
+# Syntax that `bundle` would leave unchanged or not see.
 OTHER = re.compile(r"^(?:import\b|export\b|(?:var|(?:const|let) [^\w]|function\*)).*", re.M)
 
 

@@ -25,7 +25,7 @@ SCHEMAS = {
     for name, schema in vars(page_schema).items()
     if is_typeddict(schema) and name != "PageDataRequired"
 }
-# The words by which the modules call an object of the data, and what model.js adds to it.
+# The names that the modules give to an object of the data, and the fields that model.js adds to it.
 WORDS = {
     "page": ("PageData",),
     "step": ("Step",),
@@ -50,14 +50,14 @@ ADDED = {"group": {"members"}}
 
 
 def listed_units() -> set[str]:
-    """The constant UNITS of metrics.js: names with which a field is looked up."""
+    """The names in the constant UNITS of metrics.js, by which fields are looked up."""
     return set(
         re.findall(r'"(\w+)"', re.search(r"^export const UNITS = \[(.*)\];$", MODULES["metrics.js"], re.M)[1])
     )
 
 
 def accesses(word: str) -> set[str]:
-    """What follows `word.` anywhere in the modules."""
+    """The names that follow `word.` anywhere in the modules."""
     return {name for text in MODULES.values() for name in re.findall(rf"(?<![\w.]){word}\.(\w+)", text)}
 
 
@@ -191,7 +191,7 @@ def test_bins_are_round_and_hold_each_rollout_once(node):
 
 
 def test_groups_are_sorted_by_spread(node):
-    """Widest first; equal spreads by id, also one beyond a double; groups of one reward last."""
+    """Widest first; equal spreads by id, even an id too large for a double; groups of one reward last."""
     ids, spread = [7, 2**60, 3, 2**60 + 1, 5, 9], [0.5, 0.25, 0.0, 0.25, None, 0.5]
     rows = [row for group in ids for row in pages.rollouts_of(group, [0.0, 1.0])]
     run = pages.run_of(pages.step_of(rows))

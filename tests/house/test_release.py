@@ -107,7 +107,7 @@ def test_a_release_is_the_wheel_that_was_tested():
     assert jobs["tests"]["uses"] == "./.github/workflows/ci.yml"
     assert jobs["publish"]["needs"] == "tests"
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for name, job in (ci["jobs"] | dist["jobs"]).items():  # each does what a target does, so that anybody can
+    for name, job in (ci["jobs"] | dist["jobs"]).items():  # each job runs a target of the Makefile
         made = [
             step["run"].split()[1:] for step in job.get("steps", ()) if step.get("run", "").startswith("make")
         ]

@@ -25,7 +25,7 @@ def test_each_module_has_a_file_of_tests_of_its_name():
 
 
 def test_a_module_that_is_tested_elsewhere_is_named_there():
-    """The module, or what it defines."""
+    """The file imports the module, or names that it defines."""
     wrong = []
     for name, file in TESTED_ELSEWHERE.items():
         tree, text = TREES[ROOT / f"{name}.py"], (TESTS / file).read_text()
@@ -44,7 +44,7 @@ def test_a_module_that_is_tested_elsewhere_is_named_there():
 
 
 def test_every_module_has_nearest_tests():
-    """A file of its name or of its folder's, else all in the folder of tests that mirrors its own."""
+    """A file with its name or its folder's name, or else all tests in the folder that mirrors its own."""
     for path in OURS:
         tests = nearest_tests(str(path.relative_to(ROOT)))
         assert tests, path

@@ -13,7 +13,7 @@ from headrace.pipeline.tools.report import json_text
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("transforms", "pipeline", "adapters", "conf", "tools", "benchmarks")
-INSIDE = {  # what only the same code reads again, or of which only a digest is kept
+INSIDE = {  # only the same code reads it again, or only its digest is kept
     ("transforms/streams/journal.py", "_to_json"),
     ("pipeline/conversations.py", "_is_in"),
     ("tools/mutants.py", "pytest_sessionfinish"),
@@ -24,7 +24,7 @@ INSIDE = {  # what only the same code reads again, or of which only a digest is 
 
 
 def writers(tree: ast.AST, name: str = "") -> set[str]:
-    """Functions that write JSON in which a NaN would be one; outside of all "" stands for the module."""
+    """Functions that write JSON without refusing NaN; "" stands for code outside of functions."""
     found = set()
     for node in ast.iter_child_nodes(tree):
         found |= writers(node, node.name if isinstance(node, ast.FunctionDef) else name)

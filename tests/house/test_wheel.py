@@ -47,7 +47,7 @@ def wheel_of(source: Path, folder: Path) -> Path:
 
 
 def built(kind: str, source: Path, folder: Path) -> Path:
-    """As pip does it, without the time that pip takes."""
+    """Build a wheel or a source distribution as pip does, but faster."""
     code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(folder)!r}))"
     return folder / run(sys.executable, "-W", "error::UserWarning", "-c", code, cwd=source).split()[-1]
 
@@ -63,7 +63,7 @@ def editable(source, tmp_path_factory) -> Path:
 
 
 def environment(folder: Path, *what: str | Path) -> Path:
-    """The Python of an empty environment with what pip installs, on top of the tested packages."""
+    """The Python of a new environment in which pip installs `what`, on top of the tested packages."""
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
     # A path in a .pth file is searched, but .pth files in it, such as the editable headrace's, are not.
@@ -118,9 +118,7 @@ def contents(wheel: Path) -> dict[str, bytes]:
 @pytest.mark.torchrl
 @pytest.mark.parametrize("kind", ["installed", "editable"])
 def test_type_checkers_find_the_installed_packages(kind, request, tmp_path, tmp_path_factory):
-    """Also in an editable install, whose packages are found by a path in a .pth file; what is in them is
-    the same.
-    """
+    """An editable install has the same packages, which are found by a path in a .pth file."""
     python, follow = request.getfixturevalue(kind), {"installed": "normal", "editable": "skip"}[kind]
     (tmp_path / "use.py").write_text(
         "import headrace\n"
@@ -129,7 +127,7 @@ def test_type_checkers_find_the_installed_packages(kind, request, tmp_path, tmp_
         "reveal_type(load_pipeline('grpo').minibatches)\n"
         "load_pipeline('grpo', scale='nose')\n"
     )
-    (tmp_path / "mypy.ini").write_text(  # types of others, which take a minute
+    (tmp_path / "mypy.ini").write_text(  # types of other packages, which take a minute
         "[mypy]\nignore_missing_imports = true\nfollow_imports = skip\n"
         f"[mypy-headrace]\nfollow_imports = normal\n[mypy-headrace.*.*]\nfollow_imports = {follow}\n"
     )
@@ -191,7 +189,7 @@ ATTACHED = [
 
 
 def test_the_command_runs_from_another_folder(installed, tmp_path):
-    """Another test looks for all modules in the wheel; here are its entry point and its YAML files."""
+    """This covers the entry point and the YAML files of the wheel; another test looks for all modules."""
     shown = run(installed.parent / "headrace", "--cfg", "job", "pipeline=dr_grpo", cwd=tmp_path)
     assert "scale: none" in shown
 

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from headrace.pipeline import load_pipeline
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # behind the tests, which have a batches.py
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # after tests/support, which has a batches.py
 import numpy_grpo
 
 ROUNDED = ("advantage", "loss_weight")
@@ -58,7 +58,7 @@ def random_batch(seed: int, *, incomplete: bool) -> TensorDict:
 
 
 def assert_equal(found: TensorDict, expected: TensorDict, what: str) -> None:
-    """The same columns with the same bits, but for one unit in the last place of what was rounded."""
+    """Check for equal columns and bits; a rounded number may differ by one unit in the last place."""
     assert set(found.keys(True, True)) == set(expected.keys(True, True)), what
     for key, column in expected.items(True, True):
         other = found[key]
@@ -83,6 +83,6 @@ def test_the_yardstick_makes_the_minibatches_of_the_pipeline(minibatches):
         assert len(found) == len(expected), f"seed {seed}"
         for number, (ours, plain) in enumerate(zip(found, expected, strict=True)):
             assert_equal(ours, plain, f"seed {seed}, minibatch {number}")
-        drawn += len(found) > 0  # nothing is drawn for a batch of which nothing is left
+        drawn += len(found) > 0  # no order is drawn for a batch that has no rows left
         trained += sum(int((each["loss_weight"] > 0).sum()) for each in found)
     assert trained > 100

@@ -43,7 +43,7 @@ OVERRIDES = [
 
 
 def from_the_files(overrides):
-    """The configuration as plain values, and what each container allows; or the message of the error."""
+    """The configuration as plain values, and the flags of each container; or the message of the error."""
     try:
         with initialize_config_module("headrace.conf", version_base="1.3"):
             config = compose("load", list(overrides))
@@ -78,7 +78,7 @@ def nodes(config, path=""):
 def check(recipe, overrides):
     words = (f"pipeline={recipe}", *overrides)
     expected = from_the_files(words)
-    for number in (1, 2):  # the first of them may compose
+    for number in (1, 2):  # the first call may compose
         with of(f"{number}: {words}"):
             assert from_what_is_known(words) == expected
 
@@ -90,7 +90,7 @@ def test_overrides_of_a_known_recipe_equal_those_of_its_files():
 
 @pytest.mark.slow
 def test_overrides_of_each_known_recipe_equal_those_of_its_files():
-    """One of them for each recipe: to compose one from its files takes long."""
+    """One override for each recipe: to compose from the files takes long."""
     for recipe, overrides in zip(NAMES, cycle(OVERRIDES), strict=False):
         check(recipe, overrides)
 

@@ -15,7 +15,7 @@ def test_what_is_installed_meets_the_requirements_of_others():
 
 
 def test_a_package_beside_a_version_that_it_does_not_fit_says_which_it_requires(monkeypatch):
-    """As torchrl 0.14.1 beside the tensordict 0.10.0 of verl."""
+    """For example torchrl 0.14.1 beside verl's tensordict 0.10.0."""
     monkeypatch.setattr(metadata, "requires", lambda name: ["tensordict<0.15,>=0.14.3", "torch"])
     monkeypatch.setattr(
         installed, "version_of", {"torchrl": "0.14.1", "tensordict": "0.10.0", "torch": "2.13.0"}.get
@@ -32,7 +32,7 @@ def test_a_package_beside_a_version_that_it_does_not_fit_says_which_it_requires(
 
 
 def test_a_package_that_fails_by_itself_says_its_own_error(monkeypatch):
-    """As pyarrow 26 beside numpy 1.26, of which pip makes a pair."""
+    """For example pyarrow 26 beside numpy 1.26, which pip installs together."""
     monkeypatch.setattr(installed, "unmet", lambda name: [])
 
     def broken(name):
@@ -45,7 +45,7 @@ def test_a_package_that_fails_by_itself_says_its_own_error(monkeypatch):
 
 
 def test_an_error_of_another_module_stays_as_it_is():
-    """A misspelled import of headrace itself is no missing package."""
+    """A misspelled import inside headrace is not a missing package."""
     err = ImportError("cannot import name 'nothing' from 'headrace.transforms'", name="headrace.transforms")
     assert lacking("X", err) is err
 

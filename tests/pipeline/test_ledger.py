@@ -1,4 +1,4 @@
-"""The ledger books as trained exactly what the minibatches train, compared with a loop."""
+"""The ledger counts exactly those rows as trained that the minibatches train, compared with a loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MASK, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
 def batch_for(recipe: str, start: int = 0):
     """Twelve groups of two to four rollouts, one without spread; rows without a token, or with NaN.
 
-    The latter where no stage reads log-probabilities, which would refuse them.
+    NaN is in the loss only if no stage reads log-probabilities, because such a stage would refuse it.
     """
     rng = np.random.default_rng(3)
     groups = np.repeat(np.arange(12), [3, 2, 4, 2, 3, 4, 2, 2, 3, 4, 2, 3])
@@ -49,7 +49,7 @@ def batch_for(recipe: str, start: int = 0):
     if any(OLD in getattr(stage, "in_keys", ()) for stage in stages):
         batch[LOG_PROBS][[5, 20]] = float("nan")
         batch[LOG_PROBS][7, 0] = float("nan")
-        batch[MASK] &= batch[LOG_PROBS].isfinite()  # which these stages ask of every token in the loss
+        batch[MASK] &= batch[LOG_PROBS].isfinite()  # these stages read it of every token in the loss
         with_old(batch, 0.0005)
     elif not any(LOG_PROBS in getattr(stage, "in_keys", ()) for stage in stages):
         batch[LOG_PROBS][[5, 20]] = float("nan")
@@ -67,7 +67,7 @@ def stages_of(recipe: str) -> dict:
 
 
 def trained_in(run, *, weighs: bool) -> set[int]:
-    """Rows with a token in the loss, and a weight, in some minibatch: one after another."""
+    """The rows with a token in the loss in some minibatch, and with a weight if the recipe `weighs`."""
     found = set()
     for part in run.minibatches():
         trains = (part[MASK] & part[LOG_PROBS].isfinite()).any(1)
@@ -86,7 +86,7 @@ CUTS = list(product((1, 2, 3), ("drop", "uneven", "pad", "carry")))
     "recipe", [pytest.param(name, marks=[] if name in FEW else [pytest.mark.slow]) for name in CHAINS]
 )
 def test_the_ledger_books_as_trained_what_minibatches_train(recipe, quick):
-    """Each recipe with a third of the splits and each fold; with one split in the quick run."""
+    """Each recipe is tried with a third of the splits and each fold; in the quick run, with one split."""
     stages, first = stages_of(recipe), CHAINS.index(recipe)
     weight = stages["weight"]
     for number, (epochs, remainder) in enumerate(CUTS):
@@ -141,7 +141,7 @@ def second(batch: TensorDict) -> torch.Tensor:
 
 
 class Foreign(torch.nn.Module):
-    """A stage of somebody's own, for which the batch is written and read again."""
+    """A user's own stage, for which the batch is written and read again."""
 
     def __init__(self, *in_keys: NestedKey):
         super().__init__()
@@ -173,7 +173,7 @@ def rows_of(lines: list[Line], *, ragged: bool) -> TensorDict:
 
 
 def restored(state: dict, pipeline: Pipeline) -> Pipeline:
-    """The pipeline with a state that was written to a file."""
+    """The pipeline with a state that was saved to a file and loaded."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -194,8 +194,10 @@ def restored(state: dict, pipeline: Pipeline) -> Pipeline:
 def test_a_row_keeps_its_first_reason_in_each_batch_that_carries_it(
     steps, size, actions, ragged, foreign, empty, loses_filters, weighs
 ):
-    """Compared with a loop over lists of rows. States are saved and loaded between batches and within them;
-    the last pipeline may have no filters, so that no stage of it masks a row."""
+    """Compared with a loop over lists of rows. States are saved and loaded between and within batches.
+
+    The last pipeline may have no filters, so that none of its stages masks a row.
+    """
 
     def make(*, filters: bool) -> Pipeline:
         named: dict = {"before": Foreign() if foreign == "before" else None}
@@ -246,7 +248,7 @@ def test_a_row_keeps_its_first_reason_in_each_batch_that_carries_it(
             run = pipeline.run(batch)
             stream = run.minibatches()
         parts += stream
-        # 3. Both say the same of each row, and the loss agrees.
+        # 3. Both give the same reason to each row, and the loss agrees.
         assert [run.ledger.names[code] for code in run.ledger.reason] == expected
         assert run.ledger.left.tolist() == [line not in queue[:in_steps] for line in came]
         found = [

@@ -56,7 +56,7 @@ VALUES = {
 
 @pytest.fixture
 def node(monkeypatch):
-    """What `load_pipeline` would build of its words."""
+    """`load_pipeline`, which here returns the configuration that it would build."""
     monkeypatch.setattr("headrace.pipeline.load.build_pipeline", lambda config: config)
     return load_pipeline
 
@@ -183,7 +183,7 @@ def test_keywords_have_the_types_of_the_stages_and_are_documented():
         module, _, name = target["_target_"].rpartition(".")
         owner = getattr(importlib.import_module(module), name)
         theirs = annotations_of(owner)[option]
-        if word == "process_group":  # by name alone: a group itself is no word
+        if word == "process_group":  # only by name: a group itself is not a keyword
             assert literals(hints[word]) == {"world"}
             continue
         assert members(hints[word]) == members(theirs), word
@@ -198,7 +198,7 @@ def test_help_shows_the_keywords_of_whatever_loads_a_pipeline(function):
 
 
 def members(hint) -> set:
-    """A hint's parts, of a union or of a Literal, as `hint | EllipsisType` has them."""
+    """The parts of a hint, whether it is a union, a Literal or a single type."""
     return set(typing.get_args(hint | EllipsisType)) - {EllipsisType}
 
 
@@ -233,7 +233,7 @@ IN_ORDER = f"pipeline.order=[{','.join(ORDER)}]"
     ],
 )
 def test_a_bare_stage_is_the_usual_one(overrides, options):
-    """GDPO has no filter. A bare one is that of grpo, which judges what the advantage compares."""
+    """GDPO has no filter. A bare one is that of grpo, which judges the rewards that are compared."""
     found = load_pipeline("gdpo", *overrides, **options)
     assert list(found.stages) == ORDER
     assert repr(found.stages["filter"]) == "SampleFilter(criterion=RewardsVary(several='decoupled'))"

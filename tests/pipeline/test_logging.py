@@ -66,7 +66,7 @@ def test_logging_reads_a_device_only_if_enabled(caplog):
 
 def test_a_waiting_rank_names_the_others_before_the_timeout(caplog, monkeypatch):
     monkeypatch.setattr(barrier, "LONG", 0.01)
-    here = {0: 3, 1: 2, 2: 3, 3: 2}  # how many barriers each has been at
+    here = {0: 3, 1: 2, 2: 3, 3: 2}  # number of barriers that each rank has reached
     decided: list[str] = []
     ranks = barrier.Barrier.__new__(barrier.Barrier)
     ranks.size, ranks.rank, ranks.patience = 4, 0, 0.1

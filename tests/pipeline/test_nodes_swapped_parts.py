@@ -23,7 +23,7 @@ BOTH = ["", "filter/truncated", "", *["filter/zero_variance"] * 3, "filter/trunc
 @pytest.mark.parametrize("option", ["criterion", "also"])
 @pytest.mark.parametrize("given", [NotTruncated(), "not_truncated", NODE])
 def test_an_object_a_name_and_a_node_are_the_same_criterion(option, given):
-    """None of the old options remains: RewardsVary has `tol`, which NotTruncated would refuse."""
+    """No old option remains: NotTruncated would refuse the option `tol` of RewardsVary."""
     made = load_pipeline("grpo", stages={"filter": {option: given}}).stages["filter"]
     assert type(getattr(made, option)) is NotTruncated
     assert made.action == "mask", "the other options of the stage are those of the recipe"

@@ -96,14 +96,14 @@ def test_every_option_takes_its_type_or_raises_by_name_without_python_terms():
                     assert said.startswith(f"pipeline.stages.{stage}"), said
                     assert option in said
                     assert not [word for word in PYTHON if word in said], said
-            OmegaConf.update(config, whole, value, merge=False)  # a copy for each would take a minute
+            OmegaConf.update(config, whole, value, merge=False)  # a copy for each option would take a minute
     assert len(tried) > 200
     assert refused > 200
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_setting_without_a_target_has_a_type_and_refuses_others_by_name(task):
-    """The default is of the type."""
+    """Its default has this type."""
     config = compose_config("config", f"task={task}")
     check_types(config)
     settings = settings_of(config)
@@ -117,7 +117,7 @@ def test_every_setting_without_a_target_has_a_type_and_refuses_others_by_name(ta
 
 
 def settings_of(config):
-    """Their paths; those of a node with a `_target_` are its own business."""
+    """The paths of all settings, except those inside a node with a `_target_`, which checks its own."""
     found = leaves(of_no_target(OmegaConf.to_container(config, resolve=True)))
     return [path for path, value in found.items() if value != {}]
 

@@ -22,7 +22,7 @@ from headrace.transforms import (
 
 
 def ten_times() -> TensorDictModule:
-    """A stage that is not of headrace, and says what it reads and writes."""
+    """A stage from outside of headrace that declares the columns it reads and writes."""
     keys = [("next", "reward")]
     return TensorDictModule(lambda reward: 10 * reward, in_keys=keys, out_keys=keys)
 
@@ -76,7 +76,7 @@ BASE = ["a", "b", "c"]
 )
 def test_a_new_stage_is_directly_after_or_before_another(after, before, found):
     assert "".join(with_places([*"abcxy"], BASE, after, before)) == found
-    if "".join(sorted(found)) == "abcxy":  # without an order the others keep that of the mapping
+    if "".join(sorted(found)) == "abcxy":  # without `order` the other stages keep the order of the mapping
         assert "".join(with_places([*"yaxbc"], None, after, before)) == found
 
 
@@ -91,7 +91,7 @@ def test_a_new_stage_is_directly_after_or_before_another(after, before, found):
             r"^after.b=c places a stage that pipeline.order names, too. .*pipeline.after.b=null",
         ),
         (None, {"b": "a"}, r"^before.b=a places a stage that pipeline.order names, too"),
-        # "directly" can be true of both only where they are neighbours
+        # it can be directly after one and before the other only if these are neighbours
         ({"x": "a"}, {"x": "c"}, r"^'x' has two places, after.x=a and before.x=c. Keep .*pipeline.after.x=n"),
         ({"x": "a"}, {"x": "b"}, "^'x' has two places, after.x=a and before.x=b"),
         ({"x": "y"}, {"y": "x"}, r"^after and before give 'y', 'x' no place: each is next to another"),
@@ -107,7 +107,7 @@ def test_a_place_that_cannot_be_is_refused(after, before, message):
 
 
 def test_a_stage_that_is_removed_still_places_others():
-    """A recipe may place a stage next to one that the caller removes, and place one that is removed."""
+    """A recipe may place a stage next to a stage that the caller removes, or place the removed stage."""
     given = {"a": print, "b": None, "x": print, "y": None}
     assert list(arrange(given, ["a", "b"], after={"x": "b", "y": "a"})) == ["a", "x"]
 

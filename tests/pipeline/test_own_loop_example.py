@@ -1,4 +1,4 @@
-"""The example of a complete loop: it learns, and goes on where it was killed."""
+"""The example of a complete loop learns, and after a kill it continues from there."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def test_renamed_ids_are_counted_under_the_same_metrics(make_batch):
 
 
 def test_images_stay_with_their_rows():
-    """A column of one size, and lists of some images each, which are no tensors."""
+    """Images of one size are a column; lists of images per row are not tensors."""
     batch = batch_of([1.0, 3, 5, 11], [0, 0, 1, 1], expected_rollouts=[2] * 4)
     batch["pixels"] = torch.arange(4 * 3 * 2 * 2).view(4, 3, 2, 2).to(torch.uint8)
     batch["images"] = NonTensorStack(
@@ -211,7 +211,7 @@ def test_loggers_never_get_a_refused_batch(make_batch):
 
 
 class Least(BatchTransform):
-    """Keeps a key as YAML gives it."""
+    """A criterion that keeps a key as YAML gives it."""
 
     def __init__(self, *, reward_key=("next", "reward")):
         super().__init__(in_keys=[reward_key])
@@ -252,7 +252,7 @@ def test_a_stage_the_command_line_cannot_reach_is_refused():
 
 @pytest.mark.parametrize("remainder", ["raise", "carry", "uneven", "pad", "drop"])
 def test_the_ranks_of_a_pipeline_are_checked_as_those_of_its_stages(remainder):
-    """`ranks` is for ranks that hold the whole batch; with a budget each micro-batch needs a row."""
+    """`ranks` is for ranks that hold the whole batch. With a budget each micro-batch needs a row."""
     budget, world = {"minibatches": 1, "max_tokens": 9, "remainder": remainder}, {"process_group": "world"}
     filled = "pad", "carry", "drop"
     for make, options, message in (

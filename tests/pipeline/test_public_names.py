@@ -110,7 +110,7 @@ def test_a_package_says_which_name_is_in_the_other_one():
             getattr(package, name)
 
 
-# What three people guess after reading the README, and a word of the answer; "": headrace has the name.
+# Names that three people guessed after reading the README, each with a word of the answer; "": it exists.
 GUESSES = {
     "an engineer who trains": {
         "GRPO": "load_pipeline('grpo')",
@@ -244,7 +244,7 @@ def test_each_answer_to_a_guess_names_what_there_is():
 
 
 def test_each_guess_of_the_file_is_answered_by_its_line():
-    """No earlier rule, such as the name of a recipe, takes its place."""
+    """No earlier rule, such as the name of a recipe, answers in its place."""
     for line in (FOLDER / "pipeline" / "guesses.txt").read_text().splitlines()[1:]:
         guesses, _, answer = line.partition(": ")
         assert {guess for guess in guesses.split() if answer not in hint(guess)} == set(), line

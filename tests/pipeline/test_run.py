@@ -34,7 +34,7 @@ THREADS, BATCHES = 3, 20
 
 
 def content(run: Run) -> dict:
-    """All that a run tells, as plain values that equal themselves."""
+    """All results of a run as plain values, with NaN replaced so that equal runs compare equal."""
     columns = run.batch.exclude("prompt_text")
     return {
         "batch": {str(key): columns.get(key).nan_to_num(7.0).tolist() for key in columns.keys(True, True)},
@@ -48,7 +48,7 @@ def content(run: Run) -> dict:
 
 
 def numbered(thread: int, step: int):
-    """A batch unlike all others: 8 to 14 rows in groups of two, ids that no other batch has."""
+    """A batch of 8 to 14 rows in groups of two; no other batch has its ids."""
     rows = 8 + 2 * ((step + thread) % 4)
     start = 1000 * (BATCHES * thread + step)
     rewards = [float((start + row) % 3) for row in range(rows)]
@@ -57,7 +57,7 @@ def numbered(thread: int, step: int):
 
 
 def in_threads(work):
-    """Results of `work(thread)`, all threads at once; each is interrupted as often as may be."""
+    """The results of `work(thread)` in all threads at once. Python switches threads as often as it can."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
@@ -90,7 +90,7 @@ def test_a_run_is_unchanged_by_later_runs(split, asked, make_batch):
     with pytest.raises(BatchError):
         pipeline.run(busy_batch(make_batch).exclude(REWARD))
     assert content(run) == expected
-    assert content(run) == expected  # asking changes nothing either
+    assert content(run) == expected  # reading the results changes nothing
 
 
 def test_a_run_gathers_no_rows_before_they_are_read():
@@ -103,11 +103,11 @@ def test_a_run_gathers_no_rows_before_they_are_read():
             "weight": LossWeight(),
         }
     )
-    pipeline.run(batch_of([1.0] * 4, [0, 0, 1, 1]))  # what is allocated once
+    pipeline.run(batch_of([1.0] * 4, [0, 0, 1, 1]))  # memory that is allocated once
     with LiveBytes() as memory:
         run = pipeline.run(batch, epochs=3)
         _ = run.metrics
-    # Counting finite log-probabilities takes one byte a token, of the 25 that the batch has.
+    # Counting finite log-probabilities takes one byte per token; the batch has 25 bytes per token.
     assert memory.peak < 0.2 * bytes_of(batch)
     with LiveBytes() as memory:
         whole = run.batch
@@ -136,7 +136,7 @@ def test_a_gate_in_two_pipelines_has_separate_metrics(make_batch):
 
 
 def test_a_run_without_rows_has_what_a_run_with_rows_has_and_all_of_it_is_empty():
-    """A loop over results needs no special case for a step, or a rank, of which nothing came."""
+    """So a loop over results needs no special case for a step or a rank without rows."""
     pipeline = Pipeline({"gate": CompletenessGate(group_size=2), "split": ShuffleSplit(minibatches=1)})
     full, empty = pipeline.run(numbered(0, 0)), pipeline.run(no_rows(numbered(0, 0)))
     for name, value in empty.metrics.items():
@@ -209,7 +209,7 @@ def test_carried_rows_train_once_over_all_threads_or_wait_in_the_split():
 
 
 class Own(BatchTransform):
-    """A user's own stage around a function, with a place after a split too."""
+    """A user's own stage around a function. It may also be placed after a split."""
 
     def __init__(self, *, function, after=True, out_keys=()):
         super().__init__([("headrace", "minibatch")] if after else [], out_keys)

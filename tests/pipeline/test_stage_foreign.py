@@ -1,4 +1,4 @@
-"""Any callable is a stage (`run_callable`); rows that it drops are recorded, and other output is refused."""
+"""Any callable is a stage (`run_callable`). Rows that it drops are recorded; wrong output is refused."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_pipelines_state_includes_its_modules():
 
 
 class Noisy(FanOutCollapse):
-    """Has a forward of its own."""
+    """A transform with its own `forward`."""
 
     def forward(self, batch):
         return super().forward(batch)

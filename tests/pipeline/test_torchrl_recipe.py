@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.torchrl,
     pytest.mark.llm,
     pytest.mark.slow,
-    # torchrl 0.14.1 asks torch for log-probabilities in a way that will go.
+    # torchrl 0.14.1 computes log-probabilities in a way that torch has deprecated.
     pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated:UserWarning"),
 ]
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -1,4 +1,4 @@
-"""The example on two processes, with what torchrun tells them, equals the same in one process."""
+"""The example in two processes, with the variables of torchrun, gives the numbers of one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_two_processes_with_shared_groups_train_as_one(tmp_path):
     one, *two = (torch.load(tmp_path / file) for file in ("one/0.pt", "two/0.pt", "two/1.pt"))
     shares = [set(rank["advantages"]) for rank in two]
     groups = [{rollout // 8 for rollout in share} for share in shares]
-    assert groups[0] == groups[1]  # all of them straddle the ranks
+    assert groups[0] == groups[1]  # every group has rows on both ranks
     assert not shares[0] & shares[1]
     assert one["advantages"] == two[0]["advantages"] | two[1]["advantages"]  # bit by bit
     assert len(set(one["advantages"].values())) > 20

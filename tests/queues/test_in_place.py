@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("queue"
 
 @pytest.fixture(autouse=True)
 def empty() -> Iterator[None]:
-    """Their partitions have one name each."""
+    """Clear the queue after each test, because all tests use the same names of partitions."""
     yield
     for partition, keys in transfer_queue.kv_list().items():
         if keys:
@@ -36,7 +36,7 @@ def keys_in(partition: str) -> set[str]:
 
 
 def submit(uid: str, step: int = 1, partition: str = "train") -> None:
-    """A prompt that is registered, and under way."""
+    """Register a prompt, and mark it as running."""
     tag = {"is_prompt": True, "status": "pending", "global_steps": step}
     transfer_queue.kv_batch_put([uid], partition, tags=[tag])
     transfer_queue.kv_batch_put([uid], partition, tags=[tag | {"status": "running"}])
@@ -45,7 +45,7 @@ def submit(uid: str, step: int = 1, partition: str = "train") -> None:
 def run_session(
     uid: str, session: int, reward: float | None, *, outputs: int = 1, step: int = 1, partition: str = "train"
 ) -> None:
-    """What one agent loop returns: several outputs, the reward on the last token of each."""
+    """Write the outputs of one agent loop, each with the reward on its last token."""
     keys = [f"{uid}_{session}_{index}" for index in range(outputs)]
     sizes = [3 + index + session for index in range(outputs)]
     fields: dict[str, Any] = {
@@ -70,7 +70,7 @@ def finish(uid: str, step: int = 1, *, status: str = "finished", partition: str 
 def group(
     uid: str, rewards: Sequence[float | None], *, outputs: int = 1, step: int = 1, partition: str = "train"
 ) -> None:
-    """A group that is over; None is a session that failed."""
+    """Write a finished group. A reward of None is a failed session."""
     submit(uid, step, partition)
     for session, reward in enumerate(rewards):
         if reward is not None:
@@ -97,7 +97,7 @@ def test_groups_of_verl_are_decided_in_place():
 
 
 def build(sampler_kwargs: dict[str, Any], **options: Any) -> Any:
-    """As PPOTrainer._build_replay_buffer does, with what it passes to a custom sampler (1dda039b)."""
+    """Build a sampler as PPOTrainer._build_replay_buffer does, with the same arguments (1dda039b)."""
     module = importlib.import_module("headrace.pipeline.queues.in_place")  # pkg://… by load_extern_type
     given: dict[str, Any] = {
         "trainer_mode": "separate_async",
@@ -134,7 +134,7 @@ def test_verl_samples_complete_groups_and_requests_failed_ones_again():
     assert meta.keys[6:] == [f"new-1-{number}_{session}_0" for number in (0, 1) for session in range(3)]
     assert [tag["seq_len"] for tag in meta.tags[:2]] == [6, 8]
     assert (asked, metrics) == ([2], {"training/rollout_failure/evicted_samples": 2})
-    assert keys_in("train") == {*meta.keys, "slow", "slow_0_0"}  # prompts that were taken, and what failed
+    assert keys_in("train") == {*meta.keys, "slow", "slow_0_0"}  # the taken prompts and the failed ones
     scores = transfer_queue.kv_batch_get(meta.keys, meta.partition_id, select_fields=["rm_scores"])
     assert len(scores) == 12
 
@@ -207,7 +207,7 @@ def test_invalid_options_of_verl_raise_before_the_first_step():
 
 
 def commit(uid: str, rewards: Sequence[float], version: int = 0) -> None:
-    """One prompt group, all of its completions at once."""
+    """Write one prompt group with all its completions at once."""
     count, sizes = len(rewards), [4 + number for number in range(len(rewards))]
     fields: dict[str, Any] = {
         name: torch.nested.as_nested_tensor([torch.ones(size) for size in sizes], layout=torch.jagged)

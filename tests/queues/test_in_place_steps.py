@@ -63,7 +63,7 @@ def test_every_group_is_trained_once_or_failed_and_none_is_too_old(here, part):
 
 @pytest.mark.filterwarnings("ignore:no group may take longer")
 def test_slow_groups_are_trained_as_often_as_others(here):
-    """The slowest quarter of what was dispatched, but for the groups that may still be outstanding."""
+    """The slowest quarter of the dispatched groups, without groups that may still be outstanding."""
     trainer = here(Trainer(0, groups=4, warmup=1, bound=3, steps=60))
     over = [number for number, born in trainer.born.items() if born < trainer.steps - trainer.bound]
     slow = sorted(over, key=trainer.latency)[-len(over) // 4 :]
@@ -73,7 +73,7 @@ def test_slow_groups_are_trained_as_often_as_others(here):
 
 
 def test_without_a_threshold_every_group_is_trained_whatever_its_age(here):
-    """As verl has it: `max_off_policy_threshold` null."""
+    """As in verl: `max_off_policy_threshold` is null."""
     trainer = here(Trainer(0, groups=4, warmup=2, bound=None, steps=30))
     assert max(age for ages in trainer.ages.values() for age in ages) > 2
     assert trainer.ages.keys() | {

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 def partition_of(tags: dict[int, Any]) -> Any:
-    """What TransferQueue's controller gives to a sampler."""
+    """The arguments that TransferQueue's controller gives to a sampler."""
     return SimpleNamespace(partition_id="train", get_custom_meta=lambda rows: {r: tags[r] for r in rows})
 
 
@@ -56,7 +56,7 @@ def test_groups_are_complete_for_any_size_and_row_order(seed):
             for turn in range(turns):
                 lines.append(Line(group, 10 * group + rollout, turn, turn == turns - 1, expected=expected))
     draw.shuffle(lines)
-    lost = {10 * group for group in range(0, 30, 7)}  # rollouts of which nothing comes
+    lost = {10 * group for group in range(0, 30, 7)}  # rollouts without a row
     assembler = GroupAssembler(segment_key="segment")
     tags, sampler = tags_of(lines, assembler), group_sampler(assembler)
     came = [row for row, line in enumerate(lines) if line.rollout not in lost]
@@ -104,7 +104,7 @@ def test_it_resumes_from_a_checkpoint_and_a_rank_gets_the_same_rows_again():
     again.load_checkpoint(sampler.save_checkpoint())
     assert again([2, 3], 2, **calls, dp_rank=0, batch_index=1)[0] == [2, 3]
     again.clear_cache("train")
-    assert again([0, 1], 2, **calls)[0] == [0, 1]  # numbers that are used anew
+    assert again([0, 1], 2, **calls)[0] == [0, 1]  # numbers that are used again
 
 
 def test_rows_without_ids_have_no_tags():

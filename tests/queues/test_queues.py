@@ -38,7 +38,7 @@ LINES = [Line(g, 2 * g + r, s, s == 1) for g in range(6) for s in (0, 1) for r i
 
 @pytest.fixture
 def name(request) -> str:
-    """A partition of the test's own."""
+    """The name of a partition that no other test has."""
     return request.node.name
 
 
@@ -111,7 +111,7 @@ def test_a_dead_producer_is_a_stall_in_bounded_time(name):
 
 
 def test_rows_with_other_columns_are_read_separately_and_lose_none(name):
-    """In one request the queue would return only the columns that all rows have."""
+    """For one request, the queue would return only the columns that all rows have."""
     rows = batch_of_lines(LINES)
     send(RolloutQueue(name), [rows[:2], rows[2:4].exclude("text"), rows[4:6].exclude("text")])
     first, second = RolloutQueue(name, producers=1)
@@ -150,8 +150,8 @@ def test_rows_are_read_until_there_are_so_many_and_a_put_is_read_whole(name):
 
 
 @pytest.mark.parametrize(
-    ("at", "after", "groups"),  # `after`: states that were called for after the one from which it goes on
-    [(1, 0, 1), (2, 1, 1), (1, 1, 4)],  # with four groups in a batch the source has ended before the last
+    ("at", "after", "groups"),  # `after`: number of states that were saved after the loaded one
+    [(1, 0, 1), (2, 1, 1), (1, 1, 4)],  # with four groups per batch the source ends before the last batch
 )
 def test_a_reader_resumes_from_its_last_state_or_the_one_before(at, after, groups, name):
     def read(state: dict[str, Any] | None = None) -> Any:
@@ -170,7 +170,7 @@ def test_a_reader_resumes_from_its_last_state_or_the_one_before(at, after, group
     send(RolloutQueue(name), rows.split(7))
     stream, states = read(), []
     batches, begun = iter(stream), []
-    for _ in range(at + 1):  # a state after each batch, but perhaps the last, which is lost with it
+    for _ in range(at + 1):  # a state after each batch, except perhaps the last, which comes again
         begun += numbers([next(batches)])
         if len(states) < at + after:
             states.append(as_saved(stream.state_dict()))
@@ -260,7 +260,7 @@ def test_a_missing_extra_is_reported(monkeypatch):
 
 
 def test_a_stream_reads_a_queue_and_waits_for_slow_groups(name):
-    """As `group_sampler` advises where the policy version matters. Each group is trained once."""
+    """As `group_sampler` advises if policy versions matter. Each group is trained once."""
     sampler = RepeatSampler(12, group_size=2, prompts_per_batch=2, shuffle=False)
     stream = RolloutStream(
         sampler,

@@ -49,7 +49,7 @@ def test_groups_that_lack_all_rows_are_counted_over_ranks_that_share_ids_or_do_n
 
 @pytest.mark.slow
 def test_carried_rows_are_weighted_on_their_rank_and_counted_by_all(tmp_path):
-    """Under ``fold="token_mean"`` a row is multiplied by the tokens of its own micro-batch."""
+    """Under ``fold="token_mean"`` the number of tokens in its own micro-batch multiplies each row."""
     for off, carried, counted in results_of(fold_stream, 2, tmp_path):
         assert carried > 0
         assert off < 1e-6
@@ -67,7 +67,7 @@ def test_no_random_stream_of_carried_rows_ends_and_the_oldest_go_first(world, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_rank_takes_the_same_steps_and_micro_batches(world, tmp_path):
-    """Under ``pad``: also a rank without rows, or with fewer units than there are steps."""
+    """Under ``pad`` this includes a rank without rows, and one with fewer units than steps."""
     for tried, wrong in results_of(take_as_many_steps, world, tmp_path):
         assert tried > 50
         assert not wrong
@@ -84,7 +84,7 @@ def test_a_rank_without_rows_trains_with_ddp_and_with_optimise(world, tmp_path):
 
 @pytest.mark.slow
 def test_weights_for_another_way_to_combine_gradients_are_named_with_the_factor(tmp_path):
-    """DDP averages; `optimise` sums, also over what DDP has averaged, which is equal on all ranks."""
+    """DDP averages gradients; `optimise` sums them, even after DDP, when they are equal on all ranks."""
     right = {"ddp": "mean", "optimise": "sum", "both": "sum"}
     for found in results_of(factors_of_gradients, 2, tmp_path):
         sizes = {(combined, gradients): size for combined, gradients, size, _ in found}

@@ -34,7 +34,7 @@ REFUSED = {
 
 
 def test_an_error_on_one_rank_is_raised_on_all_with_its_text_in_time(tmp_path):
-    """Afterwards all ranks are at the same batch and remember no refused one."""
+    """Afterwards all ranks are at the same batch, and none has kept state of a refused batch."""
     world = 3
     for rank, (steps, draws) in enumerate(results_of(refuse_together, world, tmp_path)):
         found = {name: said for name, said, _ in steps}

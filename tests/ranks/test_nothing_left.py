@@ -1,4 +1,4 @@
-"""A batch of which nothing is left gives an empty run, in every recipe and on every rank."""
+"""A batch that loses all its rows gives an empty run, in every recipe and on every rank."""
 
 from __future__ import annotations
 

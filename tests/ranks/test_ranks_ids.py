@@ -1,4 +1,4 @@
-"""How ranks tell one another's ids apart, and exchange rows, tested in one process."""
+"""Ranks distinguish their ids from those of other ranks, and exchange rows; tested in one process."""
 
 from __future__ import annotations
 

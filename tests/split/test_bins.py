@@ -113,7 +113,7 @@ def test_first_fit_decreasing_is_within_its_bound(lengths, budget):
     at_least = math.ceil(sum(lengths) / budget)
     halves = sum(length > budget / 2 for length in lengths)
     assert bins >= max(at_least, halves, min(1, len(lengths)))
-    # The optimum is not known; a packing with no two neighbours that fit in one is within twice the sum.
+    # The optimum is unknown. If no two neighbouring bins fit in one, their number is within twice the sum.
     assert bins <= max(1, 2 * sum(lengths) / budget + 1) or not lengths
 
 

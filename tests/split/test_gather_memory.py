@@ -56,7 +56,7 @@ def test_masked_groups_cost_no_copy_and_leave_the_callers_rows_unchanged(shuffle
     ids=["tokens", "turns"],
 )
 def test_weights_of_tokens_and_turns_exist_for_one_minibatch_at_a_time(column, words):
-    """Importance weights and a token advantage would take half as much memory as the batch."""
+    """Importance weights and token advantages of all rows would take half as much memory as the batch."""
     batch = with_old(batch_of([float(i % 5) for i in range(256)], [i // 8 for i in range(256)], tokens=4096))
     batch["expected_rollouts"] = torch.full((256,), 8)
     batch["turn_index"] = (torch.arange(4096) // 100).repeat(256, 1)
@@ -69,7 +69,7 @@ def test_weights_of_tokens_and_turns_exist_for_one_minibatch_at_a_time(column, w
 
 
 class Looks(torch.nn.Module):
-    """A stage of somebody else's, which counts the tokens that the mask says are trained."""
+    """A user's stage that counts the tokens in the loss mask."""
 
     def forward(self, batch):
         self.tokens = int(batch["masks", "all_assistant_mask"].sum())

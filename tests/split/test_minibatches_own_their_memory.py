@@ -43,7 +43,7 @@ def tensors(batch: TensorDictBase) -> Iterator[torch.Tensor]:
 
 
 def taken(kind: str, options: dict, *, edits: bool) -> tuple[list[list[torch.Tensor]], TensorDictBase]:
-    """What each minibatch holds when it is taken, and the batch at the end."""
+    """The columns of each minibatch when it is taken, and the batch at the end."""
     batch, found = rows(kind), []
     pipeline = load_pipeline("grpo", group_size=4, seed=1, masked_log_prob="keep", **options)
     for minibatch in pipeline.run(batch, epochs=2).minibatches():

@@ -1,4 +1,4 @@
-"""A token budget over several ranks without padding drops whole units at the end, and as few as possible."""
+"""A token budget over several ranks without padding drops as few units as possible, from the end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def by_unit(rows) -> list[list[int]]:
 
 
 def longest_start(units, rows, **how) -> list[int]:
-    """The reference: one unit fewer after the other, until no micro-batch is empty."""
+    """The reference: drop one unit after another until no micro-batch is empty."""
     for count in range(len(units), 0, -1):
         kept = [row for unit in units[:count] for row in unit]
         assigned = assign_rows(torch.tensor([rows[row][1] for row in kept]), **how)

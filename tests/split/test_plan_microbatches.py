@@ -26,7 +26,7 @@ ATTENTION, LOSS = ("masks", "all_attention_mask"), ("masks", "all_assistant_mask
 
 
 def batch_of(lengths, rollouts=None, first_id: int = 0) -> TensorDict:
-    """Rows of so many tokens, all in the loss."""
+    """Rows of these lengths, with all tokens in the loss."""
     rows, width = len(lengths), max(lengths)
     mask = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
     ids = torch.tensor(range(rows) if rollouts is None else rollouts) + first_id
@@ -80,11 +80,11 @@ def test_the_split_keeps_its_documented_promises(lengths, fan_out, options, cut)
     padding = out.get(PADDING, torch.zeros(len(out), dtype=torch.bool))
     assert options["remainder"] == "pad" or not padding.any()
 
-    # Each row in exactly one micro-batch of one minibatch, or left.
+    # Each row is in exactly one micro-batch of one minibatch, or left over.
     left = batch["name"][verdict.bool()].tolist()
     assert sorted(out["name"][~padding].tolist() + left) == batch["name"].tolist()
 
-    # Units whole in a minibatch.
+    # Units are whole in a minibatch.
     if options["unit"] != "sample":
         homes: dict[int, set[int]] = {}
         for unit, minibatch in zip(
@@ -93,7 +93,7 @@ def test_the_split_keeps_its_documented_promises(lengths, fan_out, options, cut)
             homes.setdefault(unit, set()).add(minibatch)
         assert all(len(home) == 1 for home in homes.values())
 
-    # Ranks level in micro-batches, and none empty.
+    # All ranks have as many micro-batches, and none is empty.
     ranks = out.get(RANK, torch.zeros(len(out), dtype=torch.int64))
     place = torch.stack([out[MINIBATCH], ranks, out[MICROBATCH]], 1)
     assert place.tolist() == sorted(place.tolist())
@@ -105,7 +105,7 @@ def test_the_split_keeps_its_documented_promises(lengths, fan_out, options, cut)
         assert len({tuple(numbers) for numbers in counts.values()}) == 1
         assert counts[0] == list(range(len(counts[0]))) != []
 
-    # Budget, size and count kept.
+    # The budget, size and count hold.
     parts = [out[(place == p).all(1)] for p in place.unique(dim=0)]
     real = [part[~part.get(PADDING, torch.zeros(len(part), dtype=torch.bool))] for part in parts]
     tokens = [int(part[ATTENTION].sum()) for part in real]
@@ -148,7 +148,7 @@ def test_ranks_together_have_the_whole_batch(lengths, ranks):
 
 @given(LENGTHS, st.integers(1, 3), st.integers(1, 3), st.sampled_from(["pad", "uneven"]))
 def test_minibatches_one_by_one_equal_those_of_the_ordered_batch(lengths, minibatches, ranks, remainder):
-    """For all ranks together, and for each."""
+    """This holds for all ranks together, and for each rank."""
     assume(len(lengths) >= minibatches * ranks)
     options = {"minibatches": minibatches, "ranks": ranks, "remainder": remainder, "seed": 4}
     for rank in (None, *range(ranks)):
@@ -345,7 +345,7 @@ def test_a_copied_minibatch_has_the_same_micro_batches(ranks, inference):
             )
             assert known == read
             assert len(known) == 3 * ranks
-            minibatch[MICROBATCH].copy_(minibatch[MICROBATCH].flip(0))  # by somebody, since
+            minibatch[MICROBATCH].copy_(minibatch[MICROBATCH].flip(0))  # by somebody in the meantime
             with pytest.raises(BatchError, match="reordered since"):
                 split_microbatches(minibatch)
 

@@ -35,12 +35,12 @@ CUTS = {
 
 @pytest.fixture(scope="module")
 def scene():
-    """In float64; in float32 too where processes agree, below."""
+    """A policy and a batch in float64; the tests of several processes also use float32."""
     return torch.float64, *make_scene(torch.float64)
 
 
 def widen(batch, by: int = 5):
-    """More padding on the left."""
+    """The batch with more padding on the left."""
     wide = batch.clone()
     keys = [("tokens", "full"), ("log_probs", "full"), ("next", "ref_log_probs", "full")]
     for key in [*keys, ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")]:
@@ -58,7 +58,7 @@ def test_the_scene_has_fan_out_and_masked_rows(scene):
 
 @pytest.mark.parametrize("unit", MEANS)
 def test_the_gradient_equals_that_of_the_whole_batch(scene, unit, quick):
-    """In the quick run each unit has some of the splits."""
+    """In the quick run, each unit is tried with some of the splits."""
     dtype, policy, batch = scene
     whole = gradient(policy, batch, unit)
     assert whole.norm() > 1e-3
@@ -69,7 +69,7 @@ def test_the_gradient_equals_that_of_the_whole_batch(scene, unit, quick):
 
 
 def test_token_advantages_give_the_gradient_of_the_whole_batch(scene):
-    """As turns and trees write it: (N, T, 1)."""
+    """The advantage has the shape (N, T, 1), as turns and trees write it."""
     dtype, policy, batch = scene
     one_each = gradient(policy, batch, "constant")
     batch, width = batch.clone(), batch["masks", "all_assistant_mask"].shape[1]
@@ -122,7 +122,7 @@ def test_processes_that_share_a_batch_or_have_own_rows_agree(tmp_path):
 
 @pytest.mark.slow
 def test_an_error_in_one_process_is_raised_in_all_and_empty_ranks_take_each_step(tmp_path):
-    """Otherwise the others would wait for it."""
+    """Otherwise the other processes would wait."""
     first, second = results_of(run_uneven, 2, tmp_path)
     for how, all_steps in (("minibatches", 2), ("call", 1)):
         for told in (first, second):

@@ -11,7 +11,7 @@ from recipes import ADVANTAGES, BY_TURN, pipeline_of
 
 from headrace.transforms import BatchError
 
-RESHAPED = ("as/slime",)  # has the bits of the reshape formula, which depend on the order
+RESHAPED = ("as/slime",)  # gives the bits of the reshape formula, which depend on the order
 REWARDS = st.one_of(
     st.sampled_from([0.0, 1.0]), st.floats(0, 1, width=32), st.sampled_from([1e4, 1e4 + 2**-9, 1e-20])
 )
@@ -41,7 +41,7 @@ def collected(draw, make_batch, recipe):
     batch["masks", "all_assistant_mask"][:, 2] = False
     batch["turn_reward"] = torch.zeros(len(rows), 4).scatter_(1, batch["turn_index"][:, [0, 3]], 0.3)
     batch["turn_reward"] *= batch["next", "reward"].sum(-1, keepdim=True)
-    batch["tokens", "full"] %= 2  # so that rollouts share some
+    batch["tokens", "full"] %= 2  # so that rollouts share tokens
     with_old(batch, 0.0005)
     return batch, torch.tensor(draw(st.permutations(range(len(rows)))))
 

@@ -1,4 +1,4 @@
-"""Laws of the order in which rewards are compared and added up; `reshape_formula` has groups of one size."""
+"""Laws of the order in which the rewards of a group are added up. `reshape_formula` needs equal sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = {
     "ragged": st.lists(st.integers(1, 12), min_size=1, max_size=9),
 }
 REWARDS = {
-    "exact": st.sampled_from([-1.0, 0.0, 0.5, 1.0, 3.0]),  # whose sums and squares need no rounding
+    "exact": st.sampled_from([-1.0, 0.0, 0.5, 1.0, 3.0]),  # their sums and squares need no rounding
     "float32": st.floats(-(2.0**60), 2.0**60, width=32),
     "float64": st.floats(-1e150, 1e150),
     "thirds": st.integers(-9, 9).map(lambda number: number / 3),

@@ -55,7 +55,7 @@ def drawn_batch(rows=6, tokens=7):
 
 
 def stated(batch, name) -> list[dict[int, float]]:
-    """By row and token in the loss: the advantage, by the sentence that the docstring has for it."""
+    """The advantage of each token in the loss, by row, as the docstring of the term states it."""
     mask = batch[MASK].tolist()
     places = [(n, t) for n, row in enumerate(mask) for t, trains in enumerate(row) if trains]
     credit = {n: float(batch["advantage"].flatten()[n]) for n in range(len(batch))}
@@ -156,7 +156,7 @@ OF_VERL = {
 @pytest.mark.parametrize("groups", OF_VERL)
 @pytest.mark.parametrize("shift", [0, 2])
 def test_the_optimal_token_baseline_is_that_of_verl(groups, shift):
-    """Also where prompts have other lengths: tokens out of the loss before the response change nothing."""
+    """Prompts may have other lengths: tokens before the response are not in the loss and change nothing."""
     expected = OF_VERL[groups]
     batch = batch_of([1.0, 0.0, 0.5, 0.25], groups, tokens=5 + shift)
     batch["next", "reward"] = batch["next", "reward"].double()
@@ -167,7 +167,7 @@ def test_the_optimal_token_baseline_is_that_of_verl(groups, shift):
     batch[MASK][:] = False
     for row, own in enumerate(expected):
         batch[MASK][row, row % (shift + 1) :][: len(own)] = True
-    out = composed("pipeline=otb", "pipeline.stages.gate=null").run(batch).batch  # in another order
+    out = composed("pipeline=otb", "pipeline.stages.gate=null").run(batch).batch  # the rows in another order
     found = out["advantage"].squeeze(-1)[out["rollout_id"].argsort()]
     for row, own in enumerate(expected):
         assert found[row][batch[MASK][row]].tolist() == pytest.approx(own, abs=1e-6)
@@ -253,12 +253,12 @@ def test_a_user_callable_is_a_term(batch):
 
 
 def of_turn(batch, trains):
-    """The score of the token's turn, from a column (N, K)."""
+    """A term that gives each token the score of its turn, from a column (N, K)."""
     return batch["turn_reward"].gather(1, batch["turn_index"].clamp_min(0))
 
 
 def test_scores_of_turns_become_credit_of_their_tokens():
-    """A term of one line; by a loop."""
+    """A term of one line, compared with a loop."""
     batch = drawn_batch()
     batch["turn_index"] = torch.tensor([[-1, 0, 0, 1, -1, 2, 2]]).expand(6, 7).contiguous()
     batch["turn_reward"] = torch.arange(18.0).view(6, 3)

@@ -20,7 +20,7 @@ MASK = ("masks", "all_assistant_mask")
 
 
 def stated(rollouts, *, discount):
-    """Per rollout, by turn: the advantage. Rollouts are (group, {turn: reward})."""
+    """The advantage of each turn, by rollout. A rollout is (group, {turn: reward})."""
     returns = [
         {k: sum(discount ** (u - k) * r for u, r in turns.items() if u >= k) for k in turns}
         for _, turns in rollouts
@@ -49,7 +49,7 @@ OPTIONS = {"discount": st.sampled_from([0.0, 0.5, 1.0])}
 
 @given(drawn_rollouts(), st.fixed_dictionaries(OPTIONS), st.data())
 def test_advantage_equals_that_of_a_loop_for_any_rows_of_turns(rollouts, options, data):
-    """Each turn on its own row, all on one, or a mix; rows in any order."""
+    """Turns are on rows of their own, on one row, or mixed; rows come in any order."""
     rows = []
     for number, (group, turns) in enumerate(rollouts):
         pieces = defaultdict(dict)
@@ -73,7 +73,7 @@ def test_advantage_equals_that_of_a_loop_for_any_rows_of_turns(rollouts, options
 
 @given(drawn_rollouts(), st.sampled_from(["turn", "token"]), st.booleans(), st.data())
 def test_the_stage_writes_it_to_the_tokens_of_each_turn(rollouts, where, ragged, data):
-    """With an outcome at the last turn, per-token rewards on any token of a turn, dense or ragged rows."""
+    """Rows are dense or ragged, with an outcome at the last turn, and rewards on any token of a turn."""
     outcomes = [data.draw(st.sampled_from([0.0, 1.0, 2.5])) for _ in rollouts]
     rows = []
     for number, (group, turns) in enumerate(rollouts):

@@ -35,7 +35,7 @@ def test_segment_rewards_must_agree_unless_a_reduction_is_set(make_batch):
 def test_first_and_last_may_follow_a_turn_column(segments, how, counted):
     """Compared with a loop: the reward of the segment with the lowest or highest turn.
 
-    Where that one is out of the statistics, and others are in, nothing says what the rollout is worth.
+    If that segment is out of the statistics and others are in, nothing says what the rollout is worth.
     """
     rollouts, turns = [rollout for rollout, _ in segments], [turn for _, turn in segments]
     rewards = [float(row) for row in range(len(segments))]
@@ -107,7 +107,7 @@ def test_without_the_collapse_a_repeated_rollout_raises(make_batch):
 
 
 def test_a_rollout_counts_once_if_its_first_row_leaves(make_batch):
-    # After the first segment of rollout 1 is gone, its second still votes, once.
+    # When the first segment of rollout 1 is gone, its second still counts once.
     out = FanOutCollapse()(make_batch([1.0, 3, 3], [0, 0, 0], [0, 1, 1]))[torch.tensor([0, 2])]
     assert GroupRelativeAdvantage(scale="none")(out)["advantage"].flatten().tolist() == [-1, 1]
 
@@ -133,7 +133,7 @@ def test_each_of_several_rewards_may_be_missing(make_batch):
     assert torch.equal(outcome.batch[REWARDS].nan_to_num(-1), torch.tensor(rewards).nan_to_num(-1))
     assert outcome.batch[REWARD].tolist() == [2, 2, 4]
     assert outcome.metrics["reward_mean"] == 3
-    for wrong in ([2.0, NAN], [NAN, NAN], [2.0, 2.0]):  # both columns disagree, or one
+    for wrong in ([2.0, NAN], [NAN, NAN], [2.0, 2.0]):  # the segments disagree on both columns, or on one
         batch["next", "reward"][1] = torch.tensor(wrong)
         found = re.escape(f"rollout 7 (rows [0, 1]: [[nan, 2.0], {wrong}])")
         with pytest.raises(BatchError, match=f"missing on all segments of its rollout; found {found}"):

@@ -73,7 +73,7 @@ def drawn(seed: int) -> TensorDict:
 
 
 def components_of(seed: int) -> dict[str, dict]:
-    """Three components with units by the seed: two of the tokens in the loss, one of those that are seen."""
+    """Three components with units by the seed: two of tokens in the loss, one of seen tokens."""
     units = [UNITS[(seed + shift) % 6] for shift in (0, 1, 3)]
     own = [{"unit": unit, **MORE.get(unit, {})} for unit in units]
     return {
@@ -128,7 +128,7 @@ def by_loops(batch: TensorDict, rows: Sequence[int], in_loss: set[int], options:
 
 
 def rows_in_loss(batch: TensorDict) -> set[int]:
-    """Rows of groups with different rewards of rollouts with a token in the loss, which are not empty."""
+    """The rows in the loss: the rollout has a token in the loss, and its group has different rewards."""
     count, rollout = batch[LOSS].sum(1), batch["rollout_id"]
     full = {int(each) for each in rollout if int(count[rollout == each].sum())}
     rewards: dict = {}
@@ -144,7 +144,7 @@ def rows_in_loss(batch: TensorDict) -> set[int]:
 
 
 def test_each_component_is_the_mean_of_its_own_tokens_in_the_step_of_any_cut():
-    """300 batches against loops. The three components together, since each term has its own values."""
+    """300 batches are compared with loops, all three components at once: each term has its own values."""
     masked, excluded, padded = 0, 0, 0
     for seed in range(300):
         batch, components = drawn(seed), components_of(seed)
@@ -179,7 +179,7 @@ def test_each_component_is_the_mean_of_its_own_tokens_in_the_step_of_any_cut():
 
 
 def of_ranks(rank: int, world: int, seeds: Sequence[int], gradients: str) -> list[list[float]]:
-    """What the parts of this rank add up to, of each batch and component."""
+    """By batch and component, the sum of the parts of this rank."""
     found = []
     for seed in seeds:
         batch, components = drawn(seed), components_of(seed)
@@ -216,7 +216,7 @@ def test_each_component_has_one_denominator_over_all_ranks(world: int, gradients
 
 
 def pair() -> TensorDict:
-    """Three rows of 3 tokens: one group with rewards 1 and 0; and a demonstration, not in the loss mask."""
+    """Three rows of 3 tokens: a group with rewards 1 and 0, and a demonstration outside of the loss mask."""
     return TensorDict(
         {
             "group_id": torch.tensor([0, 0, 1]),
@@ -265,7 +265,7 @@ def test_a_group_with_equal_rewards_trains_in_a_component_with_its_own_mask_alon
 
 def test_dropped_rows_are_in_no_component():
     batch = pair()
-    batch[LOSS][2, 1] = True  # else it is excluded, and a filter drops no excluded row
+    batch[LOSS][2, 1] = True  # otherwise it is excluded, and a filter drops no excluded row
     drop = SampleFilter(criterion=RewardsVary(), action="drop")
     out = Pipeline({"filter": drop, "weight": LossWeight(components=CHORD)})(batch)
     assert out["rollout_id"].tolist() == [0, 1]
@@ -467,7 +467,7 @@ def test_wrong_options_are_refused(options: dict, words: str):
 
 
 def test_a_mask_must_be_there_be_bool_and_have_an_entry_for_each_token():
-    """A missing mask is no default: the response would be counted in its place."""
+    """A missing mask has no default: otherwise the response would be counted instead."""
     batch = pair()
     batch["tokens"] = {"prompt": torch.zeros(3, 1), "response": torch.zeros(3, 2)}
     batch[REAL] = torch.ones(3, 3).bool()
@@ -482,7 +482,7 @@ def test_a_mask_must_be_there_be_bool_and_have_an_entry_for_each_token():
 
 
 def test_a_recipe_takes_components_as_words():
-    """As on the command line: a list of names is the key of a column."""
+    """As on the command line, a list of names is the key of a column."""
     word = "{objective:{},seen:{unit:sample,loss_mask_key:[masks,seen],factor:0.05}}"
     pipeline = load_pipeline("grpo", f"pipeline.stages.weight.components={word}", "pipeline.stages.gate=null")
     batch = pair()

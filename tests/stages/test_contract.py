@@ -65,13 +65,13 @@ REAL = ("masks", "all_attention_mask")
 
 
 class Uniform:
-    """An actor to which all ten tokens are alike."""
+    """An actor that gives all ten tokens the same probability."""
 
     def get_dist(self, batch: TensorDict, logits_key: str) -> Categorical:
         return Categorical(logits=torch.zeros(*batch["tokens", "full"].shape, 10))
 
 
-# What makes one of each, and of the filter one per action.
+# Functions that make one stage of each class, and a filter for each action.
 STAGES: dict[str, Callable[[], BatchTransform]] = {
     "dense": lambda: DenseRows(pad_id=9),
     "gate": lambda: CompletenessGate(group_size=3, on_incomplete="drop"),
@@ -145,7 +145,7 @@ NAMES = list(STAGES)
 
 
 def every(law: Callable) -> Callable[[], None]:
-    """A law of all stages: tried with each of them in one test."""
+    """Mark a law of all stages, and try it with each stage in one test."""
 
     def test() -> None:
         for name in NAMES:
@@ -177,7 +177,7 @@ def made_once() -> TensorDict:
     batch["advantage"][2] = batch["advantage"][1]  # two rows of one rollout
     batch["turn_index"] = torch.tensor([0, 0, 1, 0, 0, 0, 0, 0])[:, None].expand(8, 4).contiguous()
     batch["turn_reward"] = torch.linspace(0, 1, 32).view(8, 4)
-    batch["parent_id"] = torch.full((8,), -1)  # rollouts are text in some tests
+    batch["parent_id"] = torch.full((8,), -1)  # ids of rollouts are text in some tests
     return with_old(batch)
 
 
@@ -238,11 +238,11 @@ def test_lazy_stacks_of_ragged_rows_are_accepted(name):
     expected = [int(deep[0, 0]) // 6 + 2 for deep in dense["stranger", "deep"]]
     if name == "dense":
         lengths = out["masks", "all_attention_mask"].sum(1).tolist()
-    if name in ("split-microbatches", "split-budget", "weight-fold"):  # depend on lengths, which differ here
+    if name in ("split-microbatches", "split-budget", "weight-fold"):  # lengths differ here
         assert sorted(lengths) == sorted(expected)
         return
     assert lengths == expected
-    if name.startswith("token-advantage"):  # whose advantage is as long as its row
+    if name.startswith("token-advantage"):  # its advantage is as long as the row
         assert [row["advantage"].shape for row in out.unbind(0)] == [(n, 1) for n in expected]
         return
     if name in ("turns", "tree", "tree-parents", "gae", "gae-turn"):  # per token
@@ -270,7 +270,7 @@ def test_it_survives_pickling_and_copying_of_its_state(name):
     twin = pickle.loads(pickle.dumps(stage))
     restored = STAGES[name]()
     restored.load_state_dict(stage.state_dict())
-    later = rows()  # another batch: a restored split does not train again what it has trained
+    later = rows()  # another batch: a restored split does not train the same batch again
     later["rollout_id"] += 100
     expected = stage(later)
     assert same(twin(later), expected)
@@ -299,7 +299,7 @@ def test_dtype_and_device_are_kept(name):
 def test_forward_equals_call_and_inverse_is_the_identity(name):
     assert same(STAGES[name]()._call(rows()), STAGES[name]()(rows()))
     batch = rows()
-    if name == "pipeline":  # rows of a buffer have been through it, or it is at the wrong place
+    if name == "pipeline":  # rows of a buffer must have been through it; otherwise its place is wrong
         batch = STAGES[name]()(batch)
     assert same(STAGES[name]().inv(batch), batch)
 
@@ -357,8 +357,8 @@ def options_of(stage: BatchTransform) -> list[str]:
     return [p.name for p in parameters]
 
 
-# The columns that each stage requires, by the table's `checks` or its own. If one is missing, the error says
-# what to do.
+# The columns that each stage requires: `checks` of the table, or the stage, looks for them. If one is
+# missing, the error says what to do.
 POLICIES = [OLD, ("log_probs", "full"), ("masks", "all_assistant_mask")]
 NEEDED = {
     "dense": [("tokens", "full"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")],
@@ -436,7 +436,7 @@ def test_a_missing_column_is_named_with_what_to_do(name):
         assert repr(key) in str(info.value)
 
 
-# With the options of STAGES these two count rows, as their docstrings say. With their defaults they do not.
+# With the options of STAGES these two stages count rows, as their docstrings say. By default they do not.
 BY_ROLLOUT = {"advantage": GroupRelativeAdvantage, "whitening": BatchWhitening}
 # Stages whose result depends on the number of rows on purpose.
 COUNT_ROWS = {
@@ -452,7 +452,7 @@ COUNT_ROWS = {
 
 @every
 def test_a_rollout_of_more_rows_changes_no_other_rollout(name):
-    """A fan-out: eight more rows of rollout 0. They have no tokens in the loss, so means of tokens stay."""
+    """Rollout 0 gets eight more rows. They have no tokens in the loss, so means over tokens stay."""
     batch = rows()
     batch["number"] = torch.arange(8)
     fanned = batch[torch.cat([torch.arange(8), torch.zeros(8, dtype=torch.int64)])]
@@ -476,7 +476,7 @@ def test_a_rollout_of_more_rows_changes_no_other_rollout(name):
     )
 
 
-# Here these take rollouts without a reward, which they refuse with their defaults.
+# These options accept rollouts without a reward, which the stages refuse by default.
 WITHOUT_REWARDS = {
     "collapse": lambda: FanOutCollapse(missing="mask"),
     "advantage": lambda: GroupRelativeAdvantage(missing="skip"),
@@ -492,7 +492,7 @@ COUNT_UNREWARDED = {
 
 @every
 def test_a_metric_of_rewards_leaves_out_rollouts_without_one(name):
-    """It is as if they were absent. A metric that no reward changes, such as a count, may count them."""
+    """It is as if they were absent. Only a metric that no reward changes, such as a count, may count them."""
     make = WITHOUT_REWARDS.get(name, STAGES[name])
     try:
         unrewarded = metrics_with(make(), torch.nan)
@@ -517,7 +517,7 @@ def test_a_metric_of_rewards_leaves_out_rollouts_without_one(name):
 
 
 def metrics_with(stage: BatchTransform, reward: float | None) -> dict[str, str]:
-    """What the stage records if rollout 1, of two rows, has this reward; None: if it is not there."""
+    """The metrics of the stage if rollout 1, of two rows, has this reward. None: if it is absent."""
     batch = rows()
     its = batch["rollout_id"] == 1
     for key in (("next", "reward"), REWARD, RETURN):
@@ -528,7 +528,7 @@ def metrics_with(stage: BatchTransform, reward: float | None) -> dict[str, str]:
 
 
 def others(out: TensorDict) -> TensorDict:
-    """The rows of all rollouts but 0, in the order of the batch."""
+    """The rows of all rollouts except 0, in the order of the batch."""
     stay = out["rollout_id"] != 0
     if PADDING in out.keys(True):
         stay &= ~out[PADDING]
@@ -536,7 +536,7 @@ def others(out: TensorDict) -> TensorDict:
 
 
 def alike(a: TensorDict, b: TensorDict, key) -> bool:
-    """Whether a column is equal, up to the rounding of a sum of other length."""
+    """Whether a column is equal, up to rounding: a sum may have another number of terms."""
     x, y = a.get(key), b.get(key)
     if not isinstance(x, torch.Tensor):
         return list(x) == list(y)
@@ -545,7 +545,7 @@ def alike(a: TensorDict, b: TensorDict, key) -> bool:
 
 @every
 def test_what_a_stage_writes_is_in_its_out_keys(name):
-    """Except for the tokens that ``rows.leave`` masks, and which rollouts the first stage found empty."""
+    """Exceptions: the tokens that ``rows.leave`` masks, and the column of rollouts that were found empty."""
     stage, batch = STAGES[name](), rows()
     if isinstance(stage, Pipeline):
         return  # its stages declare it
@@ -563,16 +563,17 @@ def test_what_a_stage_writes_is_in_its_out_keys(name):
 
 @every
 def test_what_a_stage_reads_is_in_its_columns(name):
-    """Otherwise a column with another name would not be found, and there would be no option to give it."""
+    """Otherwise a column with another name would not be found, and no option could name it."""
     stage = STAGES[name]()
     lacking = [] if isinstance(stage, Pipeline) else undeclared(stage, rows())  # a pipeline's stages say it
     assert not lacking, lacking
 
 
 def undeclared(stage: BatchTransform, batch: TensorDict) -> list[str]:
-    """What a stage and its criterion read and do not declare.
+    """The columns that a stage and its criterion read but do not declare.
 
-    Stages: roles, and the reward in `in_keys`. Criteria: roles, and all columns of a batch in `in_keys`.
+    A stage declares its roles, and the reward in `in_keys`. A criterion declares its roles, and all columns
+    of the batch that it reads in `in_keys`.
     """
     read, key = set[tuple[str, object]](), Rows.key
 
@@ -672,7 +673,7 @@ def test_an_unset_id_is_named(name):
         if key not in needed(name) or name.startswith("pipeline"):
             continue
         if key == getattr(STAGES[name](), "state_key", None):
-            continue  # here it is a state, which may be any label
+            continue  # here the column is a state, which may be any label
         batch = rows()
         batch[key] = torch.full((8,), -1)
         with pytest.raises(BatchError, match=rf"{key} ≥ 0; found -1 at row 0"):

@@ -1,4 +1,4 @@
-"""Correction among other stages: its position, its recipes, the loss after it, and its report."""
+"""Correction in a pipeline: its position, its recipes, the loss after it, and its report."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def rewarded(rewards, groups, *, spread: float = 0.002, tokens: int = 6) -> Tens
 
 @pytest.fixture
 def scene():
-    """A policy in float64 that has moved, so that ratios are clipped; rows whose sampler was another."""
+    """A policy in float64 that has moved, so that ratios are clipped, and rows of another sampler."""
     from rollouts import make_collector, make_env, make_pipeline, make_policy
 
     policy = make_policy().double()
@@ -127,7 +127,7 @@ def test_a_loss_with_the_sampler_in_its_ratio_is_refused(scene):
 @pytest.mark.torchrl
 @pytest.mark.parametrize("denominator", ["kept", "all"])
 def test_rejected_tokens_have_the_declared_denominator(scene, denominator):
-    """The gradient of the kept tokens, divided by the number of tokens that the option sets."""
+    """The gradient is that of the kept tokens, divided by the number of tokens that the option sets."""
     policy, batch = scene
     loss = grpo_loss(policy)
     loss.set_keys(sample_log_prob=OLD)
@@ -260,7 +260,7 @@ def test_a_rejected_reward_is_in_the_baseline_only_if_kept_there(action, credit)
 
 
 def test_ragged_columns_of_different_lengths_are_refused():
-    """Padded, they would be read as log-probabilities of 0."""
+    """After padding they would be read as log-probabilities of 0."""
     batch = lazy_stack(list(rewarded([1.0, 0, 2, 5], [0, 0, 0, 0]).unbind(0)))
     for name, key in (("tis", SAMPLER), ("mis", SAMPLER), ("opd", ("teacher_log_probs", "full"))):
         cut = lazy_stack([row.clone() for row in batch.unbind(0)])
@@ -312,7 +312,7 @@ def credit_of(rewards: list[float], own: float) -> float:
 @pytest.mark.parametrize("kind", ["dense", "ragged"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_equals_its_formula(name, kind):
-    """One row after another, in groups of four with different rewards."""
+    """Computed row by row, in groups of four with different rewards."""
     rewards = [1.0, 0, 2, 5, 3, 3, 4, 4, 0, 1, 1, 7]
     groups = [row // 4 for row in range(12)]
     batch = rewarded(rewards, groups, spread=0.002 if name in ("mis", "opsm", "mlperf") else 0.9)
@@ -341,14 +341,14 @@ def test_a_recipe_equals_its_formula(name, kind):
 
 
 def presets() -> dict[str, dict[str, str]]:
-    """verl's presets and the options of their stages, from the table of the page; "–": no such stage."""
+    """By preset of verl, the options of its stages in the page's table; "–" stands for no such stage."""
     lines = [line for line in PAGE.splitlines() if line.startswith("| `decoupled_")]
     cells = [[cell.strip(" `") for cell in line.strip("|").split(" | ")] for line in lines]
     return {name: {"reject": reject, "correction": correction} for name, reject, correction in cells}
 
 
 def recipe_of(preset: Mapping[str, str]) -> str:
-    """The recipe of the page with these options, made as the page says: lines of missing stages go."""
+    """The page's recipe with these options. Lines of missing stages are removed, as the page says."""
     page = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     assert page
     text = page[1]
@@ -364,7 +364,8 @@ def recipe_of(preset: Mapping[str, str]) -> str:
     return text
 
 
-# verl's factory methods: level of the weight and its bounds; statistic that rejects and its bounds.
+# By factory method of verl: the level and bounds of the weight, and the statistic and bounds of the
+# rejection.
 VERL = {
     "decoupled_token_is": (("token", "truncate", None, 2.0), None),
     "decoupled_seq_is": (("sequence", "truncate", None, 2.0), None),
@@ -386,7 +387,7 @@ def test_every_preset_of_verl_is_in_the_table():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VERL)
 def test_a_preset_of_verl_behaves_as_documented(name, tmp_path):
-    """The weight by the whole mask; a rejected row is out of the mask, and its reward in the baseline."""
+    """Weights use the whole mask. A rejected row leaves the mask, and its reward stays in the baseline."""
     weigh, reject = VERL[name]
     rewards, groups = [1.0, 0, 2, 5, 3, 3, 4, 4], [0, 0, 0, 0, 1, 1, 1, 1]
     spread = 0.3 if reject and (reject[0] == "k3" or reject[1] == "sum") else 0.002 if reject else 0.9

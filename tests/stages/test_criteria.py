@@ -29,7 +29,7 @@ from headrace.transforms import (
 )
 from headrace.transforms.table.schema import COUNTED, REWARD
 
-# One that keeps some rows of the batch and not others.
+# Criteria, each of which keeps some rows of the batch and not others.
 CRITERIA: dict[str, Callable[[], Criterion]] = {
     "best-reward": lambda: BestOf(k=2),
     "best-variance": lambda: BestOf(k=2, by="variance"),
@@ -55,15 +55,15 @@ def batch() -> TensorDict:
 
 
 def kept(name: str, batch: TensorDict, without: int) -> list[int]:
-    """The rows that stay, of all rollouts but one."""
+    """The rows that stay, without those of one rollout."""
     out = SampleFilter(criterion=CRITERIA[name](), action="drop")(batch)
     return out["number"][out["rollout_id"] != without].tolist()
 
 
 def test_a_rollout_without_a_reward_or_excluded_is_as_if_absent():
-    """It changes nothing for the others, and makes no group leave."""
+    """Such a rollout changes nothing for others, and makes no group leave."""
     for name in CRITERIA:
-        for rollout in (1, 2):  # of two rows, and with the highest reward
+        for rollout in (1, 2):  # this rollout has two rows and the highest reward
             with of(f"{name}, rollout {rollout}"):
                 full = batch()
                 its = full["rollout_id"] == rollout
@@ -78,7 +78,7 @@ def test_a_rollout_without_a_reward_or_excluded_is_as_if_absent():
 
 
 def test_more_rows_of_a_rollout_change_no_other():
-    """A rollout, of any rewards, gets up to nine more rows, without tokens in the loss."""
+    """A rollout with any rewards gets up to nine more rows, without tokens in the loss."""
     draw = random.Random(0)
     for name in CRITERIA:
         with of(name):
@@ -104,7 +104,7 @@ def test_what_a_criterion_reads_is_in_its_columns_and_keys():
 
 
 class RowMean(Criterion, columns=("reward", "group")):
-    """It has two faults."""
+    """A criterion with two faults."""
 
     def __init__(self, **names):
         self.name_columns(names)
@@ -132,7 +132,7 @@ TRUNCATED = int(Status.TRUNCATED)
 @pytest.mark.torchrl
 @pytest.mark.slow
 def test_all_stages_read_truncation_where_the_gate_reads_it():
-    """An environment has the status before the step at the root; every truncated row is found."""
+    """An environment writes the status before the step at the root. Still, every truncated row is found."""
     from rollouts import make_collector, make_env, make_policy
 
     batch = next(iter(make_collector(make_env(prompts=8), policy=make_policy(3)))).reshape(-1)

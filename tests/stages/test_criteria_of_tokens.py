@@ -18,7 +18,7 @@ ENTROPY, MASK = ("entropy", "full"), ("masks", "all_assistant_mask")
 
 
 class Sure(Criterion, columns=("loss_mask",)):
-    """Rows whose mean entropy in the loss is at most `most`."""
+    """Keeps rows whose mean entropy in the loss is at most `most`."""
 
     token_keys = (ENTROPY,)
 
@@ -33,7 +33,7 @@ class Sure(Criterion, columns=("loss_mask",)):
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.lists(st.floats(0, 1), min_size=1, max_size=4)), min_size=1))
 def test_a_criterion_of_tokens_keeps_the_rows_of_a_loop(drawn):
-    """Also behind a filter that has dropped some rows, whose tokens must not be taken for those of others."""
+    """Also after a filter has dropped some rows: the criterion must not confuse tokens of different rows."""
     rewards, entropies = [reward for reward, _ in drawn], [values for _, values in drawn]
     batch = batch_of(rewards, [0] * len(drawn))
     batch["next", "reward"] = torch.tensor(rewards, dtype=torch.float64)
@@ -50,7 +50,7 @@ def test_a_criterion_of_tokens_keeps_the_rows_of_a_loop(drawn):
 
 
 def kept_on(rank: int, world: int) -> torch.Tensor:
-    """The rows that one of the ranks keeps, which has one row and the other two."""
+    """The rows that a rank keeps. One rank has one row, and the other has two."""
     batch = batch_of([0.0, 1.0, 2.0], [0, 0, 0])
     batch[ENTROPY] = torch.tensor([[0.0], [1.0], [0.0]]).expand(3, 4).contiguous()
     own = batch[rank:][: rank + 1]

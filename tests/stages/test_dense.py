@@ -36,7 +36,7 @@ some_rows = st.lists(st.tuples(token_lists, token_lists), min_size=1, max_size=6
 
 
 def ragged(rows, columns=None) -> TensorDict:
-    """Rows as TransformersWrapper writes them with pad_output=False, and a rollout each."""
+    """Rows as TransformersWrapper writes them with pad_output=False, one per rollout."""
     parts = []
     for number, (prompt, response) in enumerate(rows):
         tokens = {"prompt": prompt, "response": response, "full": [*prompt, *response]}
@@ -70,7 +70,7 @@ def as_written_padded(rows) -> TensorDict:
 
 
 def by_hand(rows, width) -> tuple[list, list, list]:
-    """Tokens, attention and loss mask, row by row."""
+    """The tokens, attention mask and loss mask, computed row by row."""
     tokens, attention, loss = [], [], []
     for prompt, response in rows:
         gap = width - len(prompt) - len(response)
@@ -157,7 +157,7 @@ def test_log_probabilities_without_first_tokens_become_nan():
     zeros = [torch.tensor([0.0]), torch.tensor([0.0, -3.0])]
     dense = DenseRows(pad_id=PAD)(ragged(ROWS, {("log_probs", "response"): zeros}))
     assert ("log_probs", "full") not in dense.keys(True)
-    zeros[0] -= 1  # so it is a number of its own
+    zeros[0] -= 1  # any value but 0 is a log-probability
     found = DenseRows(pad_id=PAD)(ragged(ROWS, {("log_probs", "response"): zeros}))["log_probs", "full"]
     assert sorted(found[found.isfinite()].tolist()) == [-3, -1, 0]
 
@@ -261,7 +261,7 @@ def test_an_order_with_masks_before_dense_rows_is_refused():
         with pytest.raises(ValueError, match="Put 'dense' before 'filter'"):
             Pipeline({"filter": SampleFilter(criterion=criterion), "dense": dense})
     narrower = DenseRows(pad_id=PAD)
-    narrower.in_keys = [*narrower.in_keys, LOSS_MASK]  # one that goes on with the mask is in order
+    narrower.in_keys = [*narrower.in_keys, LOSS_MASK]  # a stage that extends the mask is in order
     Pipeline({"filter": SampleFilter(criterion=NotTruncated()), "narrower": narrower})
     with pytest.raises(ValueError, match="Put 'dense' before 'filter'"):
         load_pipeline("grpo", stages={"dense": {"pad_id": 0}}, after={"dense": "filter"})

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.torchrl,
     pytest.mark.llm,
     pytest.mark.slow,
-    # torchrl 0.14.1 asks torch for log-probabilities in a way that will go.
+    # torchrl 0.14.1 computes log-probabilities in a way that torch has deprecated.
     pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated:UserWarning"),
 ]
 FULL, LOSS_MASK, ATTENTION = (
@@ -36,12 +36,12 @@ PAD = TOKENIZER.pad_token_id
 
 
 def steps_of(mode: str, envs: int) -> int:
-    """Enough for a group. ChatEnv takes one of tokens: with the next it would read the mask of the last."""
+    """Steps for a group. With tokens ChatEnv takes one: in the next it would read the mask of the last."""
     return 1 if mode == "tokens" else 16 // envs
 
 
 def collect(mode: str, envs: int, most: int, **options) -> tuple[TensorDict, torch.nn.Module]:
-    """The first batch, [envs, turns], and the model that it is of: collected once, and copied."""
+    """A copy of the first batch, [envs, turns], and of its model, which are collected once."""
     batch, model = collected(mode, envs, most, *options)
     return batch.clone(), copy.deepcopy(model)
 
@@ -79,7 +79,7 @@ def real(row: TensorDict, key) -> list[int]:
 
 
 def says(model: torch.nn.Module, row: TensorDict) -> torch.Tensor:
-    """Log-probabilities of a row's response, by one forward pass without padding."""
+    """The log-probabilities of a row's response, by one forward pass without padding."""
     full = torch.tensor(real(row, FULL))
     logits = model(full[None]).logits[0].log_softmax(-1)
     return logits[:-1].gather(1, full[1:, None]).flatten()[-len(real(row, RESPONSE)) :]
@@ -128,7 +128,7 @@ def test_scores_and_the_loss_equal_those_of_the_ragged_rows_for_any_mask(mode, e
     for row, scored in zip(flat.unbind(0), dense.unbind(0), strict=True):
         alone = says(model, row).detach()
         torch.testing.assert_close(scored[LOG_PROB][scored[LOSS_MASK]], alone, rtol=0, atol=1e-5)
-        assert (alone < 0).all()  # TransformersWrapper's own begin with 0
+        assert (alone < 0).all()  # those of TransformersWrapper begin with 0
     generator = torch.Generator().manual_seed(0)
     dense["advantage"] = torch.randn(len(dense), 1, 1, generator=generator)
     with torch.no_grad():  # so that ratios are not 1

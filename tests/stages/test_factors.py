@@ -1,4 +1,4 @@
-"""Factors of an advantage: by its sign, by the difficulty of its group, and per token as per row."""
+"""Factors of an advantage by its sign or the difficulty of its group, per row and per token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_positive_and_negative_advantages_have_their_factors(dtype):
 
 
 def test_stages_change_a_token_advantage_as_that_of_its_row():
-    """In the table, where rows are gathered, or when a later stage reads it."""
+    """It is changed in the table, where rows are gathered, or when a later stage reads it."""
     batch = FanOutCollapse()(batch_of([1.0, 1, 0, 0, 1], [0, 0, 0, 1, 1], [0, 0, 1, 2, 3]))
     batch["advantage"] = torch.tensor([-2.0, 1, 3, 4, -5]).view(5, 1, 1)
     stages = {
@@ -78,7 +78,7 @@ def of_several(rewards: list[list[float]], groups: list[int], ids: list[int] | N
 
 
 def decoupled(missing: str = "raise") -> dict[str, BatchTransform]:
-    """The stages of gdpo up to its advantage."""
+    """The stages of gdpo, up to its advantage."""
     options = {"several": "decoupled", "scale": "none", "missing": missing}
     return {
         "collapse": FanOutCollapse(columns=2, missing=missing),
@@ -94,7 +94,7 @@ def test_a_group_is_weighted_by_the_difficulty_of_one_of_its_rewards(seed):
     reward = {
         number: [chance.choice([0.0, 1.0, nan]), chance.choice([-3.0, 7.0, nan])] for number in range(9)
     }
-    for each in set(group.values()):  # one of each group has both
+    for each in set(group.values()):  # one rollout of each group has both rewards
         reward[min(number for number in group if group[number] == each)] = [1.0, 2.0]
     ids = [number for number in group for _ in range(chance.randint(1, 3))]
     chance.shuffle(ids)
@@ -114,7 +114,7 @@ def test_a_group_is_weighted_by_the_difficulty_of_one_of_its_rewards(seed):
 
 
 def test_difficulty_says_which_reward_it_needs():
-    """RewardScale is no advice here: several='decoupled' refuses it."""
+    """The error does not advise RewardScale, because several='decoupled' refuses it."""
     batch = of_several([[0.0, 5], [1, 5], [0, 2]], [0, 0, 1])
     several = Pipeline({**decoupled(), "difficulty": DifficultyWeight()})
     with pytest.raises(BatchError, match=r"found 5.0 at row 0.*\. Set reward=0, or the index of another"):

@@ -30,7 +30,7 @@ MASK, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
 
 
 def advantage_after(batch, **options):
-    """Rewards 1, 3, 8 in one group, the 8 judged out: what the baseline makes of it."""
+    """The advantages of rewards 1, 3 and 8 in one group, after a filter has taken out the 8."""
     stage = SampleFilter(criterion=RewardWithin(high=5.0), **options)
     return GroupRelativeAdvantage(scale="none")(stage(FanOutCollapse()(batch)))
 
@@ -72,7 +72,7 @@ def test_a_row_stays_if_both_criteria_keep_it_and_the_metric_counts_these(make_b
 
 
 def test_a_masked_row_keeps_its_length_in_statistics(make_batch):
-    """Masked by two filters in sequence, in either form of a batch."""
+    """Two filters in sequence mask rows, in both forms of a batch."""
     batch = make_batch([1.0, 8, 9, 3], [0] * 4)
     batch[MASK] = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]]).bool()
     for form in (batch, lazy_stack(list(batch.exclude("prompt_text").unbind(0)))):
@@ -232,7 +232,7 @@ def test_a_callables_verdict_on_ragged_rows_is_not_taken_for_a_column():
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_oldest_sampled_token_of_a_row_decides(layout):
-    """In 40 random batches. Padding and tokens that were not sampled do not count; nor a row without any."""
+    """In 40 random batches. Padding, tokens that were not sampled, and rows without any do not count."""
     found = set()
     for seed in range(40):
         batch = with_versions(seed, layout, rows=12)
@@ -246,7 +246,7 @@ def test_the_oldest_sampled_token_of_a_row_decides(layout):
 
 
 def test_a_narrow_column_of_versions_per_token_is_no_number_per_row():
-    """Two tokens a row, which the table reads ahead."""
+    """Rows have two tokens, and the table reads such narrow columns ahead."""
     columns = {
         ("next", "policy_version"): [[5, 3], [3, 5], [4, 4]],
         MASK: [[True, True], [False, True], [0, 0]],

@@ -35,7 +35,7 @@ def test_rollouts_are_counted_not_rows(make_batch):
 
 
 def test_a_group_size_that_most_groups_lack_is_doubted(make_batch):
-    """Dropping the groups, as the message advises otherwise, would leave those of another size."""
+    """The usual advice to drop the groups would leave only groups of another size."""
     batch = make_batch([0.0] * 8, [0, 0, 1, 1, 2, 2, 2, 2], range(8))
     with pytest.raises(
         IncompleteGroupsError, match=r"Is group_size=4 wrong\? 2 of 3 groups have 2 rollouts\. S"
@@ -68,7 +68,7 @@ def test_a_size_that_no_group_has_is_answered_with_the_one_that_all_have(make_ba
 
 
 def test_two_rows_with_one_id_are_named_where_a_group_lacks_ids(make_batch):
-    """Waiting, as the message advises otherwise, would bring no further id. A failed rollout has its id."""
+    """The usual advice to wait would bring no further id. A failed rollout has its id."""
     ids = r"Are rollout ids repeated\? Group 4 has 3 rows, but 2 rollout ids: rows \[2, 4\] have the id 9\. S"
     with pytest.raises(IncompleteGroupsError, match=ids):
         CompletenessGate(group_size=3)(make_batch([0.0] * 6, [4, 0, 4, 0, 4, 0], [8, 1, 9, 2, 9, 3]))
@@ -153,7 +153,7 @@ def test_a_batch_without_rows_lacks_every_group(make_batch):
 
 
 def test_a_share_exactly_at_min_fraction_is_kept_in_the_gate_and_in_the_assembler(make_batch):
-    """Of up to 13 rollouts; a share of one rollout fewer is not. 7 / 13 is no binary fraction."""
+    """Groups have up to 13 rollouts. One rollout fewer is not enough. 7 / 13 is not a binary fraction."""
     for expected in range(2, 14):
         for have in range(1, expected):
             rows = make_batch([0.0] * expected, [0] * expected, list(range(expected)))
@@ -218,7 +218,7 @@ def test_the_function_requires_a_dispatched_count():
 
 
 def who_passes(groups, rollouts, size, said):
-    """By a loop: the groups that lack rollouts, or in words what is wrong with the numbers."""
+    """By a loop: the groups that lack rollouts, or a text that says what is wrong with the numbers."""
     wrong = []
     for group in dict.fromkeys(groups):
         own = {number for number, home in zip(said, groups, strict=True) if home == group}

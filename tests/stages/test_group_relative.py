@@ -26,14 +26,14 @@ DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.fl
 
 
 HINTS = get_type_hints(group_relative_advantage)
-# Those that need lengths, k, a column, or rewards ≥ 0 have laws of their own.
+# Baselines that need lengths, k, a column or rewards ≥ 0 have laws of their own.
 OF_MORE = ("length_weighted", "best_of_k", "column")
 BASELINES = [name for name in get_args(HINTS["baseline"]) if name not in OF_MORE]
 SCALES = [name for name in get_args(HINTS["scale"]) if name != "mean"]
 
 
 def go_together(options):
-    """A spread of others that are equal is 0, which only ``skip`` does not divide by."""
+    """The options, with ``skip`` if the spread may be 0 because all others are equal."""
     return options | ({"eps_mode": "skip"} if options["scale"] in ("leave_one_out", "mad") else {})
 
 
@@ -52,7 +52,7 @@ OPTIONS = st.fixed_dictionaries(
 
 @st.composite
 def batches(draw, *, least_segments=1):
-    """Rollouts as (group, id, reward, segments), with ids in any order and with gaps, and their rows."""
+    """Rollouts as (group, id, reward, segments), whose ids have any order and gaps, and their rows."""
     rollouts = draw(
         st.lists(
             st.tuples(st.integers(0, 4), REWARDS, st.integers(least_segments, 3)), min_size=1, max_size=14
@@ -69,7 +69,7 @@ def batches(draw, *, least_segments=1):
     ]
     if draw(st.booleans()):
         rows = draw(st.permutations(rows))
-    else:  # what collectors write: ids that ascend
+    else:  # as collectors write them: ascending ids
         labels.sort()
         ascending = sorted(rollouts, key=lambda rollout: rollout[0])
         rows = [(r, g * spread, labels[i]) for i, (g, r, n) in enumerate(ascending) for _ in range(n)]
@@ -89,7 +89,7 @@ def mad(values):
 
 
 def by_loops(reward, groups, ids, *, baseline, scale, ddof, eps, eps_mode, singleton, shift):
-    """The definition, one rollout after another, in float64 by the standard library."""
+    """The advantage by its definition, one rollout after another, in float64 with the standard library."""
     rollouts = {r: (g, x) for x, g, r in zip(reward.tolist(), groups.tolist(), ids.tolist(), strict=True)}
     everyone = [x for _, x in rollouts.values()]
 
@@ -137,7 +137,7 @@ def by_loops(reward, groups, ids, *, baseline, scale, ddof, eps, eps_mode, singl
 
 
 def credit_or_refusal(batch, options):
-    """The advantage, or None where a small dtype cannot hold the rewards or the result."""
+    """The advantage, or None if a small dtype cannot hold the rewards or the result."""
     try:
         return group_relative_advantage(*batch, **options)
     except BatchError as err:
@@ -154,7 +154,7 @@ def test_advantage_equals_the_definition_rounded_once(batch, options):
         return
     assert found.dtype == torch.promote_types(batch[0].dtype, torch.float32)
     rounding = max(torch.finfo(found.dtype).eps / 2, 1e-9)
-    # What cancels in a baseline is measured by the rewards, and float64 has 53 bits of them.
+    # The tolerance is relative to the rewards, because differences cancel; float64 has 53 bits.
     slack = 1e-10 * max(1.0, float(batch[0].abs().max())) / (options["eps"] or 1e-4)
     slack = slack if options["scale"] not in ("none", "nonzero") else 1e-9
     slack += torch.finfo(found.dtype).smallest_normal * torch.finfo(found.dtype).eps  # the least there is
@@ -261,7 +261,7 @@ def test_dtype_of_the_rewards_gives_the_bits_of_the_reshape_formula(
         scale=scale,
         dtype=dtype,
     )
-    if dtype is torch.float64:  # the sums of the default, which is as exact and has no order
+    if dtype is torch.float64:  # the default's sums, which are as exact and need no order
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         return
     assert found.dtype == torch.float32
@@ -438,14 +438,14 @@ def test_a_group_smaller_than_k_raises_with_its_ids():
 
 
 def test_a_baseline_of_rollouts_that_vote_only_is_theirs_alone():
-    """ReMax: R − R(greedy). A*-PO: V* = ½ log((e^(2·0) + e^(2·1)) / 2) = 0.7168903654."""
+    """In ReMax: R − R(greedy). In A*-PO: V* = ½ log((e^(2·0) + e^(2·1)) / 2) = 0.7168903654."""
     reward, group, votes = [1.0, 0.0, 0.5, 1.0, 0.0], [0, 0, 0, 7, 7], [False, False, True, True, True]
     options = {"scale": "none", "baseline_of": "votes_only", "votes_only": votes}
     reward = torch.tensor(reward, dtype=torch.float64)
     of_mean = group_relative_advantage(reward, group, **options)
     assert of_mean.tolist() == [0.5, -0.5, 0.0, 0.5, -0.5]
     rounded = group_relative_advantage(reward, group, dtype=torch.float32, **options)
-    assert rounded.tolist() == of_mean.tolist()  # the reshape formula would take the group's mean
+    assert rounded.tolist() == of_mean.tolist()  # the reshape formula would subtract the group's mean
     soft = group_relative_advantage(reward, group, baseline="log_mean_exp", temperature=0.5, **options)
     value = 0.5 * math.log((1 + math.e**2) / 2)
     torch.testing.assert_close(

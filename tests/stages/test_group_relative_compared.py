@@ -1,4 +1,4 @@
-"""The rewards that an advantage compares, and the baseline that it subtracts, are those that are shown."""
+"""The report shows the rewards that an advantage compares and the baseline that it subtracts."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_rollout_is_compared_if_one_of_its_rewards_is_and_then_has_no_single_b
     known = {"missing": "skip"}
     stages = {"advantage": known | {"several": "decoupled"}, "collapse": known | {"columns": 2}}
     stages |= {"gate": None, "filter": {"also": "not_truncated", "action": "drop"}}
-    for second in (0.0, NAN):  # of rollouts 1 and 5, which have the first reward
+    for second in (0.0, NAN):  # the second reward of rollouts 1 and 5, which have the first
         rewards = [[each, second if row in (1, 5) else 0.0] for row, each in enumerate(CUT["reward"])]
         for columns in (CUT | {"reward": rewards}, CUT | {"reward": [each[::-1] for each in rewards]}):
             found = decide(columns, "grpo", minibatches=1, stages=stages)

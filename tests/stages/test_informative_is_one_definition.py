@@ -19,13 +19,13 @@ ORDER = ["gate", "collapse", "filter", "advantage", "whitening", "split", "weigh
 
 
 def batch(seed: int, *, missing: bool) -> TensorDict:
-    """Groups of which some have equal sums of rewards that differ; rollouts of one or two rows.
+    """Some groups have different rewards with equal sums; rollouts have one or two rows.
 
-    Two columns could cancel: then their advantages add up to 0 though both differ.
+    Two columns could also cancel: both differ, and their advantages add up to 0.
     """
     dice = np.random.default_rng(seed)
     rewards = dice.integers(0, 2**20, (GROUPS * SIZE, COLUMNS)) / 2.0**20
-    for group in range(0, GROUPS, 3):  # sums that are equal
+    for group in range(0, GROUPS, 3):  # equal sums
         here = slice(SIZE * group, SIZE * group + SIZE)
         rewards[here, 2] = 2 - rewards[here, 0] - rewards[here, 1]
     for group in range(1, GROUPS, 4):  # all equal
@@ -77,7 +77,7 @@ def test_the_groups_that_stay_are_those_whose_advantage_is_not_0(several, seed, 
 
 
 def groups_on_ranks(rank: int, world: int) -> list[tuple[int, str, set[int], set[int]]]:
-    """For each batch, of which each rank has every `world`-th rollout: the groups that stay, and should."""
+    """For each batch, the groups that stay and those that should. A rank has every `world`-th rollout."""
     found = []
     for seed in range(12):
         for several in ("sum", "decoupled"):

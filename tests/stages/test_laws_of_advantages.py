@@ -47,7 +47,7 @@ FIRST = {
     "tree": TreeAdvantage,
     "tree against the others": lambda: TreeAdvantage(baseline="leave_one_out"),
 }
-SECOND = {  # which change an advantage that is there
+SECOND = {  # they change an existing advantage
     "states": lambda: StateAdvantage(weight=1.0, state_key="role"),
     "whitening": BatchWhitening,
     "whitening by sample": lambda: BatchWhitening(per="sample"),
@@ -145,7 +145,7 @@ def test_nothing_outside_the_loss_mask_is_read():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_advantage_is_rounded_once_to_its_dtype(dtype):
-    """Row advantages are computed in float64, and are float32 at least. What changes one keeps its dtype."""
+    """Row advantages are computed in float64 and are at least float32. Later changes keep the dtype."""
     for name, make in STAGES.items():
         of_tokens = isinstance(make(), TokenAdvantage | RolloutCorrection)
         wide = torch.float32 if of_tokens else torch.float64

@@ -23,15 +23,15 @@ from headrace.transforms import (
 )
 from headrace.transforms.table.schema import IN_LOSS, IS_FIRST_SEGMENT, ROW
 
-# A rollout: by turn, how many tokens are new to the prompt, how many are sampled, and whether the prompt
-# before is tokenised anew.
+# A rollout has for each turn: the number of tokens that its prompt adds, the number of sampled tokens, and
+# whether the earlier prompt is tokenised again.
 TURN = st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(0, 4).map(lambda each: each == 0))
 ROLLOUTS = st.lists(st.lists(TURN, min_size=1, max_size=5), min_size=1, max_size=4)
 LAYOUTS = st.sampled_from(["left", "right", "ragged"])
 
 
 def rows_of(rollouts) -> list[dict]:
-    """Tokens, what trains in them, and whether the row goes on from the one before, of each turn."""
+    """For each turn: its tokens, which of them train, and whether the row continues the one before."""
     found, token = [], 1
     for number, turns in enumerate(rollouts):
         whole: list[int] = []
@@ -49,7 +49,7 @@ def rows_of(rollouts) -> list[dict]:
 
 
 def batch_of(rows, layout="left", *, turn: bool = False) -> TensorDict:
-    """With columns by token that are other numbers in each row, and an advantage a row."""
+    """A batch with an advantage per row, and columns per token whose numbers differ in each row."""
     tokens = [row["tokens"] for row in rows]
     batch = ragged(tokens) if layout == "ragged" else dense(tokens, max(map(len, tokens)) + 2, layout)
     batch = batch.exclude("loss_weight")
@@ -109,7 +109,7 @@ def test_a_merged_row_keeps_each_token_of_the_row_that_trains_it(rollouts, layou
 
 @given(ROLLOUTS, st.permutations(range(4)))
 def test_turns_are_merged_by_turn_index(rollouts, order):
-    """For any order of rows; a merged row takes the index of the last of its rows."""
+    """The order of rows is arbitrary. A merged row takes the index of the last of its rows."""
     rows = rows_of(rollouts)
     shuffled = sorted(range(len(rows)), key=lambda i: (order[rows[i]["rollout"]] * 7 + i * 3) % 5)
     batch = batch_of(rows, turn=True)
@@ -182,7 +182,7 @@ def test_a_masked_turn_trains_nothing_in_the_merged_row():
         if quiet == 0:
             assert merged[IN_LOSS].tolist() == [True, True]
             assert merged["headrace", "length"].tolist() == [4, -1]
-        else:  # a row that trains does not become one that is out of the loss
+        else:  # a row that trains does not leave the loss by merging
             assert merged[IN_LOSS].tolist() == [True, False, True]
             assert merged["headrace", "length"].tolist() == [-1, 2, -1]
 

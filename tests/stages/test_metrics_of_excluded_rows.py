@@ -1,4 +1,4 @@
-"""A number about rows in the statistics is the same whether the others were excluded or dropped."""
+"""Numbers about rows in the statistics are the same whether the other rows were excluded or dropped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECIPES += ["opmd", "opo", "passk", "pkpo", "rloo", "scalerl", "tis", "icepop", 
 
 
 def batch(seed: int) -> TensorDict:
-    """Groups of six rollouts of one or two rows, a third of which is truncated."""
+    """Groups of six rollouts of one or two rows; a third of the rollouts is truncated."""
     generator = torch.Generator().manual_seed(seed)
     rollout = torch.repeat_interleave(torch.arange(24), torch.randint(1, 3, (24,), generator=generator))
     rows = len(rollout)
@@ -39,7 +39,7 @@ def batch(seed: int) -> TensorDict:
 
 
 def by_hand(action: str) -> Pipeline:
-    """Stages whose recipes have no filter."""
+    """A pipeline with stages that no recipe combines with a filter."""
     return Pipeline(
         {
             "collapse": FanOutCollapse(),

@@ -19,7 +19,7 @@ from headrace.transforms import GroupAssembler, StreamWarning
 from headrace.transforms.streams import assembler as assembler_module
 from headrace.transforms.streams.steps import Steps
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # behind the tests, which have a batches.py
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # after tests/support, which has a batches.py
 from worlds import Run, World, columns
 
 WORLDS = 200

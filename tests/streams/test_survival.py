@@ -29,7 +29,7 @@ from headrace.transforms.streams.survival import (
     slow_loss,
 )
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # behind the tests, which have a batches.py
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # after tests/support, which has a batches.py
 import survivors
 from worlds import columns
 
