@@ -89,13 +89,16 @@ def for_hydra(given: Sequence[str]) -> list[str]:
             value = OverridesParser.create().parse_override(override).value() if found else ABSENT
         key, node = found.groups() if found else ("", "")
         is_name = isinstance(value, str) and re.fullmatch(r"[\w.]+", value)
-        if value is None:
-            nodes.setdefault(key, []).append(override)
+        if value is None:  # what is set before goes with the stage, what is set after it is an error
+            nodes.pop(key, None)
+            named.discard(key)
+            others.append(override)
         elif is_name or isinstance(value, dict):
             named.add(key)
             new = "++" if key.count(".") == 2 else ""  # a whole stage, not a part of one
             target = value if is_name else value.get("_target_")
             own = nodes.setdefault(key, [])
+            others = [each for each in others if each != f"{key}=null"]
             if target is not None and not any(f"@{key}." in each for each in given):
                 own.append(f"{new}{key}={target}")  # in place of what the recipe has there
             own.append(f"{new}{key}={f'{{_target_: {value}}}' if is_name else node}")
