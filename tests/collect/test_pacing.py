@@ -49,3 +49,42 @@ def test_a_draw_is_cut_only_if_nothing_is_pending():
     assembler.discard_batch()
     assert (assembler.pending, assembler.capacity()) == (0, 2)
     assert next(source)["group_id"].tolist() == [1, 2]
+
+
+def test_without_room_nothing_is_drawn_and_with_room_for_one_group_only_this_one():
+    """Though no group is pending: the only one is whole."""
+    assembler = GroupAssembler(groups=1, group_size=1, steps_ahead=0)
+    draws = paced(iter([TensorDict({"group_id": [0, 1]}, [2])]), assembler, patience=0.01)
+    assert next(draws)["group_id"].tolist() == [0]
+    rows = {"group_id": [0], "rollout_id": [0], ("next", "done"): [True]}
+    assembler.put(TensorDict(rows, [1]))
+    assert (assembler.pending, assembler.capacity()) == (0, 0)
+    with pytest.raises(StalledError, match="No capacity to dispatch 1 groups"):
+        next(draws)
+
+
+def test_no_more_rollouts_run_than_may_if_the_groups_of_a_draw_have_several_sizes():
+    assembler = GroupAssembler(max_concurrent_rollouts=4)
+    ids = [0, 0, 0, 1, 2]
+    draw = TensorDict({"group_id": ids, "expected_rollouts": [ids.count(each) for each in ids]}, [5])
+    draws = paced(iter([draw]), assembler, patience=0.01)
+    assert next(draws)["group_id"].tolist() == [0, 0, 0]
+    with pytest.raises(StalledError, match="No capacity to dispatch 2 groups"):
+        next(draws)
+
+
+@pytest.mark.parametrize("announced", [1, 2, 3])
+def test_after_a_restart_each_draw_of_an_iterator_comes_once(announced):
+    """A source without `go_on` begins anew."""
+
+    def draws_of(numbers):
+        return (TensorDict({"group_id": [number]}, [1]) for number in numbers)
+
+    options = {"groups": 9, "group_size": 1, "steps_ahead": 0}
+    assembler = GroupAssembler(**options)
+    draws = paced(draws_of(range(announced)), assembler)
+    assert [draw["group_id"].item() for draw in draws] == [*range(announced)]
+    again = GroupAssembler(**options)
+    again.load_state_dict(assembler.state_dict())
+    found = [number for draw in paced(draws_of(range(5)), again) for number in draw["group_id"].tolist()]
+    assert found == [0, 1, 2, 3, 4]
