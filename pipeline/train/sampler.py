@@ -131,13 +131,20 @@ class RepeatSampler(Sampler[int]):
         ``rollout_id`` and ``expected_rollouts``, (N,) int64; see :func:`stamp_ids`. Ids are unique over all
         epochs and ranks. A restored sampler continues with the next ids. If ``iter()`` has started a batch,
         the first TensorDict is the rest of it.
+
+        Raises:
+            ValueError: while iterating: ``iter()`` has stopped within a group.
         """
         while True:
             turn, begun = divmod(self.position, self.group_size)
+            if begun:
+                raise ValueError(
+                    f"draws() needs whole groups, and iter() has yielded {begun} of the {self.group_size} "
+                    "indices of a group: read the others from it first"
+                )
             size = (bisect_right(self._batches, self._batches[turn]) - turn) * self.group_size
             group = self.epoch * self.drawn * self.repeats + self._groups[turn]
-            prompts = list(islice(self, size - begun))
-            first = group * self.group_size + begun
+            prompts, first = list(islice(self, size)), group * self.group_size
             yield stamp_ids(prompts, group_size=self.group_size, first_rollout=first, stride=self.ranks)
 
     def go_on(self, known: Callable[[int], bool]) -> None:

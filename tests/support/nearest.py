@@ -17,7 +17,7 @@ TESTED_ELSEWHERE = {
     "pipeline/halves": "stages/test_weight_any_buffer.py",
     "pipeline/main": "tools/command/test_command.py",
     "pipeline/report_notes": "tools/report/test_report.py",
-    "pipeline/reverse/digits": "train/test_sampler.py",
+    "pipeline/reverse/digits": "train/test_reverse_digits.py",
     "pipeline/reverse/env": "collect/test_attachment.py",
     "pipeline/reverse/policy": "stages/test_score.py",
     "pipeline/train/token_loss": "train/test_optimiser_steps_of_grpo_loss.py",

@@ -162,17 +162,21 @@ def test_a_prompt_without_rows_is_detected_by_its_neighbours():
 @given(begun=st.integers(0, 30), **SHAPES)
 def test_an_unfinished_batch_is_completed_first(begun, **options):
     sampler = RepeatSampler(remainder="uneven", **options)
-    begun = begun - begun % options["group_size"]
+    begun, within = begun - begun % options["group_size"], begun % options["group_size"]
     taken = list(islice(sampler, begun))
     draws = torch.cat(list(islice(sampler.draws(), 2)))
     assert draws["rollout_id"][0] == len(taken)
     whole = RepeatSampler(remainder="uneven", **options)
     stream = [index for _ in range(60) for index in whole]
     assert taken + draws["prompt"].tolist() == stream[: len(taken) + len(draws)]
+    if within:
+        list(islice(sampler, within))
+        with pytest.raises(ValueError, match=rf"has yielded {within} of the {options['group_size']} indices"):
+            next(sampler.draws())
 
 
 @pytest.mark.parametrize(
-    "change", [{"prompts": 4}, {"group_size": 3}, {"position": 999}, {"epoch": -1}, {"seed": 9}], ids=str
+    "change", [{"prompts": 4}, {"group_size": 3}, {"position": 20}, {"epoch": -1}, {"seed": 9}], ids=str
 )
 def test_the_state_of_another_sampler_is_refused(change):
     sampler = RepeatSampler(10, group_size=2)

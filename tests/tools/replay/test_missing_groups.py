@@ -154,6 +154,23 @@ def test_groups_behind_the_first_of_the_last_step_may_be_outstanding():
     assert collected(steps).holes == (1, 0, 4)  # 2; not 6, 9 and 10
 
 
+@pytest.mark.parametrize(("last", "holes"), [(4, (2, 0, 3)), (5, (0, 0, 0))])
+def test_ids_of_which_exactly_half_are_in_the_dump_are_those_of_groups(last, holes):
+    steps = [[(number, number, 9) for number in numbers] for numbers in ([0, 2], [last])]
+    assert collected(steps).holes == holes
+
+
+@pytest.mark.parametrize(("first", "counted"), [(3, {"trained": 2, "missing": 1}), (2, {})])
+def test_an_epoch_counts_if_all_its_ids_are_below_those_of_the_last_step(first, counted):
+    """The first epoch has the groups 0 to 2, of the prompts A, B and C; that of B is missing."""
+    groups = [(number, prompt, 9) for number, prompt in enumerate("A?CABC") if prompt != "?"]
+    steps = [[group for group in groups if (group[0] < first) == early] for early in (True, False)]
+    found: dict[str, int] = {}
+    for (fate, _, _), number in collected(steps).survivors.fates["length"].items():
+        found[fate] = found.get(fate, 0) + number
+    assert found == counted
+
+
 @pytest.mark.slow
 def test_a_replay_shows_it_in_the_terminal_and_on_the_page(tmp_path):
     steps, _ = planted(1, lambda place: 0.05 + 0.6 * (place > 0.75))

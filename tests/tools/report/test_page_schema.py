@@ -51,7 +51,11 @@ class Part(TypedDict):
     name: str
 
 
-class Whole(TypedDict):
+class Sometimes(TypedDict, total=False):
+    before: Part
+
+
+class Whole(Sometimes):
     all_there: list[Part]
     some_none: list[Part | None]
 

@@ -1,0 +1,37 @@
+"""Prompts, answers and grades of the task of the demo, as text."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from headrace.pipeline.reverse import digits
+
+
+def text_of(ids: torch.Tensor) -> str:
+    return "".join(digits.token_texts(ids.tolist()))
+
+
+def test_a_revision_is_asked_for_with_the_prompt_and_the_draft():
+    """A draft without an end has four digits."""
+    dice, asked = random.Random(0), digits.prompts()
+    numbers = dice.sample(range(len(asked)), 50)
+    drafts = ["".join(dice.choices("0123456789", k=dice.randint(0, 4))) for _ in numbers]
+    tokens = [
+        [*map(int, draft), *[digits.END] * (len(draft) < 4), *[digits.PAD] * (3 - len(draft))]
+        for draft in drafts
+    ]
+    found = digits.revision_prompts(asked[numbers], torch.tensor(tokens))
+    for row, number, draft in zip(found, numbers, drafts, strict=True):
+        end = "." if len(draft) < 4 else ""
+        assert text_of(row) == f"{text_of(asked[number])}{draft}{end} Again: "
+
+
+def test_an_answer_is_the_prompt_backwards_and_only_it_is_graded_with_1():
+    asked, answers = digits.prompts(), digits.answers()
+    for prompt, answer in zip(asked, answers, strict=True):
+        assert text_of(answer) == f"{text_of(prompt).removesuffix(' backwards? ')[::-1]}."
+    assert digits.graded(answers, answers).unique().tolist() == [1.0]
+    one_two, two_one = (next(row for row in answers if text_of(row) == text) for text in ("12.", "21."))
+    assert digits.graded(one_two[None], two_one[None]).item() == torch.tensor(1 / 3).item()
