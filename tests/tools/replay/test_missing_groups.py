@@ -160,6 +160,19 @@ def test_ids_of_which_exactly_half_are_in_the_dump_are_those_of_groups(last, hol
     assert collected(steps).holes == holes
 
 
+def test_an_id_of_two_steps_is_that_of_no_dispatched_group():
+    for second, holes in ([3, 4], (0, 0, 0)), ([4, 5], (1, 0, 5)):
+        steps = [[(number, number, 9) for number in numbers] for numbers in ([0, 1, 3], second, [6])]
+        assert collected(steps).holes == holes
+
+
+@pytest.mark.parametrize(("prompts", "said"), [("A?BABCD", 0), ("A?BABCDE", 1)])
+def test_an_epoch_has_at_least_half_of_all_prompts(prompts, said):
+    groups = [(number, prompt, 9) for number, prompt in enumerate(prompts) if prompt != "?"]
+    (text,) = collected([groups[:2], groups[2:]]).said
+    assert text.endswith("prompts were not drawn in epochs.") == said
+
+
 @pytest.mark.parametrize(("first", "counted"), [(3, {"trained": 2, "missing": 1}), (2, {})])
 def test_an_epoch_counts_if_all_its_ids_are_below_those_of_the_last_step(first, counted):
     """The first epoch has the groups 0 to 2, of the prompts A, B and C; that of B is missing."""

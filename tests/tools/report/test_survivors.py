@@ -8,7 +8,7 @@ from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline, make_report
 from headrace.pipeline.tools.report import advise, page_data, show_report, unchecked
-from headrace.pipeline.tools.report.survivors import OPTIONS, WORDS
+from headrace.pipeline.tools.report.survivors import OPTIONS, WORDS, lost_groups
 from headrace.transforms.streams import Survivors
 
 SLOW, FAST = 48, 0  # bins: 64 s and 1 s
@@ -36,6 +36,18 @@ def test_the_advisory_names_the_shares_the_reason_and_the_option(reason):
     )
     assert found.text.endswith(f"Most of the lost were {WORDS.get(reason, reason)}. Set {OPTIONS[reason]}.")
     assert found.number == "survivors/latency/z"
+
+
+def test_the_groups_that_were_lost_are_said_to_be_slow_if_z_is_below_minus_4():
+    numbers = {
+        "lost/stale": 40.0,
+        "latency/slow": 64.0,
+        "latency/slow_trained": 0.1,
+        "latency/others_trained": 1,
+    }
+    numbers = {f"survivors/{name}": value for name, value in numbers.items()}
+    assert lost_groups(numbers | {"survivors/latency/z": -4.0}) is None
+    assert lost_groups(numbers | {"survivors/latency/z": -4.001}) is not None
 
 
 def test_long_groups_are_found_by_their_turns():
