@@ -89,8 +89,9 @@ def test_rewards_that_are_normalized_one_by_one_are_refused_unless_the_scale_is_
 
 
 def test_an_environment_whose_overrides_set_other_options_has_the_trainers_scale():
-    for words, _ in OTHERS:
-        assert scale_overrides(False, None, "as/verl", words) == ("pipeline.stages.advantage.scale=none",)
+    for (words, _), recipe in product(OTHERS, (None, "as/verl")):
+        assert scale_overrides(False, recipe, "as/verl", words) == ("pipeline.stages.advantage.scale=none",)
+    assert scale_overrides(False, "grpo", "as/verl", []) == ()
     for word in (
         "pipeline.stages.advantage.scale=batch",
         "~pipeline.stages.advantage.scale",

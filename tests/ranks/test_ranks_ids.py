@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
-from any_rank import compare_with_one_process
+from any_rank import compare_with_one_process, group_of_one
 from composed import composed
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,10 +69,7 @@ def test_ranks_and_process_group_are_not_both_set():
 
 @pytest.mark.slow
 def test_a_group_of_one_rank_has_the_bits_of_a_process_without_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with group_of_one():
         for recipe in FEW:
             compared, differs = compare_with_one_process(0, 1, [(recipe, composed(f"pipeline={recipe}"))])
             assert (compared > 40, differs) == (True, []), recipe
-    finally:
-        dist.destroy_process_group()

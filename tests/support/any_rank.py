@@ -9,7 +9,8 @@ import random
 import socket
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -61,6 +62,16 @@ def run_on_rank(rank: int, function, world: int, folder: Path, more: Sequence) -
     torch.save(function(rank, world, *more), folder / f"{rank}.pt")
     dist.barrier()  # rank 0 has the store, by which the others hear of the end of the last batch
     dist.destroy_process_group()
+
+
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    """Within it, this process is a group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def collected(kind: str, recipe: str) -> TensorDict:

@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from any_rank import group_of_one
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
@@ -180,6 +181,17 @@ def test_parent_ids_may_be_text():
     batch["parent_id"] = ["", "a", "e", None]
     with pytest.raises(BatchError, match=r"of rollout 'c' \(row 2\)"):
         TreeAdvantage(forks="parent")(batch)
+
+
+def test_parents_of_ranks_with_ids_of_their_own_are_those_of_one_process():
+    paths, parents = [[1, 2, 3], [1, 2, 4], [1, 5, 6], [1, 2, 3]], [-1, 0, 1, -1]
+    batch = leaves(paths, [0] * 4, [1.0, 2.0, 4.0, 8.0], rollout_id=[0, 1, 2, 3], parent_id=parents)
+    stages = {"tree": TreeAdvantage(forks="parent")}
+    expected = Pipeline(stages).run(batch).batch["advantage"]
+    with group_of_one():
+        for meaning in ("same", "different"):
+            found = Pipeline(stages, process_group="world", shared_ids=meaning).run(batch).batch["advantage"]
+            assert torch.equal(found, expected)
 
 
 # -- rows ---------------------------------------------------------------------------------------------------

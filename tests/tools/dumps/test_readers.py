@@ -793,6 +793,8 @@ def test_invalid_records_are_skipped_and_counted_if_allowed(tmp_path):
         ),
         ('{"input": "x\n"}', """is no valid JSON: it breaks off after '{"input": "x'$"""),
         ('{"input": x}', "is no valid JSON: at column 11 it has 'x}'"),
+        (f'{{"input": {"x" * 50}', f"is no valid JSON: at column 11 it has '{'x' * 20}'$"),
+        (f'{{"input": "{"x" * 50}"', f"""it breaks off after '{"x" * 19}"', and the file ends there"""),
         ("", "the file is empty"),
         ('{"input": "\\ud800", "output": "", "score": 1, "step": 1}', "a string of valid Unicode"),
         (
