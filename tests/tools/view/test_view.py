@@ -230,6 +230,34 @@ def test_ids_of_64_bits_are_sorted_as_integers(tmp_path):
             assert [row["group_id"] for row in rows] == expected
 
 
+def test_values_at_the_limits_of_what_is_cut(tmp_path):
+    """Integers above 2⁵³ are texts, of texts above 600 characters the end is apart, 200 dots are drawn."""
+    ids, lengths = [2**53, 2**53 + 1, -(2**53), -(2**53) - 1], [600, 601, 599, 602]
+    rows = [(own, own, 0.5, "Q" * length) for own, length in zip(ids, lengths, strict=True)]
+    dots = [(1, number // 2, 0.5, "Many?") for number in range(2, 404)]  # 201 rollouts of two rows
+    with served(write_rows(tmp_path, {0: rows, 1: dots})) as client:
+        cells = {row[1]: row[4] for row in client.ask("rows", run=0, step=0, sort="rollout_id")["rows"]}
+        assert {*cells} == {2**53, str(2**53 + 1), -(2**53), str(-(2**53) - 1)}
+        assert sorted((cell["characters"], "end" in cell) for cell in cells.values()) == [
+            (599, False),
+            (600, False),
+            (601, True),
+            (602, True),
+        ]
+        (many,) = client.ask("prompts", text="Many")["prompts"]
+        assert len(client.ask("prompt", key=many["key"])["dots"][0]) == 200
+
+
+def test_of_two_files_of_a_step_one_is_shown_and_the_other_named(tmp_path):
+    folder = write_rows(tmp_path, {3: [(1, 1, 0.5, "Q")]}) / "rollouts"
+    pq.write_table(pa.table({"group_id": [7, 7]}), folder / "step_3.parquet")
+    with served(tmp_path) as client:
+        (told,) = client.ask("runs")["runs"]
+        assert told["steps"]["step"] == [3]
+        assert told["problems"] == ["step_3.parquet: step 3 has two files; step_00000003.parquet is shown"]
+        assert client.ask("rows", run=0, step=3, sort="group_id")["of"] == 1
+
+
 def test_prompts_are_found_in_any_case_like_rows(tmp_path):
     """At the end of a word, a small sigma is another letter."""
     with served(write_rows(tmp_path, {0: [(1, 1, 0.5, "ΟΔΟΣΑ")]})) as client:
