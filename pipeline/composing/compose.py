@@ -240,10 +240,8 @@ def explain_composition(error: Exception, overrides: Sequence[str] = (), config_
         return f"{recipe_list} has several recipes (did you mean task=compare '{meant}'?)"
     if ambiguous := re.search(r"Ambiguous value for argument '(.*)'", message):
         name, _, values = ambiguous[1].partition("=")
-        return (
-            f"{ambiguous[1]} has several values. For a sweep: headrace -m {ambiguous[1]}. For a list: "
-            f"'{name}=[{values}]', in quotes"
-        )
+        sweep = "" if for_python() else f"For a sweep: headrace -m {ambiguous[1]}. "
+        return f"{ambiguous[1]} has several values. {sweep}For a list: '{name}=[{values}]', in quotes"
     if there := re.search(r"An item is already at '([\w.]+)'", message):
         value = next((each.partition("=")[2] for each in overrides if each.startswith(f"+{there[1]}=")), "")
         return f"{there[1]} is there already, and needs no + (did you mean {there[1]}={value}?)"

@@ -382,6 +382,15 @@ def test_a_call_that_does_not_fit_the_signature_is_answered_with_one_that_does(c
         call()
 
 
+def test_a_call_of_the_base_class_that_does_not_fit_names_the_base_class():
+    class Sized(ShuffleSplit):
+        def __init__(self):
+            super().__init__(4)
+
+    with pytest.raises(TypeError, match=r"^ShuffleSplit takes its options by name: ShuffleSplit\("):
+        Sized()
+
+
 def test_an_error_inside_of_a_call_that_fits_the_signature_is_raised_as_it_is():
     class Sums(BatchTransform):
         def __init__(self, *, low: float = 0.0):

@@ -148,6 +148,10 @@ OF_THE_COMMAND = re.compile(r"\bheadrace [a-z]|task=|hydra\.|\bnull\b|\bfalse\b|
         (lambda own: headrace.replay(own, columns={"uid": "x"}), "pipeline.columns: unknown column 'uid'"),
         (lambda own: headrace.replay(own, "RLOO"), "(did you mean 'rloo'?); headrace.recipes() lists all"),
         (lambda own: load_pipeline("RLOO"), "(did you mean 'rloo'?); headrace.recipes() lists all"),
+        (
+            lambda own: load_pipeline("grpo", "pipeline.patience=1,2"),
+            "For a list: 'pipeline.patience=[1",
+        ),
         (lambda own: load_pipeline(scale=None), "'none'; got None"),
         (lambda own: load_pipeline(shuffle=None), "pipeline.stages.split.shuffle must be True or False; got"),
         (

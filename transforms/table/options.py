@@ -246,8 +246,9 @@ def _call_meant(thing: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
         return None
     except TypeError as err:
         said = str(err)
-    if thing.__name__ == "__init__":
-        thing, args = type(args[0]), args[1:]
+    if thing.__name__ == "__init__":  # perhaps of a base class, which a subclass calls
+        thing = next(kind for kind in type(args[0]).__mro__ if _unwrapped_init(kind) is inspect.unwrap(thing))
+        args = args[1:]
     name, parameters = thing.__name__, inspect.signature(thing).parameters
     by_place = [each for each, it in parameters.items() if it.kind in BY_PLACE]
     options = {each: it for each, it in parameters.items() if it.kind is it.KEYWORD_ONLY}
@@ -266,6 +267,10 @@ def _call_meant(thing: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     call = ", ".join(each if each in by_place else f"{each}=…" for each in needed)
     lacking = [each for each in needed if each not in {*by_place[: len(args)], *kwargs}]
     return f"{name} needs {' and '.join(lacking)}: {name}({call})" if lacking else said
+
+
+def _unwrapped_init(kind: type) -> Any:
+    return inspect.unwrap(vars(kind).get("__init__", object))
 
 
 def _is_opaque(hint: Any) -> bool:
