@@ -232,7 +232,7 @@ def show_group_sizes(
         f"this recipe, with {rollouts.mean():.1f} rollouts each.",
         highlight=False,
     )
-    console.print(Text(advised(sizes, needed, bound)))
+    console.print(Text(advised(sizes, mean, bound)))
     return {
         "groups": len(seen.equal),
         "uninformative": share,
@@ -245,28 +245,36 @@ def show_group_sizes(
     }
 
 
-def advised(sizes: Sequence[int], needed: Sequence[float], bound: Sequence[str]) -> str:
-    """What to do with the table; of sizes that need equally many rollouts, the greatest is named.
+def advised(sizes: Sequence[int], chances: Sequence[float], bound: Sequence[str]) -> str:
+    """What to do with the table. Of sizes that need equally many rollouts, the greatest counts.
 
     Args:
         sizes: group sizes, ascending.
-        needed: rollouts per informative group, of each size.
+        chances: that all rewards of a group are equal, of each size. They never rise.
         bound: ``≤`` where that is an upper bound, else empty.
 
     Example:
-        >>> print(advised([2, 4, 8], [5.7, 6.3, 9.9], ["", "", ""]))  # doctest: +ELLIPSIS
-        What to do: train with groups of 4, which need the fewest rollouts for each informative group: 6. ...
+        >>> advised([2, 4, 8, 16], [0.65, 0.37, 0.19, 0.19], ["", "", "", "≤"])  # doctest: +ELLIPSIS
+        'What to do: set the group size between 4, ... (one for 6 rollouts), and 8, ... (81%).'
     """
-    fewest = min(needed)
-    if fewest == inf:
+    if min(chances) == 1:
         return (
             "What to do: no group size helps, since the rewards of each prompt are equal. Use other prompts."
         )
-    at = max(at for at, each in enumerate(needed) if f"{each:.0f}" == f"{fewest:.0f}")
+    needed = [
+        round(size / (1 - chance)) if chance < 1 else inf for size, chance in zip(sizes, chances, strict=True)
+    ]
+    few = max(at for at, number in enumerate(needed) if number == min(needed))
+    words = (
+        f"with the most informative groups (one for {'at most ' * bool(bound[few])}{needed[few]:,} rollouts)"
+    )
+    most = list(chances).index(min(chances))
+    if sizes[most] <= sizes[few]:
+        return f"What to do: set the group size to {sizes[few]}, {words}."
+    share = f"{'at least ' * bool(bound[most])}{1 - chances[most]:.0%}"
     return (
-        f"What to do: train with groups of {sizes[at]}, which need the fewest rollouts for each informative "
-        f"group: {'at most ' * bool(bound[at])}{fewest:,.0f}. Larger groups cost more, and compare each "
-        "rollout with more others."
+        f"What to do: set the group size between {sizes[few]}, {words}, and {sizes[most]}, with the most "
+        f"rollouts in informative groups ({share})."
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import math
 import re
 import statistics
 from collections import Counter, defaultdict
@@ -276,9 +275,7 @@ def test_the_plan_by_hand(make_batch, tmp_path):
     assert re.search(r"all +3 +67% +≤67%", text)
     assert re.search(r"rollouts per informative group +6 +≤12", text)
     assert "* upper bounds: a prompt has too few rollouts for an estimate." in text
-    assert re.search(
-        r"What to do: train with groups of 2, which need the fewest rollouts .* group: 6\.", text, re.S
-    )
+    assert re.search(r"What to do: set the group size to 2, .*\(one\s+for\s+6\s+rollouts\)", text, re.S)
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["ranges"][-1]["chance_of_equal"]["4"] == {
         "at_most": pytest.approx(2 / 3),
@@ -289,15 +286,18 @@ def test_the_plan_by_hand(make_batch, tmp_path):
     assert "tokens" in found
 
 
-def test_the_advised_group_size_needs_the_fewest_rollouts_and_of_equals_it_is_the_greatest():
-    def size_and_number(*needed, bound=("", "", "")):
-        words = advised([2, 4, 8], needed, bound)
-        return re.search(r"groups of (\d), which .* group: (.*?)\. Larger", words).groups()
+def test_the_advised_group_sizes_have_the_most_informative_groups_and_the_most_rollouts_in_them():
+    """Groups of G need G / (1 − chance) rollouts for each informative group, here by hand."""
 
-    assert size_and_number(6, 8, 9) == ("2", "6")
-    assert size_and_number(9, 8, 7.6) == ("8", "8")
-    assert size_and_number(6, math.inf, 5, bound=("", "≤", "≤")) == ("8", "at most 5")
-    assert "no group size helps" in advised([2, 4], [math.inf, math.inf], ["", "≤"])
+    def said(*chances, bound=("", "", "")):
+        words = advised([2, 4, 8], chances, bound)
+        return re.findall(r"\d+(?=, with)|(?<=\()[^)]*", words)
+
+    assert said(2 / 3, 0.6, 0.5) == ["2", "one for 6 rollouts", "8", "50%"]
+    assert said(0.75, 0.5, 0.5) == ["4", "one for 8 rollouts"]  # 2 / 0.25 = 4 / 0.5
+    assert said(2 / 3, 0.5, 0.4, bound=("", "", "≤")) == ["2", "one for 6 rollouts", "8", "at least 60%"]
+    assert said(1.0, 1.0, 0.2, bound=("", "≤", "≤")) == ["8", "one for at most 10 rollouts"]
+    assert "no group size helps" in advised([2, 4], [1.0, 1.0], ["", "≤"])
 
 
 def test_a_prompt_of_several_steps_is_one_prompt(tmp_path):
