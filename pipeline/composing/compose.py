@@ -9,6 +9,7 @@ from contextlib import suppress
 from copy import deepcopy
 from functools import cache
 from importlib.resources import files
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -81,30 +82,29 @@ def for_hydra(given: Sequence[str]) -> list[str]:
         ++pipeline.stages.second={_target_: filter}
         ++pipeline.stages.second.action=drop
     """
-    nodes, named, others = dict[str, list[str]](), set[str](), list[str]()
+    read = []  # each override, and the key and value of a node
     for override in given:
         override = re.sub(r"^~(pipeline\.stages\.\w+)$", r"\1=null", override)
-        found, value = NODE.fullmatch(override), ABSENT
-        with suppress(HydraException):  # which Hydra raises again, with its place
-            value = OverridesParser.create().parse_override(override).value() if found else ABSENT
-        key, node = found.groups() if found else ("", "")
-        is_name = isinstance(value, str) and re.fullmatch(r"[\w.]+", value)
-        if value is None:  # what is set before goes with the stage, what is set after it is an error
-            nodes.pop(key, None)
-            named.discard(key)
-            others.append(override)
-        elif is_name or isinstance(value, dict):
-            named.add(key)
-            new = "++" if key.count(".") == 2 else ""  # a whole stage, not a part of one
-            target = value if is_name else value.get("_target_")
-            own = nodes.setdefault(key, [])
-            others = [each for each in others if each != f"{key}=null"]
-            if target is not None and not any(f"@{key}." in each for each in given):
-                own.append(f"{new}{key}={target}")  # in place of what the recipe has there
-            own.append(f"{new}{key}={f'{{_target_: {value}}}' if is_name else node}")
+        key, value = "", ABSENT
+        if found := NODE.fullmatch(override):
+            with suppress(HydraException):  # which Hydra raises again, with its place
+                key, value = found[1], OverridesParser.create().parse_override(override).value()
+        if isinstance(value, str) and re.fullmatch(r"[\w.]+", value):
+            value, override = {"_target_": value}, f"{key}={{_target_: {value}}}"
+        read.append((override, key, value))
+    named = {key for _, key, value in read if isinstance(value, dict)}
+    first, others = list[tuple[str, str]](), list[str]()
+    for override, key, value in read:
+        new = "++" if key.count(".") == 2 else ""  # a whole stage, not a part of one
+        if isinstance(value, dict):
+            if "_target_" in value and not any(f"@{key}." in each for each in given):
+                first.append((key, f"{new}{key}={value['_target_']}"))  # in place of what the recipe has
+            first.append((key, f"{new}{override.lstrip('+')}"))
+        elif value is None and key in named:
+            first.append((key, override))
         else:
             others.append(re.sub(r"^(?=pipeline\.(after|before)\.)", "++", override))
-    ready = [*(each for _, own in sorted(nodes.items()) for each in own), *others]
+    ready = [*(each for _, each in sorted(first, key=itemgetter(0))), *others]
     return [f"++{each}" if each.startswith(tuple(f"{key}." for key in named)) else each for each in ready]
 
 

@@ -110,6 +110,8 @@ HOW = r"token column is rows.token_column\(KEY\), and the batch with its tokens 
 )
 def test_errors_say_how_to_read_tokens(decide, error, message):
     class Mine(Criterion):
+        token_keys = (ENTROPY,)
+
         def decide(self, rows):
             return decide(rows)
 

@@ -18,10 +18,12 @@ from headrace.transforms import (
     BatchTransform,
     BestOf,
     ByColumn,
+    Criterion,
     Diverged,
     FanOutCollapse,
     GroupRelativeAdvantage,
     LogRatio,
+    RewardShaping,
     RewardsToGo,
     SampleFilter,
     ShuffleSplit,
@@ -39,9 +41,10 @@ class Low(BatchTransform):
     """A stage of somebody's own, by the verbs of the table."""
 
     reasons: Mapping[str, str] = {"low": "masked"}
+    more: tuple[str, ...] = ()  # further columns
 
     def __init__(self, *, low: float = 2.0, effect: str = "masked"):
-        super().__init__([("next", "reward")])
+        super().__init__([("next", "reward"), *self.more])
         self.low, self.effect = low, effect
 
     def decide(self, rows):
@@ -69,6 +72,8 @@ def test_a_reason_has_one_effect():
 
 def test_excluded_rows_are_out_of_the_statistics_at_once():
     class Sum(Low):
+        more = ("group_id", "rollout_id")
+
         def decide(self, rows):
             rows.leave(rows["reward"] < 2, "low", "excluded")
             rows.metric("sum", rows.groups.sum(rows["reward"])[0])
@@ -88,6 +93,56 @@ def test_writing_to_some_rows_leaves_the_others_unchanged(values):
             rows.where(rows["reward"] > 2)["reward"] = values
 
     assert Some()(batch_of([1.5, 2, 3], [0, 0, 0]))["next", "reward"].flatten().tolist() == [1.5, 2, 0]
+
+
+def reading(base, read, columns=(), **declared):
+    """A stage, shaping or criterion of one's own that reads a column, and what it declares."""
+
+    class Mine(base, columns=columns):
+        def __init__(self, **names):
+            super().__init__(**names) if base is RewardShaping else self.name_columns(names)
+            if base is BatchTransform:
+                super().__init__(in_keys=declared.get("in_keys", ()))
+
+        def decide(self, rows):
+            read(rows)
+            return torch.ones(len(rows), dtype=torch.bool)
+
+    class Shapes(Mine):
+        decide = base.decide
+
+        def shape(self, reward, rollouts):
+            read(rollouts)
+            return reward
+
+    kind = Shapes if base is RewardShaping else Mine
+    for name, value in declared.items() if base is not BatchTransform else ():
+        setattr(kind, name, value)
+    return SampleFilter(criterion=kind()) if base is Criterion else kind()
+
+
+ENTROPY = ("entropy", "full")
+READS = [
+    (Criterion, lambda rows: rows.token_column(ENTROPY), {"token_keys": (ENTROPY,)}, "token_keys = (('entr"),
+    (Criterion, lambda rows: rows["tone"], {"in_keys": ("tone",)}, "'tone' must be in its in_keys"),
+    (Criterion, lambda rows: rows.lengths, {"columns": ("loss_mask",)}, "columns=('loss_mask',))"),
+    (Criterion, lambda rows: rows.voters, {"columns": ("rollout",)}, "columns=('rollout',))"),
+    (RewardShaping, lambda rows: rows.lengths, {"columns": ("loss_mask",)}, "columns=('loss_mask',))"),
+    (RewardShaping, lambda rows: rows.groups, {"columns": ("group",)}, "columns=('group',))"),
+    (RewardShaping, lambda rows: rows["tone"], {"reads": ("tone",)}, "reads = ('tone',) in the class Shapes"),
+    (BatchTransform, lambda rows: rows["tone"], {"in_keys": ("tone",)}, "'tone' must be in its in_keys"),
+    (BatchTransform, lambda rows: rows.groups, {"columns": ("group",)}, "columns=('group',))"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("base", "read", "declared", "how"), READS)
+def test_a_column_is_read_once_it_is_declared_as_the_error_says(base, read, declared, how):
+    batch = batch_of([1.0, 2, 3], [0, 0, 0])
+    batch[ENTROPY], batch["tone"] = torch.zeros(3, 4), torch.ones(3)
+    collapse = {"collapse": FanOutCollapse()}
+    with pytest.raises(BatchError, match=rf"and does not declare it, so .* Declare it: .*{re.escape(how)}"):
+        Pipeline(collapse | {"mine": reading(base, read)}).run(batch)
+    assert len(Pipeline(collapse | {"mine": reading(base, read, **declared)}).run(batch).batch) == 3
 
 
 class Keeps:

@@ -135,7 +135,9 @@ class ByColumn(BatchTransform):
             entries=listing(map(repr, self.stages)),
         )
         if rows.has("group"):
-            groups = rows.ids("group", checked=False)
+            groups = rows.seen_by(self, rows.stage).ids(
+                "group", checked=False
+            )  # also where no stage reads them
             rows.require(
                 found == found[groups.spread(groups.first)],
                 "all rows of a group need the same value of {column}; it differs in {found}",
@@ -148,7 +150,7 @@ class ByColumn(BatchTransform):
         for (value, stage), number in zip(self.stages.items(), known.tolist(), strict=True):
             own = before[found == number]
             if len(own):
-                stage.decide(_Part.seeing(rows, own, str(value), stage))
+                stage.decide(_Part.seeing(rows, own, str(value), stage).only_declared(stage))
                 compared += [(own, notes.pop(COMPARED))] if COMPARED in notes else []
         if compared:
             notes[COMPARED] = partial(_of_parts, compared)
@@ -199,7 +201,7 @@ class _Part(Rows):
 
     def _view(self, index: Tensor | None, all_count: bool) -> Rows:
         part = _Part(self.table, self.names, self.reader, self.stage, index, self.declared, all_count)
-        part.value = self.value
+        part.value, part.reads = self.value, self.reads
         return part
 
     def when_gathered(self, *_: Any, **__: Any) -> None:

@@ -128,7 +128,7 @@ class Rollouts(Rows):
     def __init__(self, rows: Rows):
         one = rows.voters
         super().__init__(one.table, one.names, one.reader, one.stage, one.index, one.declared)
-        self.rows = rows
+        self.rows, self.reads = rows, one.reads
 
     @property
     def lengths(self) -> Tensor:
@@ -166,8 +166,9 @@ class RewardShaping(BatchTransform, columns=("rollout",)):
 
     reads: tuple[NestedKey, ...] = ()
 
-    def __init_subclass__(cls, columns: Sequence[str] = (), **others: Any) -> None:
-        super().__init_subclass__(columns=[*dict.fromkeys(["rollout", *columns])], **others)
+    def __init_subclass__(cls, columns: Sequence[str] | None = None, **others: Any) -> None:
+        own = None if columns is None else [*dict.fromkeys(["rollout", *columns])]
+        super().__init_subclass__(columns=own, **others)
 
     def __init__(self, **names: Unpack[ColumnNames]):
         kind = type(self)

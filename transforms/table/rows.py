@@ -156,6 +156,8 @@ class Rows:
         self.table, self.names, self.reader, self.stage, self.index = table, names, reader, stage, index
         self.declared, self.all_count = declared, all_count
 
+    reads: tuple[Any, Collection[Any]] | None = None  # who reads, and the keys that it may read; None: any
+
     # -- columns -------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
@@ -175,9 +177,11 @@ class Rows:
 
         Raises:
             MissingKeyError: the column is missing; the message lists the columns of the batch.
+            BatchError: the stage or criterion has not declared the column.
         """
         if not self.has(role):
             raise self.missing(role)
+        self._refuse_undeclared(role)
         return self.from_arrival(self.table.columns[self.key(role)])
 
     if not TYPE_CHECKING:  # a type checker would take any name
@@ -337,6 +341,7 @@ class Rows:
         key, table = self.key(role), self.table
         if key is not None and not self.has(role):
             raise self.missing(role)
+        self._refuse_undeclared(role)
         # Numbering ids costs a sort. So the table keeps the numbers of its rows, and of the last other view,
         # until a tensor that they were made from is replaced.
         made_from = table.columns.get(key), self.index, self.all_count or table.fates.counted, table.size
@@ -446,7 +451,7 @@ class Rows:
         """
         masking, batch = self.table.masking, self.table.batch
         if masking.note(batch, self.key("loss_mask"), self.key("log_prob"), rows):
-            tokens = self.count("loss_mask")
+            tokens = self._count("loss_mask")
             if self.has(LENGTH):
                 before = self[LENGTH]
                 lengths = torch.where(rows & (before < 0), tokens, before)
@@ -530,7 +535,9 @@ class Rows:
         return self._view(rows if self.index is None else self.index[rows], self.all_count)
 
     def _view(self, index: Tensor | None, all_count: bool) -> Rows:
-        return Rows(self.table, self.names, self.reader, self.stage, index, self.declared, all_count)
+        view = Rows(self.table, self.names, self.reader, self.stage, index, self.declared, all_count)
+        view.reads = self.reads
+        return view
 
     def of_this_rank(self, values: Tensor) -> Tensor:
         """The part of (M, ...) `values` for the rows of this rank."""
@@ -553,8 +560,13 @@ class Rows:
 
         Raises:
             MissingKeyError: the mask is missing.
-            BatchError: its dtype is not bool.
+            BatchError: its dtype is not bool, or the stage or criterion has not declared the mask.
         """
+        tokens = self._count(role, finite=finite, arrived=arrived)
+        self._refuse_undeclared(role)
+        return tokens
+
+    def _count(self, role: Any, *, finite: bool = False, arrived: bool = False) -> Tensor:
         count = TokenCount(self.key(role), self.key("log_prob") if finite else None)
         if count not in self.table.columns:
             self.table.load(tokens=[count])
@@ -607,7 +619,7 @@ class Rows:
 
         Raises:
             MissingKeyError: the column is missing.
-            BatchError: its rows are ragged, or it is no column.
+            BatchError: its rows are ragged, it is no column, or the criterion has not declared it.
         """
         column = column_of(self.tokens(), self.key(role))
         if column is None:
@@ -615,6 +627,7 @@ class Rows:
         if not isinstance(column, Tensor) or column.is_nested:
             found = "ragged rows" if isinstance(column, list | Tensor) else type(column).__name__
             raise BatchError(f"{{reader}} needs dense rows in {{column}}; found {found}", **self.facts(role))
+        self._refuse_undeclared(role, of_tokens=True)
         return column
 
     def to_batch(self, values: Tensor) -> Tensor:
@@ -671,7 +684,7 @@ class Rows:
 
     def name(self, role: str, row: int) -> str:
         """The id of row i of this view as text; its row number if the batch has no such ids."""
-        return str(int(self[role][row]) if self.has(role) else self.at(row))
+        return str(int(self.table.columns[self.key(role)][self.at(row)]) if self.has(role) else self.at(row))
 
     def missing(self, role: Any, option: str = "") -> MissingKeyError:
         """Make the error for a missing column: it lists the columns of the batch and the option to set."""
@@ -694,6 +707,30 @@ class Rows:
             key = COLUMNS[role].default
         facts = facts_of(self.table.batch, key, option, self.reader)
         return facts | {"role": role if isinstance(role, str) and role in COLUMNS else ""}
+
+    def _refuse_undeclared(self, role: Any, *, of_tokens: bool = False) -> None:
+        """Refuse to read a column that the stage or criterion does not declare."""
+        if self.reads is None:
+            return
+        (owner, declared), key = self.reads, self.key(role)
+        of_the_table = isinstance(key, tuple) and (type(key) is not tuple or key[0] == "headrace")
+        if key is None or of_the_table or key in declared:
+            return
+        kind = type(owner).__name__
+        how = f"{key!r} must be in its in_keys"
+        if isinstance(role, str) and role in self.names:
+            how = f"class {kind}(…, columns=({role!r},)), as CONTRIBUTING.md shows"
+        elif of_tokens and hasattr(owner, "token_keys"):
+            how = f"token_keys = ({key!r},) in the class {kind}"
+        elif hasattr(owner, "shape"):
+            how = f"reads = ({key!r},) in the class {kind}"
+        raise BatchError(
+            "{reader} reads {key} and does not declare it, so a pipeline can neither give the column another "
+            "name, nor refuse a stage that writes it later. Declare it: {how}",
+            reader=kind,
+            key=repr(key),
+            how=how,
+        )
 
     # -- what pipelines call -------------------------------------------------------------------------------
 
@@ -756,10 +793,11 @@ class Rows:
         """
         segments = None
         if self.table.fates.index is not None and self.has("rollout"):
-            rollouts = self.on_arrival.ids("rollout", checked=False)
+            every = Rows(self.table, self.names, self.reader, self.stage, None, self.declared, True)
+            rollouts = every.ids("rollout", checked=False)
             had, left = rollouts.count, rollouts.sum(self.table.fates.here)
             if self.has(SEGMENTS):
-                had = torch.maximum(had, rollouts.max(self.on_arrival[SEGMENTS]))
+                had = torch.maximum(had, rollouts.max(every[SEGMENTS]))
             if bool(((left > 0) & (left < had)).any()):
                 segments = rollouts.spread(had)
         batch = self.table.write()
@@ -771,6 +809,15 @@ class Rows:
         """A view of the rows that have not left, with columns under the names that a stage uses."""
         own = column_keys(stage)
         return Rows(self.table, {**DEFAULTS, **own}, type(stage).__name__, name, self.table.fates.index, own)
+
+    def only_declared(self, owner: Any) -> Rows:
+        """The same rows, of which a stage or criterion may only read the columns that it declares."""
+        view = self._view(self.index, self.all_count)
+        traits = ("in_keys", "out_keys", "token_keys")
+        keys = [*column_keys(owner).values(), *(mask for mask, _ in getattr(owner, "tokens_counted", ()))]
+        keys += [key for trait in traits for key in getattr(owner, trait, ())]
+        view.reads = owner, {nested_key(key) for key in keys}
+        return view
 
     def key(self, role: Any) -> NestedKey | None:
         """The key of a column in the batch, by role. ``("turn",)`` is the key ``"turn"``, not the role."""

@@ -135,7 +135,7 @@ class BatchTransform(TakesColumns, Transform):
         if _takes_rows(cast(Any, type(self))):
             rows.table.accept(self.apply(rows.tokens(), rows))  # type: ignore[call-arg]
         else:
-            self.decide(rows)
+            self.decide(rows.only_declared(self))
 
     def forward(self, batch: TensorDictBase) -> TensorDictBase:
         """Read the table, decide, and write the decisions into a new batch.

@@ -158,7 +158,7 @@ def test_python_and_the_command_give_the_same_hint():
 
 def test_flags_may_be_mixed_with_overrides():
     found = hydra_arguments(["a=1", "--cfg", "job", "~pipeline.stages.filter"])
-    assert found == ["--cfg", "job", "pipeline.stages.filter=null", "a=1"]
+    assert found == ["--cfg", "job", "a=1", "pipeline.stages.filter=null"]
 
 
 @pytest.mark.torchrl

@@ -72,7 +72,7 @@ class Criterion(TakesColumns):
     def __call__(self, batch: TensorDictBase) -> Tensor:
         """(N,) bool: apply the criterion to a batch, outside a filter."""
         rows = Rows.read(batch, keys=self.in_keys).seen_by(self)
-        return self.decide(rows)
+        return self.decide(rows.only_declared(self))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({describe_options(self)})"
@@ -102,7 +102,9 @@ class _FunctionCriterion(Criterion):
 
     def decide(self, rows: Rows) -> Tensor:
         decide = getattr(self.function, "decide", None)
-        return ask(rows, self.function) if decide is None else decide(rows.seen_by(self.function, rows.stage))
+        if decide is None:
+            return ask(rows, self.function)
+        return decide(rows.seen_by(self.function, rows.stage).only_declared(self.function))
 
     def __repr__(self) -> str:
         return repr(self.function)

@@ -111,7 +111,7 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         # 1. The rows that each criterion keeps, by whole units.
         kept = list[Tensor]()
         for criterion, unit in zip(self._criteria, self._units, strict=True):
-            keep = criterion.decide(rows.seen_by(criterion, rows.stage))
+            keep = criterion.decide(rows.seen_by(criterion, rows.stage).only_declared(criterion))
             if not isinstance(keep, Tensor) or keep.dtype is not torch.bool or keep.numel() != len(rows):
                 is_tensor = isinstance(keep, Tensor)
                 found = f"{keep.dtype} {tuple(keep.shape)}" if is_tensor else type(keep).__name__
