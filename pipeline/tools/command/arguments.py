@@ -6,7 +6,7 @@ import glob
 import re
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from itertools import takewhile
 from pathlib import Path
@@ -31,6 +31,7 @@ from headrace.spelling import closest, suggest
 
 ABSENT = object()
 CONF = Path(str(files("headrace.conf")))
+OF_FILTER = "pipeline.stages.filter.criterion"
 DATED = "outputs/DATE/TIME"  # the output folder, unless hydra.run.dir is set
 ALONE = ("recipes", "stages", "doctor", "help", "version", "view")
 DUMPS = (
@@ -88,7 +89,8 @@ def answer(arguments: Sequence[str]) -> int | None:
         found = versions()
         print("\n".join(f"{name} {found.get(name) or 'is not installed'}" for name in PACKAGES))
     elif first in ("recipes", "stages") and len(arguments) == 2:
-        print(read_file(first.removesuffix("s"), arguments[1]))
+        path = find_file(first.removesuffix("s"), arguments[1])
+        print(path.read_text(encoding="utf-8").rstrip() if first == "recipes" else describe_node(path))
     elif first == "recipes" and alone:
         print(list_files({name: CONF / "pipeline" / f"{name}.yaml" for name in recipes()}))
         print("\nheadrace pipeline=NAME uses a recipe, and headrace recipes NAME prints its file.")
@@ -314,16 +316,23 @@ def help_of_task(name: str) -> str:
         more = (CONF / group / f"{file}.yaml").read_text(encoding="utf-8")
         options += options_in(more, "" if "@package _global_" in more else f"{group}.")
     options = [each for each in options if each[0] != "task" and "${" not in each[1]]  # others follow these
-    width = min(max((len(f"{option}={value}") for option, value, _ in options), default=0), 44) + 4
     shown = [f"headrace task={name}", "", *said, "", "Options"]
-    for option, value, comment in options:
-        start = f"  {option}={value}"
+    shown += _with_comments((f"{option}={value}", comment) for option, value, comment in options)
+    shown += ["", f"headrace --cfg job task={name} also prints the options of the recipe and of the report."]
+    return "\n".join(shown)
+
+
+def _with_comments(options: Iterable[tuple[str, str]]) -> list[str]:
+    """Lines with what is typed on the left, and its comment on the right."""
+    options, shown = list(options), list[str]()
+    width = min(max((len(typed) for typed, _ in options), default=0), 44) + 4
+    for typed, comment in options:
+        start = f"  {typed}"
         if len(start) > width - 2 and comment:
             shown, start = [*shown, start], ""
         wrapped = textwrap.wrap(comment, max(100 - width, 20)) or [""]
         shown += [f"{start:{width}}{wrapped[0]}".rstrip(), *(" " * width + line for line in wrapped[1:])]
-    shown += ["", f"headrace --cfg job task={name} also prints the options of the recipe and of the report."]
-    return "\n".join(shown)
+    return shown
 
 
 def options_in(text: str, prefix: str = "") -> list[tuple[str, str, str]]:
@@ -353,8 +362,8 @@ def options_in(text: str, prefix: str = "") -> list[tuple[str, str, str]]:
     return options
 
 
-def read_file(kind: str, name: str) -> str:
-    """The text of the YAML file of a recipe, or of a stage, criterion or term.
+def find_file(kind: str, name: str) -> Path:
+    """The YAML file of a recipe, or of a stage, criterion or term.
 
     Args:
         kind: ``recipe`` or ``stage``.
@@ -371,7 +380,7 @@ def read_file(kind: str, name: str) -> str:
     }
     texts = {each: path.read_text(encoding="utf-8").rstrip() for each, path in found.items()}
     made = {each: re.search(r"^_target_: headrace\.transforms\.(\w+)$", texts[each], re.M) for each in found}
-    known = {of[1]: texts[each] for each, of in reversed(made.items()) if of} | texts
+    known = {of[1]: found[each] for each, of in reversed(made.items()) if of} | found
     if name == "NAME":
         raise ConfigError(f"NAME stands for the name of a {kind}; headrace {kind}s lists all")
     if kind == "stage" and name in BASES:
@@ -383,6 +392,60 @@ def read_file(kind: str, name: str) -> str:
         meant = suggest(name, [*known, *(BASES if kind == "stage" else ())])
         raise ConfigError(f"unknown {kind} {name!r}{meant}; headrace {kind}s lists all")
     return known[name]
+
+
+def describe_node(path: Path) -> str:
+    """What a stage, criterion or term does, its options, and how it is typed.
+
+    Args:
+        path: its YAML file: a line on its origin, the text of its class, and the options with comments.
+    """
+    kind, name = path.parent.name, path.stem
+    head, _, body = path.read_text(encoding="utf-8").partition("_target_: headrace.transforms.")
+    made_by, *lines = body.splitlines()
+    options, above = list[tuple[str, str, str]](), list[str]()
+    for line in lines:
+        if found := re.fullmatch(r"(\w+): (.+?)(?: # (.*))?", line):
+            options.append((found[1], found[2], " ".join([*above, found[3] or ""]).strip()))
+        above = [] if found else [*above, line[2:]]
+    shown = [
+        f"{name}, the {kind} {made_by}",
+        "",
+        *(line[2:] for line in head.splitlines()[1:]),
+        "",
+        "Options",
+    ]
+    shown += _with_comments(
+        (option, f"(required) {comment}")
+        if value == "???"
+        else (option if "${" in value else f"{option}={value}", comment)  # some are those of the pipeline
+        for option, value, comment in options
+    )
+    needed = [f"{option}=VALUE" for option, value, _ in options if value == "???"]
+    with_value = [
+        f"{option}={value}" for option, value, _ in options if not re.search(r"[$?\[]|null|inf", value)
+    ]
+    own = needed or with_value[:1]
+    whole, adds = "pipeline.stages.mine", "pipeline.after.mine=STAGE"
+    examples = {
+        "stage": [f"{whole}={name}", *(f"{whole}.{each}" for each in own), adds],
+        "term": [
+            f"{whole}=token_advantage",
+            f"{whole}.term={name}",
+            *(f"{whole}.term.{each}" for each in own),
+            adds,
+        ],
+        "criterion": [f"{OF_FILTER}={name}", *(f"{OF_FILTER}.{each}" for each in own)],
+    }
+    typed = [" ".join(["headrace", *examples[kind]])]
+    for recipe in sorted(recipes(), key=lambda each: each != "grpo"):  # one that has the stage
+        text = (CONF / "pipeline" / f"{recipe}.yaml").read_text(encoding="utf-8")
+        there = re.search(rf"/stage@stages\.(\w+): {name}$", text, re.M) if kind == "stage" else None
+        if there and (with_value or needed):
+            first = (with_value or needed)[0]
+            typed.insert(0, f"headrace pipeline={recipe} pipeline.stages.{there[1]}.{first}")
+            break
+    return "\n".join([*shown, "", "Examples", *(f"  {each}" for each in typed)])
 
 
 def list_files(paths: Mapping[str, Path]) -> str:

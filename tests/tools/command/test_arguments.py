@@ -15,7 +15,8 @@ import pytest
 from command import QUICK, headrace, headrace_here
 
 from headrace.pipeline import ConfigError, load_pipeline
-from headrace.pipeline.composing.compose import TASKS, recipes
+from headrace.pipeline.composing.compose import TASKS, compose_config, for_hydra, recipes
+from headrace.pipeline.composing.nodes import complete_stages
 from headrace.pipeline.tools.command.arguments import CONF, answer, hydra_arguments
 from headrace.transforms import GroupRelativeAdvantage
 
@@ -80,7 +81,7 @@ def test_recipes_and_stages_are_listed_with_a_description(tmp_path):
     for word in ("gate ", "rewards_vary ", "log_ratio "):
         assert f"  {word}" in shown
     assert "key of the column" not in shown, "of an option"
-    assert "\ngroup_size: null" in headrace_here(tmp_path, "stages", "gate").stdout
+    assert "\n  group_size=null " in headrace_here(tmp_path, "stages", "gate").stdout
     assert "scale: none" in headrace_here(tmp_path, "recipes", "dr_grpo").stdout
 
 
@@ -112,10 +113,22 @@ def test_the_help_of_a_stage_has_the_equation_and_the_unit_of_each_option():
     assert shown == answer_of("stages", "GroupRelativeAdvantage")
     assert "A_i = (R_i − b_i − δ) / s_i" in shown
     assert "b_i = Σ_{j∈g, j≠i} R_j / (n − 1)" in shown
-    assert "shift: 0.0 # δ, added to the baseline, in units of the reward" in shown
+    assert re.search(r"^  shift=0.0 +δ, added to the baseline, in units of the reward$", shown, re.M)
     assert "−1                               L > L_max" in answer_of("stages", "overlong")
     options = list(inspect.signature(GroupRelativeAdvantage).parameters)
-    assert [name for name in options if f"\n{name}: " not in shown] == []
+    assert [name for name in options if not re.search(rf"^  {name}\b", shown, re.M)] == []
+
+
+@pytest.mark.parametrize("folder", ["stage", "criterion", "term"])
+def test_the_help_of_each_part_is_for_readers_and_has_commands_that_compose(folder):
+    for path in sorted((CONF / folder).glob("*.yaml")):
+        shown = answer_of("stages", path.stem)
+        assert not re.search(r"make generate|\?\?\?|\$\{|^#", shown, re.M), shown
+        examples = shown.partition("\nExamples\n")[2].splitlines()
+        assert examples, path
+        for example in examples:
+            words = example.replace("VALUE", "1").replace("STAGE", "advantage").split()[1:]
+            complete_stages(compose_config("load", *for_hydra(words)).pipeline)
 
 
 @pytest.mark.parametrize(
