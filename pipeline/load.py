@@ -52,7 +52,7 @@ class PipelineOptions(TypedDict, total=False):
     """Keywords of :func:`load_pipeline`, which explains them, and of functions that call it."""
 
     rows: Literal["llm"] | None
-    stages: Mapping[str, Mapping[str, Any] | Callable[..., Any] | None] | None
+    stages: Mapping[str, Mapping[str, Any] | Callable[..., Any] | str | None] | None
     group_size: int | None
     on_incomplete: OnIncomplete
     min_rollouts: int | None
@@ -111,14 +111,15 @@ def load_pipeline(
         recipe: its name, such as ``"grpo"`` or ``"as/verl"``; or the first override.
         overrides: ``"pipeline=grpo"`` chooses the recipe. The others change it:
             ``"pipeline.stages.advantage.scale=none"``, ``"~pipeline.stages.filter"``,
-            ``"pipeline.stages.bonus={_target_: my.module.Bonus}"`` with ``"pipeline.after.bonus=collapse"``,
+            ``"pipeline.stages.bonus=my.module.Bonus"`` with ``"pipeline.after.bonus=collapse"``,
             ``"pipeline.order=[...]"``, ``"hydra.searchpath=[pkg://my.conf]"``.
         rows: ``llm`` for the rows of TorchRL's LLMCollector.
         stages: any other options, by stage: ``{"advantage": {"clip": [-5, 5]}, "filter": None}``. None
-            removes the stage. An object, or a mapping with a ``_target_``, adds or replaces a whole stage. A
-            new stage needs a place, by `after`, `before` or `order`. A criterion or a token term is an
-            object, a name (``{"filter": {"also": "not_truncated"}}``), or a mapping with a ``_target_``,
-            which replaces the whole of it.
+            removes the stage. An object, a name, or a mapping with a ``_target_``, adds or replaces a whole
+            stage: ``{"second": {"_target_": "filter", "action": "drop"}}`` is a second filter. A name is one
+            of ``headrace stages``, or the path of a class. A new stage needs a place, by `after`, `before` or
+            `order`. A criterion or a token term is given in the same ways, as in
+            ``{"filter": {"also": "not_truncated"}}``.
         group_size: option of the gate: number of rollouts per group. None: read from `expected_rollouts`.
         on_incomplete: option of the gate for incomplete groups: an error (``raise``), ``drop``, or ``keep``.
         min_rollouts: option of the gate: number of rollouts that a group needs for ``keep``.
@@ -304,7 +305,7 @@ KEYWORDS |= {"loss_unit": "stages.weight.unit"}
 def settings_of(
     overrides: Sequence[str],
     given: Mapping[str, Any],
-    stages: Mapping[str, Mapping[str, Any] | Callable[..., Any] | None],
+    stages: Mapping[str, Mapping[str, Any] | Callable[..., Any] | str | None],
 ) -> dict[str, Any]:
     """Return what the keywords of :func:`load_pipeline` set, by dotted key below ``pipeline``.
 
