@@ -52,7 +52,7 @@ def test_unpacking_restores_the_rows(lengths, side):
 
 
 def ragged(dense, lengths) -> TensorDict:
-    """The same rows without what lies behind their first entries."""
+    """The same rows, each cut to its length."""
     return cut_rows(dense, map(slice, lengths), (FULL, ATTENTION, LOSS, ("log_probs", "full")))
 
 
@@ -69,7 +69,7 @@ def test_ragged_rows_pack_as_padded_ones():
 
 
 def packed_by_hand(rows, width) -> dict[str, list]:
-    """Token by token."""
+    """The packed batch, made token by token."""
     found = {"input_ids": [], "position_ids": [], "segment_ids": [], "packed_at": [], "loss_weight": []}
     for number, row in enumerate(rows):
         places = [place for place, there in enumerate(row[ATTENTION].tolist()) if there]
@@ -83,7 +83,7 @@ def packed_by_hand(rows, width) -> dict[str, list]:
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), min_size=1, max_size=6), st.booleans())
 def test_rows_of_any_padding_pack_as_by_a_loop(lengths, stacked):
-    """Also ragged rows with padding, as from a collector that padded each step by itself."""
+    """Ragged rows may have padding, as from a collector that pads each step by itself."""
     batch = batch_of([length for length, _ in lengths], width=9, side="right")
     batch = ragged(batch, [length + more for length, more in lengths]) if stacked else batch
     packed, rows = pack(batch), batch.unbind(0)
@@ -160,7 +160,7 @@ def test_rows_that_cannot_be_packed_raise_with_the_reason():
             pack(rows.exclude(FULL))
     with pytest.raises(BatchError, match=r"every row needs a token; rows \[0\] have none"):
         pack(batch_of([0, 3]))
-    with pytest.raises(BatchError, match=r"rows \[1\] have none"):  # behind the last token of all
+    with pytest.raises(BatchError, match=r"rows \[1\] have none"):  # after the last of all tokens
         pack(batch_of([3, 0]))
     first = batch.clone()
     first[LOSS] = first[ATTENTION].clone()
@@ -183,7 +183,7 @@ def test_rows_that_cannot_be_packed_raise_with_the_reason():
 
 
 def with_row(number, key, value) -> TensorDict:
-    """Ragged rows, one of them wrong."""
+    """Ragged rows, one of which has a wrong value."""
     rows = ragged(batch_of([2, 3, 2], side="right"), [2, 3, 2])
     rows.tensordicts[number][key] = value
     return rows

@@ -19,7 +19,7 @@ from headrace.transforms import (
     combine_ids,
 )
 
-# Two episodes of a prompt, each of a proposer and two solvers: a rollout is what one role did.
+# Two episodes of a prompt, each with a proposer and two solvers. Each role has a rollout of its own.
 PROMPT, EPISODE = [3] * 6, [0, 0, 0, 1, 1, 1]
 
 

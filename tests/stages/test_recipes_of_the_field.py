@@ -50,14 +50,14 @@ def ragged_batch(make_batch, kind: str, seed: int, *, lone: bool = True):
 
 
 def with_turns(batch, rewards: torch.Tensor):
-    """Two turns a row, of all tokens between them."""
+    """The batch with two turns per row, which share all its tokens."""
     batch["turn_index"] = (torch.arange(batch[MASK].shape[1]) > 1).long().repeat(len(batch), 1)
     batch["turn_reward"] = rewards
     return batch
 
 
 def run(name: str, batch, **changes: dict) -> torch.Tensor:
-    """Advantage by row, or row and token, in the order in which the rows came in."""
+    """The advantage per row, or per row and token, in the order of the input rows."""
     out = pipeline_of(name, **changes)(batch)
     found = out["advantage"].reshape(len(out), *([] if out["advantage"].shape[1] == 1 else [-1])).float()
     assert found.isfinite().all()
@@ -66,7 +66,7 @@ def run(name: str, batch, **changes: dict) -> torch.Tensor:
     return credit
 
 
-# -- the frameworks' formulas, stated again -------------------------------------------------------------
+# -- the frameworks' formulas, written independently ----------------------------------------------------
 
 
 def std(values, ddof=1):
@@ -161,7 +161,7 @@ def test_a_convention_equals_its_frameworks_formula(make_batch, name, quick):
 @pytest.mark.parametrize("mode", [None, "sum"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_convention_of_torchrl_equals_torchrls_transform(make_batch, mode, seed):
-    """Rollouts of one to four rows, by its default and by the other mode that the recipe names."""
+    """Rollouts have one to four rows. Both modes that the recipe names are tried."""
     from torchrl.objectives.llm import MCAdvantage
 
     rng = np.random.default_rng(seed)
@@ -195,7 +195,7 @@ def test_rloo(make_batch):
 
 
 def test_maxrl(make_batch):
-    # over the group's mean 1/4; a group that never succeeded has none
+    # divided by the group's mean 1/4; a group without success has the advantage 0
     assert golden("maxrl", make_batch, [1.0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1]) == [3, -1, -1, -1, 0, 0]
     with pytest.raises(ValueError, match=r"needs rewards ≥ 0; found -1.0 at row 1 \(rollout 1\)"):
         golden("maxrl", make_batch, [1.0, -1], [0, 0])
@@ -230,7 +230,7 @@ def test_lite_ppo(make_batch):
 
 
 def test_gdpo_scales_each_reward_separately(make_batch):
-    # correct 1, 1 says nothing; integer 1, −1 and format 1, 0 say ±0.7071 each, however they are scaled
+    # correct 1, 1 gives 0; integer 1, −1 and format 1, 0 give ±0.7071 each, whatever their scale
     batch = make_batch([0.0, 0], [0, 0], expected_rollouts=[2, 2])
     batch["next", "reward"] = torch.tensor([[1.0, 1, 1], [1, -1, 0]])
     batch[MASK] = torch.tensor([[1, 0, 0, 0], [1, 0, 0, 0]]).bool()
@@ -280,15 +280,15 @@ def test_clip(ends):
 
 
 def columns_for(name, batch):
-    if name == "mgpo":  # a share
+    if name == "mgpo":  # rewards that are shares
         batch["next", "reward"] = batch["next", "reward"].abs().clamp(0, 1)
     if name == "gdpo":
         reward = batch["next", "reward"].view(-1)
         batch["next", "reward"] = torch.stack([reward, reward.flip(0)], -1)
-    return with_old(batch, 0.0)  # as the sampler has it: no weight changes anything
+    return with_old(batch, 0.0)  # equal to the sampler's: all weights are 1
 
 
-BY_ROW = ("as/torchrl", "spo")  # compare rows, and say so
+BY_ROW = ("as/torchrl", "spo")  # these compare rows, as documented
 
 
 def test_repeating_a_row_of_a_rollout_changes_no_advantage(make_batch, recipes):
@@ -298,7 +298,7 @@ def test_repeating_a_row_of_a_rollout_changes_no_advantage(make_batch, recipes):
         batch["next", "reward"] = batch["next", "reward"].abs()
         more = batch[2:3].clone()
         more[MASK] = torch.zeros_like(more[MASK])
-        if name == "gigpo":  # rows are steps: one more, after the end, in a state of its own
+        if name == "gigpo":  # rows are steps: add a step after the end, in a state of its own
             more["next", "reward"] = torch.zeros_like(more["next", "reward"])
             more["state_id"] += 1000
         more["turn_index"] = torch.full_like(more["turn_index"], -1)
@@ -308,12 +308,12 @@ def test_repeating_a_row_of_a_rollout_changes_no_advantage(make_batch, recipes):
             torch.testing.assert_close(after[:-1], before, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-OF_TOKENS = ("gtpo", "high_entropy", "kl_in_advantage", "otb", "ppo")  # measure over the tokens in the loss
-BESIDE_REWARDS = ("kl_in_advantage", "opd", "ppo")  # the advantage has more than rewards in it
+OF_TOKENS = ("gtpo", "high_entropy", "kl_in_advantage", "otb", "ppo")  # they use the tokens in the loss
+BESIDE_REWARDS = ("kl_in_advantage", "opd", "ppo")  # the advantage depends on more than rewards
 
 
 def test_masking_rows_changes_no_advantage(make_batch, recipes):
-    """They leave the loss but not the statistics of rewards and lengths."""
+    """Masked rows leave the loss, but not the statistics of rewards and lengths."""
     for name in (name for name in recipes if name not in OF_TOKENS):
         batch = columns_for(name, ragged_batch(make_batch, "grid", 2, lone=name not in NO_LONE))
         batch["next", "reward"] = batch["next", "reward"].abs()
@@ -321,7 +321,7 @@ def test_masking_rows_changes_no_advantage(make_batch, recipes):
         mask = SampleFilter(criterion=lambda batch: batch["rollout_id"] % 3 > 0)
         with of(name):
             found, expected = run(name, mask(batch), **changes), run(name, batch, **changes)
-            if name in ("tis", "mis", "mlperf"):  # which write an advantage of tokens in the loss
+            if name in ("tis", "mis", "mlperf"):  # they write an advantage per token in the loss
                 expected[~mask(batch)["headrace", "in_loss"]] = 0.0
             elif name in ("opd", "rlsd"):  # a token out of the loss has no term of its own
                 found, expected = (credit[batch["rollout_id"] % 3 > 0] for credit in (found, expected))
@@ -335,9 +335,9 @@ def test_eight_equal_rewards_have_an_advantage_of_0(make_batch, recipes):
         batch = with_turns(batch, torch.full((8, 2), 0.3))
         with of(name):
             out = pipeline_of(name)(columns_for(name, batch))
-            assert len(out) == (0 if name == "dapo" else 8)  # which drops the group
-            # what is not measured from the group
+            assert len(out) == (0 if name == "dapo" else 8)  # dapo drops the group
+            # recipes whose baseline is not the group's mean
             expected = {"asymre": 0.1, "w_reinforce": 0.1 * 0.7, "rae": 0.7}.get(name, 0.0)
-            close = 1e-7 if name == "otb" else 0  # whose denominator has verl's 1e-8
+            close = 1e-7 if name == "otb" else 0  # its denominator has verl's 1e-8
             for advantage in out["advantage"].flatten().tolist() if len(out) else ():
                 assert advantage == pytest.approx(expected, rel=1e-6, abs=close)

@@ -1,4 +1,4 @@
-"""A baseline that goes on over batches equals that of a loop."""
+"""A running baseline over several batches equals that of a loop."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_running_mean_equals_that_of_a_loop(steps, decay, random):
 
 
 def test_a_repeated_batch_counts_once():
-    """As an interrupted batch does after its state was loaded."""
+    """An interrupted batch is repeated after its state was loaded."""
     stage = RunningBaseline(decay=0.5)
     first, second = (groups_of_one(rewards, [0, 0], 10 * i) for i, rewards in enumerate([[1.0, 3], [5.0, 7]]))
     stage(first)
@@ -89,7 +89,7 @@ def test_rows_of_a_rollout_have_one_baseline():
 
 
 def test_a_batch_refused_by_a_later_stage_does_not_count():
-    """Before and after the split; the next batch is measured as if the refused one had not come."""
+    """The stage may be before or after the split. The refused batch changes no later baseline."""
     running = RunningBaseline(decay=0.5)
     stages = {
         "collapse": FanOutCollapse(),
@@ -107,7 +107,7 @@ def test_a_batch_refused_by_a_later_stage_does_not_count():
         assert len(running.memory.after.keys) == 0
     found = Pipeline(stages)(batch_of([4.0, 2.0], [0, 1]))
     assert found["advantage"].flatten().tolist() == [4, 2]
-    assert running.memory.after.mean.tolist() == [2.25]  # 0 + (3 - 0) · (1 + ½) / 2, worth two of them
+    assert running.memory.after.mean.tolist() == [2.25]  # 0 + (3 - 0) · (1 + ½) / 2, with the weight of two
 
 
 def test_rollouts_without_a_reward_or_excluded_are_not_counted():

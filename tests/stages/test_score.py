@@ -30,7 +30,7 @@ PLACED = ("gate", "collapse", "filter", "advantage", "split", "weight")  # in co
 
 
 class Bigram(nn.Module):
-    """The next token depends on the last alone: what a row says depends on no padding and no other row."""
+    """The next token depends only on the last one. So scores depend on no padding and no other row."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ class Bigram(nn.Module):
         return Categorical(logits=shifted)
 
     def says(self, row) -> list[float]:
-        """Of one row's tokens, each behind the first."""
+        """The log-probabilities of one row's tokens after the first."""
         table = self.table.detach().log_softmax(-1)
         return [float(table[a, b]) for a, b in pairwise(row)]
 
@@ -226,7 +226,7 @@ def test_language_model_rows_work_with_every_recipe_or_name_the_unplaced_stage(r
 
 
 def test_an_actor_gets_the_attention_mask_of_torchrls_wrappers():
-    """Without one, they treat all but the padding token as tokens; ragged rows have any padding."""
+    """Without one, they treat all but the padding token as tokens; rows may be padded with any token."""
 
     class Attends(Bigram):
         def get_dist(self, batch, logits_key, mask_key=None):
@@ -241,7 +241,7 @@ def test_an_actor_gets_the_attention_mask_of_torchrls_wrappers():
 
 
 class Even:
-    """All tokens are as likely, without a look at them."""
+    """An actor that gives all tokens the same probability, and does not read them."""
 
     def get_dist(self, batch, logits_key):
         return self

@@ -33,7 +33,7 @@ NAMES = 5  # of tokens
 
 @st.composite
 def drawn_rows(draw):
-    """By row its tokens: (name, turn, in the mask, has a log-probability). The first one is a prompt's."""
+    """Rows of tokens (name, turn, in the mask, has a log-probability). The first token is a prompt."""
     mostly, turn = st.sampled_from([True, True, True, False]), st.sampled_from([0, 0, 0, 1, 700, -1])
     row = st.lists(st.tuples(st.integers(0, NAMES - 1), turn, mostly, mostly), max_size=8)
     rows = draw(st.lists(row, min_size=2, max_size=9))
@@ -42,7 +42,7 @@ def drawn_rows(draw):
 
 
 def batch_of_rows(rows, ragged):
-    """Dense with padding on the right, whose turn is −1; or a lazy stack."""
+    """The rows as a dense batch, padded on the right with turn −1, or as a lazy stack."""
     made = []
     for number, row in enumerate(rows):
         name, turn, mask, there = (torch.tensor(column) for column in zip(*row, strict=True))
@@ -67,7 +67,7 @@ def batch_of_rows(rows, ragged):
 
 
 def stated(rows, theta):
-    """Loss and gradient of a step of these rows: the mean over their turns of the means over their tokens."""
+    """The loss and gradient of a step: the mean over turns of the mean over the tokens of each turn."""
     loss, gradient = 0.0, [0.0] * NAMES
     turns = []
     for row in rows:
@@ -108,7 +108,7 @@ WAYS = {"dense": None, "packed": "pack", "a tree": "tree"}
     drawn_rows(), st.sampled_from(list(CUTS)), st.sampled_from(list(WAYS)), st.booleans(), st.integers(1, 2)
 )
 def test_each_turn_has_weight_1_in_the_loss_of_its_step_for_any_cut(rows, cut, way, ragged, minibatches):
-    """Loss and gradient, over two epochs; ragged rows are packed, since a loss pads them on either side."""
+    """Loss and gradient over two epochs. Ragged rows are packed: losses pad them on different sides."""
     ragged = ragged and way != "dense"
     split = ShuffleSplit(
         unit="sample", minibatches=minibatches, seed=3, **({"remainder": "uneven"} | CUTS[cut])
@@ -157,7 +157,7 @@ def test_turns_inside_rows_have_the_weights_of_turns_that_are_rows(rows):
     apart = inside[[i for i, _ in turns]].exclude(TOKEN_WEIGHT)
     turn = torch.tensor([turn for _, turn in turns])
     apart[MASK] = apart[MASK] & (apart["turn_index"] == turn.unsqueeze(1))
-    apart["turn"] = turn.clamp_min(0)  # of the prompt nothing trains
+    apart["turn"] = turn.clamp_min(0)  # no token of the prompt trains
     apart = apart[turn >= 0]
     weighed = LossWeight(unit="turn", turn_key="turn", dtype="float64")(apart) if len(apart) else apart
     for row in weighed.unbind(0):
@@ -182,7 +182,7 @@ def test_a_turn_of_one_token_weighs_as_one_of_three():
     assert turns.tolist() == [2, 1]
     weighed = loss_weight(batch[MASK].sum(1), "turn", turns=turns, dtype=torch.float64)
     assert torch.equal(weighed.weight, out["loss_weight"])
-    one = TensorDict({"loss_one": (batch["turn_index"] == 2).double()})  # of the turn of one token
+    one = TensorDict({"loss_one": (batch["turn_index"] == 2).double()})  # the turn of one token
     assert float(weighted_loss(one, out)) == pytest.approx(1 / 3)
 
 
@@ -204,7 +204,7 @@ def test_a_recipe_its_ordered_batch_and_copies_have_turn_weights():
 
 
 class NumberTurns(BatchTransform):
-    """A stage of somebody's own: two tokens a turn, where rows are gathered."""
+    """A user's own stage. It gives each turn two tokens when rows are gathered."""
 
     def __init__(self):
         super().__init__(out_keys=["turn_index"])

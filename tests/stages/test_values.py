@@ -27,7 +27,7 @@ MASK, VALUES = ("masks", "all_assistant_mask"), ("values", "full")
 
 
 class Drawn:
-    """Rollouts of one to three rows, whose order is the column `turn`; some tokens are not sampled."""
+    """Random rollouts of one to three rows, ordered by the column `turn`; some tokens are not sampled."""
 
     def __init__(self, seed: int):
         chance = random.Random(seed)
@@ -42,14 +42,14 @@ class Drawn:
         self.step = [sorted(chance.randint(0, 3) for _ in range(tokens)) for _ in range(rows)]
 
     def by_loops(self, per: str, out: frozenset[int] = frozenset()) -> tuple[list, list]:
-        """The advantage and the target of each token, by the equations; `out` are rows that do not count."""
+        """The advantage and the target of each token by the equations; the rows in `out` do not count."""
         advantage, target = ([[0.0] * len(row) for row in self.value] for _ in range(2))
         for rollout, reward in self.rewards.items():
             rows = sorted((self.turn[row], row) for row, own in enumerate(self.ids) if own == rollout)
             tokens = [(n, t) for _, n in rows if n not in out for t, s in enumerate(self.sampled[n]) if s]
             if per == "token":
                 steps = [[token] for token in tokens]
-            else:  # a turn, or a row
+            else:  # per turn or per row
                 of = [(n, self.step[n][t] if per == "turn" else 0) for n, t in tokens]
                 pairs = zip(of, tokens, strict=True)
                 steps = [[token for _, token in some] for _, some in groupby(pairs, lambda pair: pair[0])]
@@ -79,7 +79,7 @@ def off(found: torch.Tensor, expected: list) -> float:
 
 @pytest.mark.parametrize("seeds", [range(100 * part, 100 * part + 100) for part in range(3)])
 def test_advantages_equal_loops_over_the_steps_of_a_rollout(seeds):
-    """Through the rows of a rollout in their order; tokens that were not sampled are no steps."""
+    """The loop follows the rows of a rollout in order. Tokens that were not sampled are not steps."""
     for seed in seeds:
         drawn = Drawn(seed)
         reward = torch.tensor([drawn.rewards[rollout] for rollout in drawn.ids], dtype=torch.float64)
@@ -105,7 +105,7 @@ UNITS = {
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_the_stage_equals_the_loops_for_dense_and_ragged_rows(unit):
-    """Rows that were excluded before are passed over, and get 0."""
+    """Rows that were excluded before are skipped, and get 0."""
     for seed in range(60):
         drawn = Drawn(seed)
         batch, chance = drawn.batch(), random.Random(seed)

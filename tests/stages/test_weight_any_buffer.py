@@ -23,7 +23,7 @@ RECIPE = ("pipeline=grpo", "pipeline.stages.gate.group_size=4")
 
 
 def collected(first_group: int = 0) -> TensorDict:
-    """Four groups of four rollouts, every third of two segments."""
+    """Four groups of four rollouts; every third rollout has two segments."""
     rows = [(g, 4 * g + k, float((g + k) % 3)) for g in range(first_group, first_group + 4) for k in range(4)]
     rows = [row for i, row in enumerate(rows) for _ in range(2 if i % 3 == 0 else 1)]
     groups, rollouts, rewards = zip(*rows, strict=True)

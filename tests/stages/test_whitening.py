@@ -25,7 +25,7 @@ MODES = ["variance", "add", "clamp"]
     st.sampled_from(MODES),
 )
 def test_whitening_equals_its_definition(rows, eps, eps_mode):
-    """Each value repeated by its weight, with the standard library."""
+    """Compared with the standard library, where each value is repeated as often as its weight says."""
     values, weights = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
     each = [x for x, w in rows for _ in range(w)]
     found = whiten(values, weights, eps=eps, eps_mode=eps_mode)
@@ -40,7 +40,7 @@ def test_whitening_equals_its_definition(rows, eps, eps_mode):
 
 
 def test_equal_values_are_exactly_0_though_their_mean_is_rounded():
-    """A row that does not count makes no difference, and gets none."""
+    """A row with weight 0 changes nothing, and gets 0 too."""
     for value, eps, eps_mode in product((0.1, -0.7, 1e-30, 3e20), (0.0, 1e-8), MODES):
         values = torch.tensor([value, value, value, value + 1], dtype=torch.float64)
         for some, weights in ((values[:3], torch.ones(3)), (values, torch.tensor([1, 1, 1, 0]))):
@@ -74,7 +74,7 @@ def test_excluded_and_masked_rows_get_0(make_batch):
 
 @pytest.mark.parametrize("seed", range(100))
 def test_a_rollout_counts_once_whatever_its_number_of_rows(seed):
-    """A dictionary of rollouts and the standard library; some are excluded, and some have no reward."""
+    """Compared with a dictionary of rollouts and the standard library. Some are excluded or lack a reward."""
     chance = random.Random(seed)
     credits = {9 * number + 4: chance.choice([-1.0, 0.25, chance.uniform(-5, 5)]) for number in range(6)}
     excluded, unscored = (set(chance.sample(list(credits), chance.randint(0, 2))) for _ in range(2))
@@ -96,7 +96,7 @@ def test_a_rollout_counts_once_whatever_its_number_of_rows(seed):
 
 
 def test_rows_of_a_rollout_with_different_advantages_are_named():
-    """An excluded row is not compared; a NaN on one row of two is a difference."""
+    """Excluded rows are not compared. A NaN on one of two rows is a difference."""
     batch = batch_of([0.0] * 4, [0] * 4, [5, 7, 7, 5])
     for other in (2.0, float("nan")):
         batch["advantage"] = torch.tensor([1.0, 1, other, 1]).view(4, 1, 1)

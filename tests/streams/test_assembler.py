@@ -48,7 +48,7 @@ def make(by_segment: bool, **options) -> GroupAssembler:
 
 
 def saved(assembler: GroupAssembler, by_segment: bool, **options) -> GroupAssembler:
-    """Another one, that goes on from the state as a file has it."""
+    """Another assembler that continues from the saved state."""
     twin = make(by_segment, **options)
     twin.load_state_dict(as_saved(assembler.state_dict()))
     return twin
@@ -106,7 +106,7 @@ def test_rows_share_no_memory_with_the_collector_the_state_and_taken_rows(lazy):
     out["mine"] = torch.zeros(len(out))
     for row in out.unbind(0):
         row["tokens", "full"].fill_(-9)
-    put(Line(1, 3, 0, True))  # to which the taken rows' new column is no matter
+    put(Line(1, 3, 0, True))  # a new column of taken rows does not matter to it
     assert assembler.take()["tokens", "full"].tolist() == [[2] * 3, [0] * 3]
     assembler.load_state_dict(state)
     assert assembler.take()["tokens", "full"].tolist() == [[0] * 3, [1] * 3]
@@ -169,7 +169,7 @@ REFUSED = {
 
 
 def make_begun(**options) -> GroupAssembler:
-    """Group 9 has gone, with rollouts 90 and 91; 8 was given up; of 0 rollout 0 is there, and half of 1."""
+    """Group 9 was taken with rollouts 90 and 91; 8 was discarded; 0 has rollout 0 and half of 1."""
     assembler = GroupAssembler(**options)
     assembler.put(batch_of_lines([Line(9, 90, 0, True), Line(9, 91, 0, True)]))
     assert assembler.take() is not None
@@ -181,7 +181,7 @@ def make_begun(**options) -> GroupAssembler:
 
 def state_of(assembler: GroupAssembler) -> str:
     state = assembler.state_dict()
-    state["state"]["groups"].pop("born_time")  # ages, which grow
+    state["state"]["groups"].pop("born_time")  # ages change with time
     return repr(state)
 
 
@@ -271,7 +271,7 @@ def test_groups_that_wait_too_long_are_refilled_or_refused():
     again = wait(on_timeout="refill", refill=lambda *what: asked.append(what))
     assert (asked, again.pending) == ([(0, 1)], 2)
     again.put(batch_of_lines([]))
-    assert (asked, again.pending) == ([(0, 1), (1, 2)], 2)  # the time of the first has begun anew
+    assert (asked, again.pending) == ([(0, 1), (1, 2)], 2)  # the timeout of the first has restarted
     again.put(batch_of_lines([]))
     assert (again.pending, again.counts["timeout"]) == (1, 2)
     with pytest.raises(
@@ -300,14 +300,14 @@ def test_timeouts_count_during_silence_and_restarts(monkeypatch):
     clock[0] = 106.0
     assert assembler.take() is None
     state = assembler.state_dict()
-    clock[0] = 3.0  # another process has another clock
+    clock[0] = 3.0  # another process, another clock
     assembler = GroupAssembler(timeout_seconds=10, on_timeout="keep", min_rollouts=1)
     assembler.load_state_dict(state)
     assert assembler.take() is None
     clock[0] = 7.0
     assert assembler.take()["rollout_id"].tolist() == [0]
     assembler = GroupAssembler(timeout_seconds=10, on_timeout="keep", min_rollouts=1, max_idle=2)
-    for group in range(5):  # what is kept as time goes by is no stall
+    for group in range(5):  # groups that are kept after a timeout are not a stall
         assembler.put(batch_of_lines([Line(group, group, 0, True)]))
         clock[0] += 11
         assert assembler.take()["group_id"].tolist() == [group]
@@ -401,7 +401,7 @@ def test_a_rollout_that_restarts_before_its_end_is_refused(on_duplicate):
         assert assembler.held == held
     ends = piece(5).set(("next", "done"), torch.ones(1, 1, dtype=torch.bool))
     assembler = GroupAssembler(on_duplicate="drop")
-    for _ in range(2):  # sent twice, which is another matter
+    for _ in range(2):  # a row that is sent twice is another fault
         assembler.put(ends)
     assert assembler.counts["duplicate"] == 1
 
@@ -437,7 +437,7 @@ IDS = ("closed_groups", "late_groups", "closed_rollouts")
 
 
 def held_bytes(assembler: GroupAssembler, ids: bool = False) -> int:
-    """Bytes of all tensors and numbers that it remembers, each storage once; those of closed ids apart."""
+    """The bytes of all tensors and numbers that it keeps, without closed ids; or those of the `ids` alone."""
     storages, numbers = {}, 0
     state = assembler.state_dict()
     closed = [state["state"].pop(name) for name in IDS]
@@ -456,7 +456,7 @@ def held_bytes(assembler: GroupAssembler, ids: bool = False) -> int:
 
 
 def test_a_waiting_rollout_of_one_row_costs_the_garbage_collector_nothing():
-    """It visits each object that is there, again and again: with one per row, puts took twice as long."""
+    """The collector visits each object again and again: with one object per row, puts took twice as long."""
 
     def put(assembler: GroupAssembler, rows: int) -> int:
         ids = torch.arange(rows)
@@ -497,7 +497,7 @@ def test_taken_rows_are_not_kept():
 
 
 def test_each_row_of_a_rollout_that_was_taken_is_a_duplicate():
-    """Also if two come in one put."""
+    """This is so even for two such rows in one put."""
     row = {"group_id": [4], "rollout_id": [0], ("next", "done"): [True]}
     assembler = GroupAssembler(group_size=1, on_duplicate="drop")
     once = TensorDict(row, batch_size=[1])
@@ -521,7 +521,7 @@ def test_a_waiting_row_keeps_no_memory_of_its_batch():
 def test_a_long_faulty_stream_gives_each_faultless_group_once_and_leaks_nothing():
     """Groups of four rollouts of two segments.
 
-    Of every hundred rows one is torn off, one has failed and one comes twice.
+    In every hundred rows one rollout breaks off, one fails and one row comes twice.
     """
     rng, size, groups = random.Random(3), 48, 400
     stream, clean = [], set()
@@ -548,7 +548,7 @@ def test_a_long_faulty_stream_gives_each_faultless_group_once_and_leaks_nothing(
     assert sorted(rows.tolist() for rows in out) == [[*range(8 * g, 8 * g + 8)] for g in sorted(clean)]
     assert 0.8 * groups < len(clean) < 0.9 * groups
     assert len(stream) == 8 * len(out) + sum(assembler.counts.values()) + assembler.held
-    # Of a group with a fault two intervals: its own id, and those of its rollouts.
+    # A group with a fault leaves two intervals: of its own id, and of the ids of its rollouts.
     assert held_bytes(assembler, ids=True) <= 32 * (groups - len(clean)) + 200
     assert sum(held[-15:]) < 1.3 * sum(held[15:30])
 
@@ -584,7 +584,7 @@ def test_texts_numbers_and_non_tensors_come_out_unchanged(lazy, resumed):
     for number, value in enumerate(values):
         batch = batch_of_lines([Line(0, number, 0, True, expected=4)])
         batch["answer"] = NonTensorStack(NonTensorData(value))
-        if not lazy:  # one text for all rows
+        if not lazy:  # the same text for all rows
             batch["task"], batch["next", "source"] = "gsm8k", "web"
         assembler.put(lazy_stack(list(batch.unbind(0))) if lazy else batch)
         if resumed:
@@ -602,11 +602,11 @@ def test_texts_numbers_and_non_tensors_come_out_unchanged(lazy, resumed):
     ("columns", "trains"),
     [
         ({"done": [0, 0, 1], "is_init": [1, 0, 0]}, True),
-        ({"done": [0, 0, 1], "is_init": [0, 1, 0]}, False),  # a row before the beginning
+        ({"done": [0, 0, 1], "is_init": [0, 1, 0]}, False),  # a row before the first
         (
             {"done": [0, 1, 1], "is_init": [1, 0, 0], "expected_segments": [2] * 3},
             False,
-        ),  # a part lacks its head
+        ),  # a part lacks its first rows
         ({"done": [0, 1, 1], "is_init": [1, 0, 1], "expected_segments": [2] * 3}, True),
     ],
 )

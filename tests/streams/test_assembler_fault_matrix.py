@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Pieces:
-    """An iterator of pieces that knows where it is. A worker that died or hangs sends nothing more."""
+    """An iterator of pieces with a state. If its worker died or hangs, no further piece comes."""
 
     def __init__(self, cell: Cell, over: threading.Event):
         self.cell, self.over, self.position = cell, over, 0
@@ -46,7 +46,7 @@ def iterator(cell: Cell) -> Carried:
 
 
 class Written:
-    """Pieces that two processes write by turns into a buffer that they share, each read before the next."""
+    """Pieces that two processes write in turn to a shared buffer; each is read before the next is written."""
 
     def __init__(self, cell: Cell, pieces: list[TensorDict], writers: Told, buffer: ReplayBuffer):
         from headrace.pipeline import drained
@@ -80,13 +80,13 @@ def drain(cell: Cell) -> Carried:
     from writers import shared_buffer, told_writers
 
     pieces = [piece.exclude("text") for piece in cell.pieces]
-    buffer = shared_buffer(2 * len(pieces[0]), pieces[0])  # turns over
+    buffer = shared_buffer(2 * len(pieces[0]), pieces[0])  # it wraps around
     with told_writers(buffer, 2) as writers:
         return carry(cell, lambda: Written(cell, pieces, writers, buffer))
 
 
 def within(seconds: float, place: Place, cell: Cell) -> Carried:
-    """What a place gives back, in bounded time."""
+    """The result of a cell in a place, in bounded time."""
     found: SimpleQueue[Callable[[], Carried]] = SimpleQueue()
 
     def run() -> None:

@@ -27,18 +27,18 @@ pytestmark = [
 ]
 
 SECONDS = float(os.environ.get("SOAK", "900"))
-LONGEST = 2.5  # seconds of a trainer's step: the worker's queue throws rows away after one
+LONGEST = 2.5  # seconds of a trainer's step: after one second the worker's queue drops rows
 WORKERS, REPEATS = 2, 2
 
 
 def now_and_then(steps: int, *, rng: random.Random) -> None:
-    """A worker that is slow for a moment in one of a hundred steps."""
+    """Let a worker be slow for a moment in one of a hundred steps."""
     if rng.random() < 0.01:
         time.sleep(3 * rng.random())
 
 
 class CountingAssembler(GroupAssembler):
-    """One that counts the rows which come, and knows the newest rollout of each worker."""
+    """Counts the rows that come, and keeps the newest rollout of each worker."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -78,7 +78,7 @@ def test_started_rollouts_are_trained_counted_or_held(tmp_path):
     counted = sum(assembler.counts.values())
     assert assembler.came == sum(trained.values()) + counted + assembler.held
     assert counted == assembler.counts["lost"]
-    # By their numbers: of each worker all rollouts have begun up to the newest, and none is gone.
+    # Rollouts are numbered: each worker has begun all up to its newest, and none may be missing.
     for worker, begun in assembler.begun.items():
         newest = max(begun)
         of_worker = [n for n in range(newest + 1) if n // REPEATS % WORKERS == worker]
@@ -86,7 +86,7 @@ def test_started_rollouts_are_trained_counted_or_held(tmp_path):
     for rollout, rows in trained.items():
         place = rollout // REPEATS // WORKERS * REPEATS + rollout % REPEATS
         assert rows == 1 + place % 3
-    # An assembler that goes on from the journal holds the same.
+    # An assembler that continues from the journal holds the same rows.
     again = GroupAssembler(journal=tmp_path / "rows", max_idle=10**6)
     assert (again.held, again.counts) == (assembler.held, assembler.counts)
     if (rest := again.take_rest()) is not None:

@@ -66,7 +66,7 @@ def test_a_rollout_that_arrived_in_part_gets_a_new_id_and_its_rows_are_surplus(t
     assert again.counts["surplus"] == 1
     assert again.unfinished() == []
     row["next", "done"] = torch.tensor([True])
-    again.put(row.exclude("prompt"))  # the old one goes on after all
+    again.put(row.exclude("prompt"))  # the old rollout continues after all
     assert again.counts["surplus"] == 2
     ends = lost.exclude("prompt")
     ends["next", "done"] = torch.tensor([True, True])
@@ -75,7 +75,7 @@ def test_a_rollout_that_arrived_in_part_gets_a_new_id_and_its_rows_are_surplus(t
 
 
 def test_after_a_restart_with_older_weights_nothing_is_too_old(tmp_path):
-    """What was announced after their step is drawn again, when there is room."""
+    """Groups that were announced after the step of these weights are drawn again when there is room."""
     options = {"groups": 1, "group_size": 1, "max_staleness": 1, "steps_ahead": 0, "version_key": "version"}
 
     def rows(draw, version):
@@ -116,13 +116,13 @@ def test_groups_that_leave_without_a_row_are_counted():
 
 
 def drawn(*rollouts: int) -> TensorDict:
-    """The draws of groups of two rollouts."""
+    """The draws of these rollouts, in groups of two."""
     ids = {"group_id": [each // 2 for each in rollouts], "rollout_id": [*rollouts]}
     return TensorDict(ids, [len(rollouts)])
 
 
 def ended(*rollouts: int, version: int = 0) -> TensorDict:
-    """A row for each rollout."""
+    """The last row of each of these rollouts."""
     rows = drawn(*rollouts)
     rows["next", "done"] = torch.ones(len(rows), dtype=torch.bool)
     rows["version"] = torch.full((len(rows),), version)
@@ -132,7 +132,7 @@ def ended(*rollouts: int, version: int = 0) -> TensorDict:
 @pytest.mark.filterwarnings("ignore:no group may take longer")
 @pytest.mark.parametrize("newer", [1, 3])
 def test_a_group_waits_for_the_rollouts_that_are_undone(newer, tmp_path):
-    """One of its rollouts is of weights that are gone. The group was whole with it, or not."""
+    """The weights of one of its rollouts are gone. With it the group was complete, or not."""
     options = {"groups": 2, "group_size": 2, "max_staleness": 2, "version_key": "version"}
     path = tmp_path / "journal"
     first = GroupAssembler(**options, journal=path)
@@ -152,7 +152,7 @@ def test_a_group_waits_for_the_rollouts_that_are_undone(newer, tmp_path):
 
 
 def test_a_process_that_dies_before_it_has_done_anything_changes_nothing(tmp_path):
-    """It had opened the journal. The next one still knows what was taken, and may be in the weights."""
+    """It had only opened the journal. The next process still knows the groups that were taken."""
     options = {"groups": 1, "group_size": 2, "journal": tmp_path / "journal"}
     first = GroupAssembler(**options)
     first.put(ended(0, 1, 2, 3, 4, 5))
@@ -165,7 +165,7 @@ def test_a_process_that_dies_before_it_has_done_anything_changes_nothing(tmp_pat
 
 
 def test_a_step_with_rejected_groups_is_one_step_after_a_restart(tmp_path):
-    """Three groups were taken, and one of them was rejected. So a step of two is over, and there is room."""
+    """Three groups were taken and one was rejected. So a step of two has ended, and there is room."""
     options = {"groups": 2, "group_size": 2, "steps_ahead": 0}
     path = tmp_path / "journal"
     first = GroupAssembler(**options, journal=path)

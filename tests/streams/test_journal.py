@@ -37,7 +37,7 @@ OPTIONS = {
 
 
 class Clock:
-    """Seconds of which the test says when they go by."""
+    """A clock that the test sets."""
 
     def __init__(self, monkeypatch):
         self.seconds = 100.0
@@ -58,7 +58,7 @@ def numbers(batch: TensorDictBase | None) -> list[int]:
 
 
 def known(assembler: GroupAssembler) -> dict:
-    """All that it knows, rows by the order of their arrival."""
+    """The whole state of an assembler as plain values, with rows in the order of their arrival."""
     state = assembler.state_dict()
     plain = {name: value for name, value in state["state"].items() if name != "groups"}
     plain |= {name: {p: ids.tolist() for p, ids in plain[name].items() if len(ids)} for name in CLOSED}
@@ -76,14 +76,14 @@ CLOSED = ("closed_groups", "late_groups", "closed_rollouts")
 
 
 def opened(path: Path, name: str) -> GroupAssembler:
-    """An assembler that goes on from a copy of a file, whose name is longer."""
+    """An assembler that continues from a copy of a journal."""
     copied = Path(f"{path}-")
     shutil.copy(path, copied)
     return make(name, journal=copied)
 
 
 def act(assembler: GroupAssembler, event: tuple) -> list[int]:
-    """Do something with an assembler, and return the numbers of the rows that come out."""
+    """Apply an event to an assembler. Return the numbers of the rows that come out."""
     kind, *said = event
     if kind == "put":
         assembler.put(batch_of_lines(*said[:2]))
@@ -105,7 +105,7 @@ def act(assembler: GroupAssembler, event: tuple) -> list[int]:
 
 
 def events_of(rng: random.Random, name: str) -> list[tuple]:
-    """Pieces that are put, some of them a second later, and what else is done in between."""
+    """Events: pieces to put, some of them a second later, and other calls in between."""
     events, row = [("announce", 50, 2)], 0
     for piece in faulty_stream(rng, 2 if name == "partitions" else 1):
         piece = [line._replace(expected=max(line.expected, 2)) for line in piece]
@@ -117,12 +117,12 @@ def events_of(rng: random.Random, name: str) -> list[tuple]:
 
 
 def numbered(event: tuple) -> list[tuple]:
-    """The number of a piece's first row, with each of its lines."""
+    """The lines of a put, each as (number of the piece's first row, place in the piece, line)."""
     return [(event[2], at, line) for at, line in enumerate(event[1])]
 
 
 def all_that_is_left(assembler: GroupAssembler) -> list[int]:
-    """The rows of all whole groups, each by the policy version of its newest row."""
+    """The numbers of the rows of all complete groups, which go out as the policy version rises."""
     found = []
     for version in range(assembler.version, assembler.version + 4):
         assembler.version = version
@@ -135,7 +135,7 @@ def all_that_is_left(assembler: GroupAssembler) -> list[int]:
 @settings(max_examples=3)
 @given(seed=st.integers(0, 10**9))
 def test_after_a_crash_rows_that_were_not_committed_come_again(name, seed, tmp_path_factory):
-    """Compared with an assembler without a journal that has not taken what comes again."""
+    """Compared with an assembler without a journal that has not taken these rows."""
     rng, path = random.Random(seed), tmp_path_factory.mktemp("journal") / "rows"
     with pytest.MonkeyPatch.context() as monkeypatch:
         clock = Clock(monkeypatch)
@@ -196,7 +196,7 @@ def test_state_after_crashes_equals_that_without_crashes(name, seed, tmp_path_fa
                 act(assembler, ("commit",))
             elif event[0] == "take":  # and the process dies
                 act(assembler, event)
-                other.take(10**6)  # looks at the clock, too
+                other.take(10**6)  # this reads the clock, too
                 assembler = opened(path, name)
                 path = Path(assembler.journal)
             version, assembler.version = assembler.version, other.version
@@ -206,7 +206,7 @@ def test_state_after_crashes_equals_that_without_crashes(name, seed, tmp_path_fa
 
 
 def bytes_of_events(path: Path) -> tuple[list[int], list[dict]]:
-    """How long a journal is after each event, and what is known then."""
+    """The length of a journal before each event, and the state of the assembler then."""
     assembler, sizes, states = make("plain", journal=path), [], []
     for place, piece in enumerate(faulty_stream(random.Random(3), 1)[:8]):
         sizes.append(path.stat().st_size)
@@ -232,7 +232,7 @@ def test_a_file_cut_at_any_byte_keeps_its_whole_events(tmp_path, clock):
         words = [str(each.message) for each in said]
         lost = length - sizes[whole]
         assert [f"ends with {lost} bytes of an incomplete event" in each for each in words] == [True][:lost]
-        assert known(opened(cut, "plain")) == states[whole]  # and from what it wrote behind it
+        assert known(opened(cut, "plain")) == states[whole]  # and from what it appended
     for length in (0, 5, sizes[0] - 1):
         cut.write_bytes(content[:length])
         if length == 5:
@@ -263,7 +263,7 @@ def test_a_changed_byte_is_cut_off_at_the_end_and_raises_before_it(tmp_path, clo
             assert f"next readable event is at byte {sizes[event + 1]}:" in said
             assert event < len(sizes) - 2
             refused += 1
-        else:  # the last one is cut off, or this byte is not read
+        else:  # the last event is cut off, or this byte is not read
             assert found in ((states[-2], states[-1]) if event == len(sizes) - 2 else (states[-1],))
     assert refused > 30
 
@@ -295,7 +295,7 @@ def test_columns_of_any_dtype_come_out_unchanged(lazy, tmp_path):
 
 
 def test_a_single_row_of_an_expanded_tensor_is_written(tmp_path):
-    """Its stride may be 0, as that of an action that a policy expands to its rows."""
+    """Its stride may be 0, for example if a policy expands one action to all rows."""
     rows = batch_of_lines([Line(0, 0, 0, True)])
     rows["action"] = torch.tensor(2.5).expand(1)
     path = tmp_path / "rows"
@@ -323,7 +323,7 @@ def test_a_refused_put_is_not_in_the_journal(tmp_path):
 
 
 def test_a_write_that_fails_in_its_middle_leaves_no_trace(tmp_path):
-    """The disk is full after any number of bytes: the put is refused. The next one is read again."""
+    """The disk is full after any number of bytes: the put is refused. The next put can be read again."""
     rows = [batch_of_lines([Line(group, 2 * group + r, 0, True) for r in range(2)]) for group in range(3)]
     path = tmp_path / "rows"
     assembler = GroupAssembler(journal=path)
@@ -348,7 +348,7 @@ def test_a_journal_of_another_assembler_and_other_files_are_refused(tmp_path):
         ValueError, match=r"other options: group_size is 2 in the file and 3 here.*load its state_d"
     ) as raised:
         GroupAssembler(journal=path, group_size=3)
-    assert raised.type is ValueError  # a public class, whose name the user can catch
+    assert raised.type is ValueError  # a public class, which users can catch
     with pytest.raises(FileNotFoundError, match=r"nowhere/rows' must exist.*Path\('.*nowhere'\)\.mkdir"):
         GroupAssembler(journal=tmp_path / "nowhere" / "rows")
     with pytest.raises(ValueError, match=r"commit\(\) needs a journal"):
@@ -356,7 +356,7 @@ def test_a_journal_of_another_assembler_and_other_files_are_refused(tmp_path):
 
 
 def test_the_last_process_to_open_it_continues_and_others_raise(tmp_path):
-    """As when a process hangs, is taken for dead, and wakes up."""
+    """For example, a process hangs, is taken for dead, and wakes up."""
     first = make("plain", journal=tmp_path / "rows")
     second = make("plain", journal=tmp_path / "rows")
     rows = batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, True)])

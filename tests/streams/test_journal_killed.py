@@ -17,12 +17,12 @@ from headrace.transforms import GroupAssembler
 
 pytestmark = pytest.mark.slow
 
-SIZE, SPREAD = 3, 4  # rollouts of a group, and over how many pieces its rows come
+SIZE, SPREAD = 3, 4  # rollouts of a group, and the number of pieces that have its rows
 FOREVER = 10**9
 
 
 def lines_of_group(group: int) -> list[tuple[int, Line]]:
-    """Its rows, each with the piece in which it comes; of every seventh group a rollout has failed."""
+    """The rows of a group, each with its piece. In every seventh group a rollout fails."""
     rng, lines = random.Random(group), []
     for rollout in range(SIZE * group, SIZE * group + SIZE):
         length, piece = rng.randint(1, 3), group
@@ -45,7 +45,7 @@ def note(path: Path, *words: object) -> None:
 
 
 def train(folder: Path, until: int, seed: int) -> None:
-    """Put pieces, from the first one on that may not be in the journal, and take complete groups."""
+    """Put the pieces that may not be in the journal, and take complete groups."""
     log, rng = folder / "log", random.Random(seed)
     assembler = GroupAssembler(
         journal=folder / "rows", segment_key="segment", on_duplicate="drop", max_idle=FOREVER
@@ -90,11 +90,11 @@ def die_again_and_again(folder: Path, kills: int) -> None:
 
 
 def check(log: list[list[str]]) -> None:
-    """Groups of before a commit come out once; those since then again, and no others."""
+    """Check that groups before a commit come out once, and that only later groups come out again."""
     committed: set[int] = set()
     out: set[int] = set()  # since the last commit
     doubtful: set[int] = set()  # killed while they were committed
-    again: set[int] = set()  # are to come out again
+    again: set[int] = set()  # must come out again
     commits = False
     for word, *said in log:
         groups = set(map(int, said)) if word == "out" else set()

@@ -53,7 +53,8 @@ def test_groups_taken_and_dropped_equal_those_of_a_loop_over_all_rows():
         assert set(out) == whole, seed
         assert len(out) + assembler.held + sum(assembler.counts.values()) == len(sent), seed
         assert {reason for reason, rows in assembler.counts.items() if rows} <= {"lost"}, seed
-        # What a later row has shown to be over waits no longer; nor does a group of which all is over.
+        # A rollout that must have ended, as a later row shows, waits no longer; nor does a group of such
+        # rollouts.
         newest = {(row.worker, row.environment): -1 for row in every}
         for row in sent:
             lane = row.worker, row.environment
@@ -81,7 +82,7 @@ ONE = Fleet(1, 1, 2, 9)
 
 
 def rows_of(*rollouts: tuple[int, list[int], int]) -> TensorDict:
-    """Rows by (rollout, their numbers, length)."""
+    """The rows with these numbers of each rollout (id, numbers, length)."""
     rows = [Sent(r // 2, r, n, n == length - 1, 0, 0) for r, numbers, length in rollouts for n in numbers]
     return ONE.batch(rows)
 
@@ -112,7 +113,7 @@ def test_a_group_with_a_lost_rollout_ends_as_one_with_a_failed_rollout():
 
 @pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
 def test_a_rollout_that_fails_and_lacks_rows_is_missing_once():
-    """In any order, in one put or in several; of four rollouts two are whole, and one is not there yet."""
+    """Rows come in any order, in one put or several. Of four rollouts two are complete; one is not there."""
     fleet = Fleet(1, 4, 4, 9)
     others = [Sent(0, number, 0, True, 0, number) for number in (1, 2)]
     own = [Sent(0, 0, number, number == 4, 0, 0) for number in (0, 2, 4)]  # without its rows 1 and 3
@@ -163,7 +164,7 @@ def test_a_rollout_without_an_end_is_reported_once_at_four_times_the_usual_age()
     assembler = GroupAssembler()
     endless = iter(range(99))
     assembler.put(fleet.batch([Sent(0, 0, next(endless), False, 0, 0)]))
-    for rollout in range(1, 12):  # each of two puts: ten and one have ended, before the first is too old
+    for rollout in range(1, 12):  # each in two puts: 11 of them end before rollout 0 is too old
         for number in (0, 1):
             row = Sent(rollout, rollout, number, number == 1, 0, 1)
             if (rollout, number) == (11, 0):

@@ -27,7 +27,7 @@ PARTS = 8
 
 
 def random_run(seed: int) -> Run:
-    """A run with a bound, of a world that ends, in which anything may happen."""
+    """A run with a staleness bound in a finite random world, in which everything can happen."""
     dice = Random(seed)
     groups, size, bound = dice.randint(1, 5), dice.randint(1, 3), dice.randint(0, 4)
     cuts = [0, *sorted(dice.sample(range(1, groups), min(groups - 1, dice.randint(0, 2)))), groups]
@@ -62,7 +62,7 @@ def random_run(seed: int) -> Run:
 
 
 def broken_laws(run: Run) -> Counter:
-    """By law: how many groups break it."""
+    """By law, the number of groups that break it."""
     run.go()
     known, counts = run.known.values(), run.assembler.counts
     bound = run.assembler.max_staleness + run.world.behind
@@ -106,12 +106,12 @@ def test_an_assembler_on_ray_follows_the_same_law():
 
 
 def too_few(steps, whole, waiting, size, options):
-    """The check without rule 3."""
+    """The function `waits_for` without its rule 3."""
     return [] if not steps.taken and len(list(whole)) < size else None
 
 
 class Forgets(Steps):
-    """A step is over as soon as it has taken its groups."""
+    """Treats a step as ended as soon as it has taken its groups."""
 
     def take(self, oldest):
         super().take(oldest)
@@ -123,7 +123,7 @@ class Forgets(Steps):
 @pytest.mark.filterwarnings("ignore:no group may take longer")
 @pytest.mark.parametrize("broken", ["dispatches too much", "no check", "no order", "forgets the step"])
 def test_each_part_of_the_rule_is_needed(broken, monkeypatch):
-    """Without one of them, groups are trained too late, or the run stops."""
+    """Without any one part, groups are trained too late, or the run stops."""
     if broken == "no check":
         monkeypatch.setattr(assembler_module, "waits_for", too_few)
     if broken == "no order":
@@ -159,7 +159,7 @@ def rows(group: int, version: int = 0) -> object:
 
 
 def test_the_slowest_group_is_waited_for_only_when_it_must_be():
-    """k = 2, one group a step: group 0 is slow, and the step that must train it is the third."""
+    """k = 2, one group per step: group 0 is slow, and the third step must train it."""
     assembler = GroupAssembler(groups=1, group_size=1, max_staleness=2, steps_ahead=1, version_key="version")
     taken = []
     for group in range(6):
@@ -176,7 +176,7 @@ def test_the_slowest_group_is_waited_for_only_when_it_must_be():
 
 
 def test_a_group_that_is_announced_late_is_as_old_as_its_dispatch():
-    """k = 2: a run goes on at version 5, and group 1 was dispatched at 3, so it is due now."""
+    """k = 2: a run continues at version 5. Group 1 was dispatched at 3, so it is due now."""
     assembler = GroupAssembler(groups=1, group_size=1, max_staleness=2, steps_ahead=1, version_key="version")
     assembler.version = 5
     assembler.announce(columns(group_id=[0, 1], rollout_id=[0, 1], version=[5, 3]))
@@ -212,7 +212,7 @@ def test_no_slack_for_slow_groups_is_a_warning_when_dispatch_begins(ahead):
 
 
 def test_partitions_of_which_none_has_a_batch_do_not_stop_the_dispatch():
-    """Of 3 partitions with 6, 5 and 5 whole groups none has 8, and nothing is pending."""
+    """Three partitions have 6, 5 and 5 complete groups: none has 8, and nothing is pending."""
     options = {"groups": 8, "group_size": 1, "max_staleness": 1, "version_key": "version"}
     assembler = GroupAssembler(partition_key="part", **options)
     for group in range(16):
@@ -227,7 +227,7 @@ def test_partitions_of_which_none_has_a_batch_do_not_stop_the_dispatch():
 
 def test_versions_map_to_the_last_step_at_which_they_were_the_newest():
     steps = Steps()
-    steps.begin(10)  # of a run that goes on: nothing was taken before
+    steps.begin(10)  # a run that continues: nothing was taken before
     for version in (10, 12, 12, 13):
         steps.end()
         steps.begin(version)

@@ -25,7 +25,7 @@ FAILED = 3
 
 
 def lines_of(rng: random.Random, groups: int, repeated: bool) -> list[Line]:
-    """Groups of two to four rollouts of one to three segments, of which some fail at some segment."""
+    """Groups of two to four rollouts of one to three segments; some rollouts fail at a segment."""
     lines = []
     for group in range(groups):
         size = rng.randint(2, 4)
@@ -46,7 +46,7 @@ def lines_of(rng: random.Random, groups: int, repeated: bool) -> list[Line]:
 def arrive(
     lines: list[Line], rng: random.Random, takes: bool, resumes: bool = False, **options
 ) -> tuple[dict[int, list[tuple[int, int]]], Counter]:
-    """The groups and counts of an assembler into which they come in pieces, and out of which groups go."""
+    """Put the rows in pieces and take groups. Return the groups and the counts of the assembler."""
     options = {"segment_key": "segment", "on_duplicate": "drop", "max_idle": 10**6, **options}
     assembler, groups, left = GroupAssembler(**options), {}, list(lines)
     while left or assembler.ready:
@@ -93,7 +93,7 @@ def test_row_order_changes_no_group_and_no_count(seed, on_failure, timeout, take
                 left[line.rollout].append(line)
             lines = [left[rollout].pop(0) for rollout in places]
         groups, counts = arrive(lines, rng, takes, order == seed % 3, **options)
-        if surplus == "drop":  # whose rows are over depends on the order
+        if surplus == "drop":  # the order decides whose rows are surplus
             groups, counts = sorted(groups), counts["failed"]
         found.append((groups, counts))
     assert found[0] == found[1] == found[2]
@@ -137,11 +137,9 @@ def test_segments_with_their_own_end_may_come_in_any_order():
     seed=st.integers(0, 10**9), least=st.integers(1, 4), fallback=st.sampled_from(["drop", "refill", "keep"])
 )
 def test_refills_do_not_depend_on_order_and_a_minimum_is_kept_if_they_fail(seed, least, fallback):
-    """Compared with a loop: request while too few are left, at most so often, then keep the rest."""
+    """Compared with a loop: request rollouts while too few are left, up to a limit, then keep the rest."""
     rng = random.Random(seed)
-    fails = [
-        [rng.random() < 0.5 for _ in range(4)] for _ in range(3)
-    ]  # in each round, of the rollouts asked for
+    fails = [[rng.random() < 0.5 for _ in range(4)] for _ in range(3)]  # by round, of the requested rollouts
     good, asked, rounds = fails[0].count(False), [], 0
     floor = {"drop": 4, "refill": 4, "keep": least}[fallback]
     while good < floor and rounds < 2:
@@ -250,7 +248,7 @@ def test_all_groups_are_refilled_though_one_request_raises():
 
 
 class Workers:
-    """Rollouts under way, that end in any order, with the policy version at which they were dispatched."""
+    """A source of rollouts that run at once and end in any order, each with its version at dispatch."""
 
     def __init__(
         self, assembler: GroupAssembler, draw_size: int, share: float, seed: int, fails: float = 0.0
@@ -264,7 +262,7 @@ class Workers:
 
     def __iter__(self):
         while True:
-            # Where nothing is under way there is room, or the loop would stand still.
+            # If nothing is running there must be room, or the loop would stop.
             if not self.running or (self.rng.random() < 0.5 and self.assembler.capacity(2) >= self.draw_size):
                 self.dispatch(next(self.draws))
             yield self.running.pop(self.rng.randrange(len(self.running)))
@@ -302,7 +300,7 @@ class Workers:
 def test_paced_and_informative_continue_for_any_share_and_limit(
     seed, share, max_staleness, groups, draw_size, concurrent, fails
 ):
-    """No batch is too stale. A group that later ones overtake may become so, and is dropped and counted."""
+    """No batch is too stale. A group may become so if later ones overtake it; it is dropped and counted."""
     assembler = GroupAssembler(
         groups=groups, max_staleness=max_staleness, max_concurrent_rollouts=concurrent, max_idle=10**6
     )
@@ -315,7 +313,7 @@ def test_paced_and_informative_continue_for_any_share_and_limit(
         assert int(versions.max()) <= step
         for group in batch["group_id"].unique():
             assert len(batch["next", "reward"][batch["group_id"] == group].unique()) == 2
-        state = stream.state_dict()  # rejected groups are known again
+        state = stream.state_dict()  # it includes the rejected groups
         room = assembler.capacity(2)
         stream.load_state_dict(state)
         assert assembler.capacity(2) == room

@@ -37,7 +37,7 @@ LOSSY = list(survivors.POLICIES)[:5]
 
 
 def tail(trained: list[int], lost: list[int], k: int) -> float:
-    """The share of all ways to lose groups in which part k and those behind it lose as many."""
+    """Of all ways to lose as many groups, the share that loses as many in part k and after it."""
     total, above, losses = sum(trained + lost), sum(trained[k:] + lost[k:]), sum(lost)
     ways = [math.comb(above, x) * math.comb(total - above, losses - x) for x in range(losses + 1)]
     return sum(ways[sum(lost[k:]) :]) / math.comb(total, losses)
@@ -48,7 +48,7 @@ PARTS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=2, 
 
 @given(PARTS)
 def test_the_bound_holds_for_any_number_of_groups(parts):
-    """With K cuts: P(z ≤ the z that was found) ≤ Σ over cuts of their tails ≤ K · exp(−z² / 2 − ln K)."""
+    """With K cuts: P(z ≤ the found z) ≤ Σ over cuts of their tails ≤ K · exp(−z² / 2 − ln K)."""
     trained, lost = (list(each) for each in zip(*parts, strict=True))
     z, part = slow_loss(trained, lost)
     assert (z < 0) == (part > 0)
@@ -82,7 +82,7 @@ def test_a_bin_is_a_number_of_turns_or_nine_per_cent_of_the_latency(turns, laten
 def test_the_bin_of_a_reward_keeps_its_sign_and_the_order(reward):
     number = signed_bin_of(reward)
     assert signed_bin_of(-reward) == -number
-    slack = 1 + 1e-9  # of rounding; an end of a negative bin is open below
+    slack = 1 + 1e-9  # a rounding error; the lower end of a negative bin is open
     least, below = signed_least_of(number), signed_least_of(number + 1)
     assert min(least * slack, least / slack) <= reward <= max(below * slack, below / slack)
     assert number == 0 or abs(below - least) <= 0.0906 * abs(reward) * 1.0906
@@ -105,7 +105,7 @@ def test_tenths_have_the_groups_in_order_and_equal_values_together():
     numbers = found.numbers()
     assert numbers["survivors/trained"] == 0.7
     assert (numbers["survivors/lost/stale"], numbers["survivors/early"]) == (10, 20)
-    assert numbers["survivors/latency/slow"] == 2  # from there on 20 of 50, before all
+    assert numbers["survivors/latency/slow"] == 2  # 20 of 50 from there on, and all before
     assert numbers["survivors/latency/slow_trained"] == 0.4
     assert numbers["survivors/latency/others_trained"] == 1
     assert numbers["survivors/outstanding"] == 3
@@ -121,7 +121,7 @@ def test_different_values_are_in_ten_parts():
 
 
 class Clock:
-    """An assembler whose time is set, with one rollout a group by default."""
+    """An assembler with a clock that the test sets; by default a group has one rollout."""
 
     def __init__(self, **options):
         self.now, options = 0.0, {"group_size": 1} | options
@@ -158,7 +158,7 @@ def test_the_latency_is_from_the_announcement_to_the_last_row():
 def test_a_group_that_times_out_has_a_lower_bound():
     run = Clock(timeout_seconds=8.0)
     run.announce(0, 1)
-    run.put(0, 8.0)  # both are too old, and this one became whole just in time
+    run.put(0, 8.0)  # both are too old; this group became complete just in time
     assert run.fates() == {("timeout", False, 8.0): 1}
     run.assembler.take()
     assert run.fates() == {("timeout", False, 8.0): 1, ("trained", True, 8.0): 1}
@@ -257,7 +257,7 @@ WIDTH = 512
 
 
 def with_lengths(lengths: list[int], **numbers: list) -> TensorDict:
-    """A group of one row for each length, or of what `numbers` say."""
+    """A row for each length. Each is a group of its own, unless `numbers` has other ids."""
     ids = [*range(len(lengths))]
     batch = columns(**{"group_id": ids, "rollout_id": ids, "version": [0] * len(ids)} | numbers)
     batch["next", "done"] = batch.get("done", torch.ones(len(ids), dtype=torch.bool))
@@ -266,7 +266,7 @@ def with_lengths(lengths: list[int], **numbers: list) -> TensorDict:
 
 
 def rows_of_two(**more: list) -> TensorDict:
-    """Group 0: a rollout of 4 + 3 tokens and one of 6; group 1: rollouts of 1 and 2 tokens."""
+    """Group 0 has rollouts of 4 + 3 and of 6 tokens, and group 1 rollouts of 1 and 2 tokens."""
     ids = {"group_id": [0, 0, 0, 1, 1], "rollout_id": [0, 0, 1, 2, 3], "version": [0] * 5}
     batch = with_lengths([4, 3, 6, 1, 2], **ids, done=[False, True, True, True, True])
     for key, values in more.items():
@@ -276,7 +276,7 @@ def rows_of_two(**more: list) -> TensorDict:
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_the_length_is_that_of_the_longest_rollout_and_the_reward_the_mean(at_once):
-    """(2 + (−1)) / 2 = 0.5: of the first rollout its last row counts. The other group has one reward, −8."""
+    """(2 + (−1)) / 2 = 0.5: the last row of the first rollout counts. The other group has one reward, −8."""
     run, batch = Clock(group_size=2), rows_of_two(reward=[[9.0], [2.0], [-1.0], [math.nan], [-8.0]])
     for piece in [batch] if at_once else batch.split(1):
         run.assembler.put(piece)
@@ -296,7 +296,7 @@ def test_several_rewards_of_a_row_are_added_up():
 
 def test_a_group_that_leaves_early_has_a_lower_bound_of_its_length_and_no_reward():
     run = Clock(timeout_seconds=8.0, group_size=2)
-    run.announce(3)  # of which no row comes: its length is not known, either
+    run.announce(3)  # no row of it comes, so its length is not known either
     run.assembler.put(with_lengths([5, 9], group_id=[0, 0], rollout_id=[0, 1], reward=[1, 1])[:1])
     run.now = 16.0
     run.assembler.take()
@@ -354,7 +354,7 @@ def test_ragged_rows_and_rows_whose_tokens_are_elsewhere_have_the_same_lengths()
 
 
 def lose(seed: int, chance: Callable[[float], float]) -> tuple[list[int], list[bool], Survivors]:
-    """Lengths of 400 groups, which are lost by their place among them, and what an assembler counted."""
+    """The lengths of 400 groups, which are lost (by length), and the survivors that an assembler counted."""
     dice, run = Random(seed), Clock()
     lengths = [min(WIDTH, int(dice.lognormvariate(4, 0.8))) for _ in range(400)]
     places = {length: at / 400 for at, length in enumerate(sorted(lengths))}
@@ -402,7 +402,7 @@ def test_a_loss_of_short_groups_has_none():
 @pytest.mark.parametrize("title", survivors.TITLES)
 @pytest.mark.parametrize("policy", survivors.POLICIES)
 def test_the_report_says_that_slow_groups_are_lost_where_they_are(policy, title):
-    """400 groups a run; the benchmark has 100 seeds of each."""
+    """Runs of 400 groups; the benchmark tries 100 seeds of each."""
     known = title != survivors.TITLES[2] or policy != "not announced, drop"  # all its rows come at once
     for seed in (0, 1):
         assert survivors.fires(title, policy, seed, 400) == (policy in LOSSY and known)

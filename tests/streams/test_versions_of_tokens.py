@@ -17,7 +17,7 @@ OPTIONS = {"group_size": 2, "max_staleness": 2, "on_stale": "drop"}
 
 
 def stale_by_loop(batch, version: int) -> set[int]:
-    """The groups with a sampled token more than two versions old."""
+    """The groups with a sampled token that is more than two versions old."""
     pairs = zip(batch["group_id"].tolist(), sampled_by(batch), strict=True)
     return {group for group, versions in pairs if any(own < version - 2 for own in versions)}
 
@@ -81,7 +81,7 @@ def test_a_token_newer_than_the_trainer_is_refused():
 
 
 def test_a_group_with_a_token_of_lost_weights_is_undone():
-    """The weights of version 5 are loaded. One token of group 0 is of version 7, after one of version 3."""
+    """The weights of version 5 are loaded. Group 0 has a token of version 7, after one of version 3."""
     batch = with_versions(3, rows=4)
     batch[VERSION] = torch.where(batch[LOSS], 3, 99)
     last = int(batch[LOSS][0].nonzero()[-1])
@@ -97,7 +97,7 @@ def test_a_group_with_a_token_of_lost_weights_is_undone():
 
 
 def test_another_process_gets_the_oldest_and_the_newest_version():
-    """It decides as the process that has the tokens."""
+    """So it decides as the process that has the tokens."""
     batch = with_versions(2)
     assembler = GroupAssembler(**OPTIONS)
     sent = columns_to_send(batch, assembler._options)

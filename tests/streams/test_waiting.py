@@ -1,4 +1,4 @@
-"""Every wait has a name, and a timeout goes on while the trainer waits and nothing is put."""
+"""Every wait is named, and timeouts continue while the trainer waits and nothing is put."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.transforms.table.schema import ORIGIN
 
 
 class Clock:
-    """Seconds of which the test says when they go by."""
+    """A clock that the test sets."""
 
     def __init__(self, monkeypatch):
         self.seconds = 100.0
@@ -26,7 +26,7 @@ def clock(monkeypatch) -> Clock:
 
 
 def rows(*rollouts: int, workers: int = 0) -> TensorDict:
-    """An ended row for each of these rollouts, of groups of two."""
+    """The last row of each of these rollouts, in groups of two."""
     ids = {"group_id": [each // 2 for each in rollouts], "rollout_id": list(rollouts)}
     batch = TensorDict(ids | {("next", "done"): [True] * len(rollouts)}, batch_size=[len(rollouts)])
     if workers:
@@ -36,7 +36,7 @@ def rows(*rollouts: int, workers: int = 0) -> TensorDict:
 
 
 def asked(assembler: GroupAssembler) -> list[str]:
-    """The warnings of an ask for a batch."""
+    """The warnings when a batch is requested."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", StreamWarning)
         assembler.take()
@@ -65,7 +65,7 @@ def test_a_long_wait_is_a_warning_that_names_the_groups_and_comes_again(clock):
 
 @pytest.mark.filterwarnings("ignore:the trainer has waited")
 def test_a_timeout_in_puts_goes_on_while_the_trainer_waits(clock):
-    """A put came every second. Then nothing is put, because nothing is dispatched before the next step."""
+    """A put came every second. Then none comes, because nothing is dispatched before the next step."""
     assembler = GroupAssembler(groups=1, group_size=2, timeout=30)
     for rollout in range(2, 12):
         clock.seconds += 1

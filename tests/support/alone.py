@@ -1,4 +1,4 @@
-"""A stage by itself, and all that it says of a batch."""
+"""Run a stage without a pipeline, and return all its results."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from headrace.transforms import BatchTransform, Rows
 
 
 class Said(NamedTuple):
-    """What a stage made of a batch."""
+    """The results of a stage for a batch."""
 
     batch: TensorDictBase
     """The rows that are left."""
     metrics: dict[str, float]
     reasons: list[str]
-    """Of each row that came in; ``trained`` where it stays."""
+    """The reason of each input row; ``trained`` if it stays."""
 
 
 def said_by(stage: BatchTransform, batch: TensorDictBase) -> Said:
-    """What a stage does when it is called, with what it measured and why rows left."""
+    """Run a stage as a call does. Return the batch, the metrics, and the reason of each row."""
     rows = Rows.read(stage.enter(batch), keys=stage.in_keys, tokens=stage.tokens_counted)
     stage.work_on(rows.seen_by(stage))
     fates = rows.table.fates

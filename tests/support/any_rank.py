@@ -1,4 +1,4 @@
-"""What each process does in the laws of ranks."""
+"""The functions that each process runs in the laws of ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SHARED = ("pipeline.process_group=world", "pipeline.shared_ids=same", "pipeline.
 
 
 def results_of(function, world: int, folder: Path, *more) -> list:
-    """What a function of the rank, of `world` and of more returns in each of `world` processes of a group."""
+    """The results of ``function(rank, world, *more)`` from each of `world` processes of a group."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         (folder / "port").write_text(str(free.getsockname()[1]))
@@ -55,12 +55,12 @@ def results_of(function, world: int, folder: Path, *more) -> list:
 
 
 def run_on_rank(rank: int, function, world: int, folder: Path, more: Sequence) -> None:
-    """Through a store on a port of its own, which is faster than one in a file."""
+    """Join the group through a store on its own port, which is faster than a file, and save the result."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), world, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     torch.save(function(rank, world, *more), folder / f"{rank}.pt")
-    dist.barrier()  # rank 0 has the store, by which the others hear of the end of the last batch
+    dist.barrier()  # rank 0 holds the store, which tells the others that the last batch has ended
     dist.destroy_process_group()
 
 
@@ -75,7 +75,7 @@ def group_of_one() -> Iterator[None]:
 
 
 def collected(kind: str, recipe: str) -> TensorDict:
-    """A batch of 5 groups of 4 rollouts, or of 2 to 5; some rollouts of two or three segments."""
+    """A batch of 5 groups of 4 rollouts, or of 2 to 5; some rollouts have two or three segments."""
     generator = torch.Generator().manual_seed(len(recipe) + len(kind))
     sizes = [4] * 5 if kind == "uniform" else [2, 5, 3, 4, 2]
     rows = []
@@ -103,7 +103,7 @@ def collected(kind: str, recipe: str) -> TensorDict:
 
 
 def spread(batch: TensorDict, how: str, world: int) -> list[torch.Tensor]:
-    """The rows of each rank: assigned in turn, cut in pieces, at random, or all but the second rank's."""
+    """The rows of each rank: in turn, in pieces, at random, or none for the second rank."""
     rows = torch.arange(len(batch))
     if how == "in turn":
         return [rows[rank::world] for rank in range(world)]
@@ -133,7 +133,7 @@ COLUMNS = (
 
 
 def by_row(rows: torch.Tensor, out: TensorDict) -> dict:
-    """What came out, by the number of the row in the whole batch."""
+    """The output columns, by the number of each row in the whole batch."""
     found = {}
     if len(out):
         numbers = rows[out["headrace", "row"]].tolist()
@@ -146,13 +146,13 @@ def by_row(rows: torch.Tensor, out: TensorDict) -> dict:
 
 CORRECTION, REJECT = "pipeline.stages.correction", "pipeline.stages.reject.criterion"
 WEIGHT = "pipeline.stages.weight"
-VARIED = (  # by words that no recipe has
+VARIED = (  # options that no recipe sets
     ("tis", f"{CORRECTION}.level=sequence", f"{CORRECTION}.unit=rollout"),
     ("mt_grpo", f"{WEIGHT}.unit=turn", f"{WEIGHT}.length=null", f"{WEIGHT}.turn_index_key=turn_index"),
     ("mis", f"{REJECT}.unit=rollout", f"{CORRECTION}.level=mean"),
-    ("mlperf", "pipeline.stages.mask.denominator=kept"),  # of these, what a rank without rows has differs
+    ("mlperf", "pipeline.stages.mask.denominator=kept"),  # these differ on a rank without rows
     ("gtpo", "pipeline.stages.weight.fold=sum"),
-    ("as/trl", "pipeline.stages.collapse.missing=mask"),  # whose batches lack rewards
+    ("as/trl", "pipeline.stages.collapse.missing=mask"),  # its batches lack rewards
 )
 
 
@@ -160,19 +160,19 @@ CASES = (("uniform", "in turn"), ("ragged", "at random"), ("uniform", "one witho
 
 
 def cases_of(number: int) -> tuple[tuple[str, str], ...]:
-    """Kinds of batches and ways to spread them: two for one recipe, the other two for the next."""
+    """Two pairs of a kind of batch and a way to spread it; the next recipe gets the other two."""
     return CASES[2 * (number % 2) :][:2]
 
 
 def without_seconds(metrics: dict[str, float]) -> dict[str, float]:
-    """All metrics but the seconds of stages."""
+    """The metrics without the seconds of stages."""
     return {name: value for name, value in metrics.items() if not name.startswith("time/")}
 
 
 def compare_with_one_process(
     rank: int, world: int, pipelines: list[tuple[str, Pipeline]]
 ) -> tuple[int, list[str]]:
-    """Each recipe, kind of batch and way to spread it: what differs from one process that has all rows."""
+    """Try each recipe on each case. Return the number of comparisons, and what differs from one process."""
     differs, compared = [], 0
     for number, (recipe, of_one) in enumerate(pipelines):
         pipeline = Pipeline(copy.deepcopy(dict(of_one.stages.items())), **TOGETHER)
@@ -189,7 +189,7 @@ def compare_with_one_process(
             compared += len(measured)
             if measured.keys() != expected.keys():
                 differs.append((recipe, kind, how, "metrics", sorted(measured.keys() ^ expected.keys())))
-            # Ragged rows are padded to the longest of a rank: sums that only show are rounded otherwise.
+            # Ragged rows are padded to the longest row of a rank, so sums for display round differently.
             near = 1e-12 if kind == "ragged" else 0.0
             differs += [
                 (recipe, kind, how, name, one, expected.get(name))
@@ -214,7 +214,7 @@ def compare_with_one_process(
 def metrics_of_stages(
     rank: int, world: int, stages: dict[str, BatchTransform], batch: TensorDict
 ) -> tuple[int, list[str]]:
-    """How many numbers stages record, each alone in a pipeline; which differ from those of one process."""
+    """The number of metrics of stages, each in its own pipeline, and what differs from one process."""
     recorded, wrong, each = 0, list[str](), torch.arange(len(batch))
     for parts in (each.split([4, 4]), each.split([8, 0])):
         for name, stage in stages.items():
@@ -235,7 +235,7 @@ def metrics_of_stages(
 
 
 def lack_groups(rank: int, world: int, shared_ids: str) -> tuple[float, str]:
-    """How many groups of all ranks have no row, and what is raised. Ranks may number their groups alike."""
+    """The number of groups without a row over all ranks, and the error. Ranks may number groups alike."""
     first = 0 if shared_ids == "different" else 10 * rank
     groups = [first, first, first + 1, first + 1]
     batch = batch_of([0.0, 1, 1, 0], groups, [2 * first + k for k in range(4)])
@@ -254,17 +254,17 @@ def lack_groups(rank: int, world: int, shared_ids: str) -> tuple[float, str]:
 
 # -- a stream of batches ----------------------------------------------------------------------------------
 
-STREAM = (5, 3, 0, 4)  # groups of a batch, of the last rank; the others have two more each
+STREAM = (5, 3, 0, 4)  # groups of each batch on the last rank; each rank before it has two more
 
 
 def of_stream(number: int, rank: int, world: int, *, alike: bool) -> TensorDict:
     """The rows of a rank in a batch of a stream: whole groups, some rollouts of two segments.
 
     Args:
-        number: of the batch.
-        rank: whose rows.
-        world: how many ranks there are.
-        alike: ranks number their rollouts alike, each its own.
+        number: number of the batch.
+        rank: the rank that gets the rows.
+        world: number of ranks.
+        alike: whether ranks use the same ids for different rollouts.
     """
     groups = STREAM[number] + 2 * (world - 1 - rank)
     first = 100 * number + (0 if alike else 1000 * rank)
@@ -278,7 +278,7 @@ def of_stream(number: int, rank: int, world: int, *, alike: bool) -> TensorDict:
 
 
 def fold_stream(rank: int, world: int) -> tuple[float, float, list[tuple[float, int]]]:
-    """A stream with carried rows, whose weights are folded in, and are not: how far an advantage is off."""
+    """Run a stream with carried rows, with and without folded weights: the largest error of an advantage."""
 
     def cut(fold: str) -> Pipeline:
         split = ShuffleSplit(minibatches=2, microbatches=2, remainder="carry", unit="sample")
@@ -305,9 +305,9 @@ def fold_stream(rank: int, world: int) -> tuple[float, float, list[tuple[float, 
 
 
 def carry_masked(rank: int, world: int) -> list[tuple[list[str], list[int]]]:
-    """The reasons and the trained rows of three batches; the third has a pipeline without filters.
+    """The reasons and the trained rows of three batches; the last pipeline has no filters.
 
-    Rank 0 carries a masked row, and rank 1 one that waits to be trained.
+    Rank 0 carries a masked row, and rank 1 a row that will train.
     """
     split = {"split": ShuffleSplit(minibatch_size=3, unit="sample", remainder="carry", shuffle=False)}
     out = SampleFilter(criterion=RewardWithin(high=5.0))
@@ -331,7 +331,7 @@ def carry_masked(rank: int, world: int) -> list[tuple[list[str], list[int]]]:
 
 
 def carry_at_random(rank: int, world: int, streams: int) -> list[str]:
-    """Streams of small batches with random cuts; what is wrong in them, and the error if one ends."""
+    """Run streams of small batches with random cuts. Return broken laws, and errors that end a stream."""
     wrong = list[str]()
     for seed in range(streams):
         shared, own = random.Random(seed), random.Random(seed * world + rank)
@@ -354,7 +354,7 @@ def carry_at_random(rank: int, world: int, streams: int) -> list[str]:
         born, waiting = (
             dict[int, int](),
             set[int](),
-        )  # of each row, by its id: its batch; those that are carried
+        )  # the batch of each row by its id; the carried rows
         for number in range(6):
             ids = [1000 * number + each for each in range(own.randint(0, 9 if rank == 0 else 3))]
             born |= dict.fromkeys(ids, number)
@@ -405,7 +405,7 @@ CUTS = (
 
 
 def parts_of_ranks(batch: TensorDict, how: str, world: int) -> list[torch.Tensor]:
-    """The rows of each rank; with "a few" the second has one group, with "none" no rank has rows."""
+    """The rows of each rank. With "a few" the second rank has one group; with "none" no rank has rows."""
     rows = torch.arange(len(batch))
     if how == "none":
         return [rows[:0]] * world
@@ -415,10 +415,10 @@ def parts_of_ranks(batch: TensorDict, how: str, world: int) -> list[torch.Tensor
 
 
 def take_as_many_steps(rank: int, world: int) -> tuple[int, list[str]]:
-    """The micro-batches of each step on each rank, through the pipeline and the split alone; what differs."""
+    """Compare the micro-batches of each step on all ranks. Return the number of cases, and what differs."""
     tried, wrong = 0, list[str]()
     batch = collected("uniform", "grpo")
-    for remainder in ("uneven", "drop"):  # without padding, as many steps
+    for remainder in ("uneven", "drop"):  # without padding there are as many steps
         mine = parts_of_ranks(batch, "one without", world)[rank]
         rows = take_rows(batch, mine) if len(mine) else TensorDict({}, batch_size=[0])
         split = {"split": ShuffleSplit(remainder=remainder, minibatches=2, microbatches=2)}
@@ -451,7 +451,7 @@ def take_as_many_steps(rank: int, world: int) -> tuple[int, list[str]]:
 
 
 def gradients_of_ddp(rank: int, world: int) -> list[float]:
-    """How far the gradient of DDP, and that of `optimise`, is from that of one process with all rows."""
+    """The distances of the gradients of DDP and `optimise` from the gradient of one process."""
     off = []
     for how in ("one without", "a few"):
         batch = collected("uniform", "grpo")
@@ -479,7 +479,7 @@ def gradients_of_ddp(rank: int, world: int) -> list[float]:
 
 
 def factors_of_gradients(rank: int, world: int) -> list[tuple[str, str, float, list[str]]]:
-    """For each way to combine gradients and each `gradients`: the size of the gradient, and warnings."""
+    """By way to combine gradients and option `gradients`, the size of the gradient and the warnings."""
     batch, found = collected("uniform", "grpo"), []
     for combined in ("ddp", "optimise", "both"):
         sums = {}
@@ -507,7 +507,7 @@ def factors_of_gradients(rank: int, world: int) -> list[tuple[str, str, float, l
 
 
 def linear_loss(model: torch.nn.Module, rows: TensorDict) -> TensorDict:
-    """A loss per token: the advantage times what an embedding says of the token."""
+    """A loss per token: the advantage times the token's value in an embedding."""
     said = model(rows["tokens", "full"] % 50).squeeze(-1)
     return TensorDict({"loss_objective": rows["advantage"].reshape(len(rows), -1) * said}, [len(rows)])
 
@@ -516,25 +516,25 @@ def linear_loss(model: torch.nn.Module, rows: TensorDict) -> TensorDict:
 
 
 def fails(batch: TensorDict) -> TensorDict:
-    """A stage of somebody's own."""
+    """A user's own stage, which raises on broken rows."""
     if bool(batch.get("broken", torch.zeros(1)).any()):
         raise RuntimeError("the reward model is gone")
     return batch
 
 
 def score(batch: TensorDict) -> TensorDict:
-    """A stage of somebody's own that writes a column, and knows nothing of batches without rows."""
+    """A user's own stage, which writes a column and does not expect batches without rows."""
     reward = batch["next", "reward"]
     return batch.set("scored", reward - 0 * reward.min())
 
 
 def choose(batch: TensorDict) -> torch.Tensor:
-    """A criterion of somebody's own."""
+    """A user's own criterion."""
     return fails(batch)["rollout_id"] >= 0
 
 
 def go_on(batch: TensorDict) -> list[int]:
-    """The rows of a batch that is interrupted after a minibatch, and resumed by another pipeline."""
+    """The trained rows of a batch that is interrupted after a minibatch and resumed by another pipeline."""
 
     def cut() -> Pipeline:
         stages = {"split": ShuffleSplit(minibatches=2), "weight": LossWeight()}
@@ -550,7 +550,7 @@ def go_on(batch: TensorDict) -> list[int]:
 
 
 def refuse_together(rank: int, world: int) -> tuple[list[tuple[str, object, float]], int]:
-    """What each rank is told, batch after batch, where the second one goes wrong."""
+    """The errors that each rank gets, batch after batch, when the second rank has wrong data."""
     mine = take_rows(collected("uniform", "grpo"), torch.arange(20).tensor_split(world)[rank])
     wrong = rank == 1
     share = {"process_group": "world", "shared_ids": "same"}
@@ -561,7 +561,7 @@ def refuse_together(rank: int, world: int) -> tuple[list[tuple[str, object, floa
     nan["next", "reward"][0] = float("nan") if wrong else 0.0
     columns = mine.exclude("group_id") if wrong else mine
     wide = mine.clone()
-    if wrong:  # its rewards would be rounded elsewhere than those of the others
+    if wrong:  # its rewards would be rounded differently
         wide["next", "reward"] = wide["next", "reward"].double()
     broken = mine.clone().set("broken", torch.full((len(mine),), wrong))
     unset = mine.clone()
@@ -588,12 +588,12 @@ def refuse_together(rank: int, world: int) -> tuple[list[tuple[str, object, floa
     choosing = Pipeline({"filter": SampleFilter(criterion=choose, action="drop"), **split}, **share)
     attempt("criterion", broken, choosing)
     attempt("after criterion", mine, choosing)
-    if wrong:  # for so long that the others have given up two batches
+    if wrong:  # so long that the others have given up two batches
         time.sleep(PATIENCE * 2.5)
     attempt("hung", mine)
     attempt("hung again", mine)
     attempt("after hung", mine)
-    if wrong:  # it has no batch where the others have one, and learns that with its next
+    if wrong:  # it has one batch less than the others, and learns this with its next batch
         time.sleep(PATIENCE * 1.5)
         attempt("skipped", mine)
     else:
@@ -609,7 +609,7 @@ def refuse_together(rank: int, world: int) -> tuple[list[tuple[str, object, floa
         Pipeline({"own": score, **scored}, **share),
     )
     dropping = composed("pipeline=grpo", "pipeline.stages.gate.on_incomplete=drop", *SHARED)
-    parts = {0: whole[:16], 1: whole[16:17]}  # all that the second has is incomplete
+    parts = {0: whole[:16], 1: whole[16:17]}  # the second rank has only incomplete groups
     attempt("all dropped", parts.get(rank, no_rows(whole)), dropping)
     attempt("resumed", whole if rank == 0 else no_rows(whole), go_on)
     other = composed("pipeline=grpo", f"pipeline.stages.advantage.eps={1e-4 if wrong else 1e-6}", *SHARED)
@@ -626,13 +626,13 @@ def refuse_together(rank: int, world: int) -> tuple[list[tuple[str, object, floa
     carry = {"split": ShuffleSplit(minibatches=2, unit="group", remainder="carry")}
     carrying = Pipeline(carry, process_group="world", shared_ids="different", patience=PATIENCE)
     attempt("before carried", of_stream(0, rank, world, alike=False), carrying)
-    # The last rank gives groups again that wait there.
+    # The last rank puts groups again that wait on it.
     attempt("carried", of_stream(0 if rank == world - 1 else 1, rank, world, alike=False), carrying)
     return told, pipeline.stages["split"].state.calls
 
 
 def lose_a_rank(rank: int, world: int, folder: Path) -> None:
-    """What is said on the ranks that remain, after the process of the last rank has ended in a batch."""
+    """End the process of the last rank within a batch, and save the errors of the other ranks."""
     of_one = composed("pipeline=grpo", "pipeline.stages.split.minibatches=1")
     pipeline = Pipeline(dict(of_one.stages.items()), **TOGETHER | {"patience": PATIENCE})
     mine = take_rows(collected("uniform", "grpo"), torch.arange(20).tensor_split(world)[rank])
@@ -645,7 +645,7 @@ def lose_a_rank(rank: int, world: int, folder: Path) -> None:
         pipeline.run(mine)
     except BatchError as err:
         torch.save((str(err), time.monotonic() - start), folder / f"{rank}.pt")
-    if rank == 0:  # which has the store
+    if rank == 0:  # it holds the store
         time.sleep(PATIENCE)
     os._exit(0)
 
@@ -653,7 +653,7 @@ def lose_a_rank(rank: int, world: int, folder: Path) -> None:
 def take_in_step(
     rank: int, world: int, lengths: Sequence[int], fails: int | None
 ) -> tuple[list[tuple[int, int]], str]:
-    """How many rows each batch of this rank has, of all ranks, and the error that ends it."""
+    """For each batch of this rank the numbers of input and output rows, and the error that ends the loop."""
 
     def source():
         for step in range(lengths[rank]):
@@ -676,7 +676,7 @@ def take_in_step(
 def trained_once_of_rank(
     rank: int, world: int, seeds: Sequence[int]
 ) -> list[list[tuple[torch.Tensor, float]]]:
-    """The loss mask and count that TrainSharedOnce makes of half of the rows, and of all or none of them."""
+    """The loss mask and count of TrainSharedOnce for half of the rows, and for all or none of them."""
     from test_shared_once import forked
 
     found = []

@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 
 
 class Line(NamedTuple):
-    """One row, as the worker sends it."""
+    """A row as its worker sends it."""
 
     group: int
     rollout: int
@@ -24,13 +24,13 @@ class Line(NamedTuple):
 
 
 def batch_of_lines(lines: Sequence[Line], start: int = 0) -> TensorDict:
-    """A batch of such rows, each with a number that says which it is."""
+    """A batch of these rows, numbered from `start`."""
     columns = list(zip(*lines, strict=True)) if lines else [()] * len(Line._fields)
     group, rollout, segment, done, status, partition, version, expected = (
         torch.tensor(column, dtype=torch.int64) for column in columns
     )
     number = torch.arange(start, start + len(lines))
-    # tensordict 0.10 has no column of no texts.
+    # tensordict 0.10 has no empty column of texts.
     texts = {"text": [f"row {int(n)}" for n in number]} if lines else {}
     return TensorDict(
         {
@@ -53,9 +53,9 @@ def batch_of_lines(lines: Sequence[Line], start: int = 0) -> TensorDict:
 
 
 def faulty_stream(rng: random.Random, partitions: int, anywhere: bool = False) -> list[list[Line]]:
-    """Pieces of rows: some are lost, torn off, failed, sent twice or of a rollout too many.
+    """Pieces of rows with faults: lost, broken off, failed, repeated, or of a surplus rollout.
 
-    Those of a rollout come in their order, or `anywhere`.
+    The rows of a rollout come in order, or `anywhere`.
     """
     rollouts = []
     for group in range(rng.randint(1, 8)):
@@ -89,7 +89,7 @@ def faulty_stream(rng: random.Random, partitions: int, anywhere: bool = False) -
 
 
 class SlowAssembler:
-    """What the docstring says, with dicts and loops."""
+    """GroupAssembler as its docstring describes it, with dicts and loops."""
 
     def __init__(
         self,
@@ -112,8 +112,8 @@ class SlowAssembler:
         self.born: dict[tuple, int] = {}
         self.whole: list[tuple] = []
         self.closed: set = set()
-        self.enough: set = set()  # groups of which nothing was awaited when they became whole
-        self.seen: dict[tuple, list[tuple[Line, int]]] = {}  # by rollout: rows that count once
+        self.enough: set = set()  # groups for which no rollout was awaited when they became complete
+        self.seen: dict[tuple, list[tuple[Line, int]]] = {}  # by rollout: rows that were counted
         self.counts: dict[str, int] = {}
         self.puts = self.number = 0
 
@@ -222,13 +222,13 @@ class SlowAssembler:
         return rows
 
     def forget(self, group: tuple, rollout: int) -> None:
-        """What comes of it is late, unless it has failed, is all there, or is one too many."""
+        """Treat further rows of a rollout as late, unless it is complete, has failed or is surplus."""
         rows = self.seen[group[0], rollout]
         if not (self.complete(rows) or self.failed(rows) or group in self.enough):
             del self.seen[group[0], rollout]
 
     def take(self, wanted: int | None) -> list[int] | None:
-        """The numbers of the rows that come out."""
+        """Take groups. Return the numbers of their rows."""
         if self.max_staleness is not None:
             for group in list(self.whole):
                 if min(line.version for line, _ in self.rows[group]) < self.version - self.max_staleness:
@@ -258,7 +258,7 @@ class SlowAssembler:
 
 
 def same_rows(found: TensorDictBase, expected: TensorDictBase) -> None:
-    """Each row has the columns of the other, with their dtypes, shapes and values; NaN is equal to NaN."""
+    """Whether rows have equal columns, with dtypes, shapes and values; NaN is equal to NaN."""
     assert len(found) == len(expected)
     for row, other in zip(found.unbind(0), expected.unbind(0), strict=True):
         keys = set(other.keys(True, True))

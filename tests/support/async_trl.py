@@ -37,7 +37,7 @@ class Digits(PreTrainedTokenizerFast):
 
 
 class Attention:
-    """What its flash-attention kernel computes, for segments of queries and of keys and values."""
+    """Attention over segments of queries, keys and values, as TRL's flash-attention kernel computes it."""
 
     @staticmethod
     def flash_attn_varlen_func(
@@ -67,7 +67,7 @@ class Attention:
 
 
 class NoTransfer:
-    """Weights that go nowhere."""
+    """A weight transfer that does nothing."""
 
     def init_weight_transfer(self) -> None: ...
     def pause(self) -> None: ...
@@ -80,11 +80,11 @@ class NoTransfer:
 
 
 class OwnWorker:
-    """A rollout worker as TRL's protocol asks: groups of random digits, scored by `reward`.
+    """A rollout worker that follows TRL's protocol: groups of random digits, scored by `reward`.
 
     Args:
-        reward: of an answer, and a random generator.
-        lag: how many versions old a group is.
+        reward: the reward of an answer; gets a random generator, too.
+        lag: the age of a group in versions.
     """
 
     def __init__(self, reward: Callable[[np.ndarray, Any], float], lag: Callable[[Any], int] = lambda _: 0):
@@ -139,14 +139,14 @@ class OwnWorker:
 
 
 def stand_in(patch: Any) -> None:
-    """Replace what needs a GPU. Everything else is TRL's own."""
+    """Replace the parts of TRL that need a GPU, and nothing else."""
     patch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
     patch.setattr(packing, "_flash_attn", lambda: Attention)
-    patch.setattr(async_rollout_worker, "is_vllm_available", lambda: True)  # the server alone needs it
+    patch.setattr(async_rollout_worker, "is_vllm_available", lambda: True)  # only the server needs it
 
 
 def async_trainer(folder: Path, *, steps: int = 10, **options: Any) -> Any:
-    """An AsyncGRPOTrainer whose steps train two groups of four."""
+    """An AsyncGRPOTrainer that trains two groups of four per step."""
     small_model().save_pretrained(folder / "model")
     tokenizer = digits(Digits)
     tokenizer.chat_template, tokenizer.response_template = Digits.chat_template, "text"
@@ -177,15 +177,15 @@ def async_trainer(folder: Path, *, steps: int = 10, **options: Any) -> Any:
 
 
 def ones(completions: Any, completion_ids: Any, **others: Any) -> list[float]:
-    """The number of ones. It is sent to the child process by name."""
+    """The number of ones in each answer. Pickle sends this function to the child process by name."""
     return [float(sum(each == 3 for each in ids)) for ids in completion_ids]
 
 
 class Server:
-    """A stand-in of the inference server: random digits, and some answers take longer.
+    """A stand-in for the inference server: answers are random digits, and some take longer.
 
     Attributes:
-        versions: of the answers, in the order of the requests.
+        versions: the version of each answer, in the order of the requests.
     """
 
     def __init__(self) -> None:

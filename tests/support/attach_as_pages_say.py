@@ -1,9 +1,10 @@
-"""Attach every adapter by the lines of its page, as they stand there, in an environment of its own.
+"""Attach every adapter by the exact lines of its page, in an environment of its own.
 
     python attach_as_pages_say.py FOLDER      the folder is docs/coming-from
 
-TRL is itself, and makes a training step. The others are stand-ins with the signatures of their commits, which
-tests/support/foreign.py and the adapters name, and call a hook as their trainer does. Prints a line for each.
+TRL is the real package, and makes a training step. The other trainers are stand-ins, which call a hook as the
+trainer does; tests/support/foreign.py and the adapters name the commits of their signatures. Prints a line
+per adapter.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ PATCH = pytest.MonkeyPatch()
 BLOCK = re.compile(
     r"^<!-- attaches: (?P<name>[^>]*) -->\n```\w*\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
-REWARDS = [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]  # of a group of eight, as the pages have it
+REWARDS = [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]  # the rewards of a group of eight, as on the pages
 OF_EIGHT = (torch.tensor(REWARDS) - 0.25).tolist()
 
 
 def lines_of(text: str) -> list[str]:
-    """Those that a user writes: neither empty ones nor comments."""
+    """The lines that a user writes: no empty lines and no comments."""
     return [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
 
 
 def set_environment(text: str) -> list[str]:
-    """Do what the `export` lines say, and return the words of the other lines."""
+    """Set the variables of the `export` lines. Return the words of the other lines."""
     words = []
     for line in lines_of(text.replace("\\\n", " ")):
         said = shlex.split(line, comments=True)
@@ -56,19 +57,19 @@ def set_environment(text: str) -> list[str]:
 
 
 def imported(path: str) -> Any:
-    """What an import path names, as trainers load it."""
+    """The object at an import path, as trainers load it."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
 def import_anew(module: str) -> None:
-    """As a process of its own would: adapters take hold of the trainer's modules."""
+    """Import a module as a new process would, because adapters keep references to the trainer's modules."""
     sys.modules.pop(module, None)
     importlib.import_module(module)
 
 
 def is_centred(found: Any, *, scaled: bool = False) -> None:
-    """Advantages of REWARDS, over the std of the group or not."""
+    """Check that these are the advantages of REWARDS, divided by the group's std if `scaled`."""
     expected = torch.tensor(OF_EIGHT) / (torch.tensor(REWARDS).std() if scaled else 1.0)
     torch.testing.assert_close(torch.as_tensor(found).flatten().float(), expected, rtol=1e-3, atol=1e-4)
 
@@ -162,7 +163,7 @@ def swift(blocks: list[str]) -> None:
 
 
 def verl_registry() -> dict[str, Any]:
-    """A new one, since two pages register an estimator of this name."""
+    """A new registry, because two pages register an estimator with this name."""
     registry: dict[str, Any] = {}
     core_algos = foreign.module_of(PATCH, "verl.trainer.ppo.core_algos", {})
     core_algos.register_adv_est = lambda name: lambda each: registry.setdefault(name, each)
@@ -187,7 +188,7 @@ def verl(blocks: list[str]) -> None:
     keys = [f"prompt_0_{session}_0" for session in range(8)]
     of_sessions = v1.trainer_base.compute_advantage_for_multi_trajectories
     is_centred(of_sessions(data, keys, estimator, num_repeat=8).batch["advantages"], scaled=True)
-    PATCH.setenv("HEADRACE_OVERRIDES", "pipeline.stages.gate.group_size=8")  # as the page's table has it
+    PATCH.setenv("HEADRACE_OVERRIDES", "pipeline.stages.gate.group_size=8")  # as in the page's table
     found, _ = registry[estimator](rewards, mask, index=np.array(["u"] * 8), config=None)
     is_centred(found, scaled=True)
 

@@ -1,4 +1,4 @@
-"""A batch in the shape that GRPOLoss takes, with all that stages read."""
+"""A batch in the shape that GRPOLoss takes, with all columns that stages read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def batch_of(
     device: str = "cpu",
     **columns: Sequence[int],
 ) -> TensorDict:
-    """Rows with ids, rewards, tokens, masks and log-probabilities, and a string and a stranger's column."""
+    """Rows with ids, rewards, tokens, masks, log-probabilities, a string, and columns that no stage knows."""
     rows = len(rewards)
     generator = torch.Generator().manual_seed(rows)
     batch = TensorDict(
@@ -42,7 +42,7 @@ def batch_of(
         "entropy",
         "values",
         "sum_pi_squared",
-    ):  # by token, for advantages
+    ):  # by token, for token advantages
         sign = 1 if name in ("entropy", "values", "sum_pi_squared") else -1
         batch[name, "full"] = sign * torch.rand(rows, tokens, generator=generator)
     batch["role"] = batch["rollout_id"] % 2
@@ -54,7 +54,7 @@ def batch_of(
 
 
 def no_rows(batch: TensorDict) -> TensorDict:
-    """The batch without its rows, and in tensordict 0.10, where no stack of texts is empty, without texts."""
+    """The batch without its rows; in tensordict 0.10, which has no empty stack of texts, without texts."""
     try:
         return batch[:0]
     except RuntimeError:
@@ -62,7 +62,7 @@ def no_rows(batch: TensorDict) -> TensorDict:
 
 
 def cut_rows(batch: TensorDict, parts: Iterable[Any], keys: Iterable[NestedKey]) -> TensorDict:
-    """The same rows in a lazy stack, each with its part of these columns: a slice, or a mask."""
+    """The same rows in a lazy stack, each with a part of these columns, which is a slice or a mask."""
     keys, rows = list(keys), []
     for row, part in zip(batch.unbind(0), parts, strict=True):
         row = row.clone()

@@ -1,4 +1,4 @@
-"""A browser that looks at the page of a run."""
+"""A browser that shows the page of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLAGS = ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--hide-s
 
 
 def started() -> Iterator[Any]:
-    """The driver of a browser that runs as long as the tests do."""
+    """The driver of a browser, which runs until the tests end."""
     webdriver = pytest.importorskip(
         "selenium.webdriver", reason="selenium is not installed: the extra `dev` has it"
     )
@@ -30,15 +30,15 @@ def started() -> Iterator[Any]:
     for flag in FLAGS:
         options.add_argument(flag)
     if hasattr(os, "geteuid") and os.geteuid() == 0:
-        options.add_argument("--no-sandbox")  # chromium refuses root otherwise
-    # A driver that is named is used; selenium would look for one to download else.
+        options.add_argument("--no-sandbox")  # otherwise chromium refuses root
+    # Without a path to a driver, selenium would try to download one.
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=DRIVER))
     yield driver
     driver.quit()
 
 
 def looked_at(driver: Any, folder: Path) -> Iterator[Callable[..., Page]]:
-    """Opens a run's page; at the end of the test its console must be empty."""
+    """A function that opens a run's page. At the end of the test the console must be empty."""
 
     def open_page(run, *, width=1200, motion="no-preference", address=""):
         write_page(run, folder / "page.html")
@@ -46,7 +46,7 @@ def looked_at(driver: Any, folder: Path) -> Iterator[Callable[..., Page]]:
         page.show_as("light", motion)
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        driver.get("about:blank")  # or an address that differs in its end alone would not be loaded anew
+        driver.get("about:blank")  # an address that differs only in its fragment would not be loaded again
         driver.get((folder / "page.html").as_uri() + address)
         return page
 
@@ -74,7 +74,7 @@ class Page:
         return self.driver.execute_script("return document.querySelectorAll(arguments[0]).length", selector)
 
     def seen(self, selector):
-        """The text of the one such element, as far as it is not hidden."""
+        """The visible text of the only element that matches."""
         script = "const [e, ...more] = document.querySelectorAll(arguments[0]); "
         script += "return [e.checkVisibility() ? e.innerText : '', more.length]"
         text, more = self.driver.execute_script(script, selector)
@@ -96,7 +96,7 @@ class Page:
         return self.driver.execute_script(f"return {styles}.map((e) => e[arguments[1]])", selector, name)
 
     def click(self, selector):
-        """In one call, because a live page may load again between finding and clicking."""
+        """Find and click an element in one call, because a live page may reload in between."""
         self.driver.execute_script("document.querySelector(arguments[0]).click()", selector)
 
     def choose(self, control, value):

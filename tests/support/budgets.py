@@ -1,4 +1,4 @@
-"""What ranks with rows of their own do with a token budget, each in a process of its own."""
+"""Ranks with their own rows and a token budget, each in its own process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.transforms import BatchError, ShuffleSplit
 from headrace.transforms.table.schema import MICROBATCH, MINIBATCH
 
 ATTENTION = ("masks", "all_attention_mask")
-# By case and rank, (rollout, tokens) of each row.
+# The rows of each rank by case, as (rollout, tokens).
 CASES = {
     "as many": [[(0, 4), (1, 4), (2, 4)], [(3, 4), (4, 4), (5, 4)]],
     "one has few rows": [[(0, 9), (1, 9), (2, 9), (3, 9), (4, 2)], [(5, 1), (6, 1)]],
@@ -32,7 +32,7 @@ def batch_of(rows) -> TensorDict:
 
 
 def run_budget(rank: int, world: int) -> dict:
-    """By case, the rows that stay with their place, and the rows left out; or what was refused."""
+    """By case, the kept rows with their places, and the left-out rows; or the error."""
     found = {}
     for name, by_rank in CASES.items():
         split = ShuffleSplit(

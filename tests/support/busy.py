@@ -1,4 +1,4 @@
-"""A recipe with every stage at work, and a batch that gives each something to do."""
+"""A recipe in which every stage has an effect, and a batch with something to do for each stage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MASK = ("masks", "all_assistant_mask")
 
 
 def stages(**changes):
-    """The default recipe's, every stage with work to do."""
+    """The stages of the default recipe, with options that give each stage something to do."""
     return {
         "gate": CompletenessGate(group_size=3, on_incomplete="drop"),
         "collapse": FanOutCollapse(),

@@ -1,4 +1,4 @@
-"""Chats with a small language model: rollouts of one to three turns, whose rewards a test can know."""
+"""Chats with a small language model: rollouts of one to three turns with rewards that a test can compute."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORDS = ["<pad>", "<|im_start|>", "<|im_end|>", "user", "assistant", "\n", "?", 
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token per word of TorchRL's chat template, and per digit."""
+    """A tokenizer with a token for each word of TorchRL's chat template and each digit."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"user|assistant|[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -39,14 +39,14 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> LlamaForCau
 
 
 def make_policy(model, tokenizer, mode: str = "text", **options) -> TransformersWrapper:
-    """Samples no <pad>, which TransformersWrapper would take for padding; it ignores suppress_tokens."""
+    """A policy that never samples <pad>, which would be taken for padding; it ignores suppress_tokens."""
     sampling = {"max_new_tokens": 3, "do_sample": True, "bad_words_ids": [[tokenizer.pad_token_id]]}
     options = {"return_log_probs": False, "pad_output": False, "generate_kwargs": sampling} | options
     return TransformersWrapper(model, tokenizer=tokenizer, input_mode=mode, **options)
 
 
 def make_actor(model, tokenizer) -> TransformersWrapper:
-    """Scores dense rows, and is trained."""
+    """The trained actor, which scores dense rows."""
     scoring = {"input_mode": "tokens", "input_key": ("tokens", "full"), "generate": False, "pad_output": True}
     return TransformersWrapper(model, tokenizer=tokenizer, **scoring)
 
@@ -60,7 +60,7 @@ def reward_of(rollout: int, turn: int) -> float:
 
 
 class Turns(Transform):
-    """A reward each turn, and an end after as many as the rollout has; both by its id."""
+    """Gives each turn a reward, and ends a rollout after its number of turns; both follow from its id."""
 
     def __init__(self, most: int):
         super().__init__()
@@ -81,7 +81,7 @@ class Turns(Transform):
 
 
 def prompts(digits: int = 3, first_group: int = 0) -> Iterator[TensorDict]:
-    """Groups with their ids from `first_group` on, and a query of up to `digits` digits each."""
+    """Groups with ids from `first_group` on, each with a query of up to `digits` digits."""
     for draws in RepeatSampler(997, group_size=GROUP_SIZE, seed=0).draws():
         queries = (str(p * 613)[: 1 + p % digits] for p in draws["prompt"].tolist())
         draws["group_id"] += first_group
@@ -90,7 +90,7 @@ def prompts(digits: int = 3, first_group: int = 0) -> Iterator[TensorDict]:
 
 
 class SharedRows:
-    """Rows one at a time, for whichever environment asks next, in any thread."""
+    """An iterator of single rows that environments share, from any thread."""
 
     def __init__(self):
         self.rows = (row for draws in prompts() for row in draws.split(1))
@@ -113,7 +113,7 @@ def make_env(
     first_group: int = 0,
     source: Iterable[TensorDict] | None = None,
 ) -> DatasetChatEnv:
-    """Each reset takes the next rollout of a source, or of prompts of its own."""
+    """An environment whose resets take the next rollout of a source, or of its own prompts."""
     set_list_to_stack(True).set()
     if source is None:
         source = prompts(1 if mode == "tokens" else 3, first_group)  # ChatEnv reads tokens of one length

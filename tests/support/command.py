@@ -1,4 +1,4 @@
-"""The command: in a process of its own, or, where that shows no more, in this one."""
+"""The command in its own process, or in this process if that is enough."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUICK = ["train.steps=2", "sampler.prompts_per_batch=4", "policy.width=16", "pol
 
 
 class Started:
-    """A program in a process of its own, which begins in one that has imported what it needs."""
+    """A program in its own process, which is forked from one that has imported what it needs."""
 
     def __init__(self, program: Callable[[], object], folder: Path, *words: str, **environment: str):
         self.shown = Path(tempfile.mkdtemp())
@@ -52,13 +52,13 @@ def _begin(program: Callable, folder: str, shown: str, words: list[str], environ
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{shown}/{name}", os.O_CREAT | os.O_WRONLY), number)
     sys.argv = words
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores behind an `&`
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it behind an `&`
     warnings.simplefilter("error", FutureWarning)
     program()
 
 
 def skip_without_torchrl(said: str) -> None:
-    """What trains, or measures TorchRL, needs it. That the command says so is seen elsewhere."""
+    """Skip a test that trains, or that measures TorchRL. Other tests see the error of the command."""
     if re.search("(task=train|xray=torchrl) needs TorchRL", said, re.IGNORECASE):
         pytest.skip("TorchRL cannot be imported")
 
@@ -66,7 +66,7 @@ def skip_without_torchrl(said: str) -> None:
 def headrace(
     folder: Path, *words: str, check: bool = True, **environment: str
 ) -> subprocess.CompletedProcess:
-    """The command in a process of its own, without the imports."""
+    """Run the command in its own process, without the time of the imports."""
     done = Started(main, folder, *words, **environment).ends()
     skip_without_torchrl(done.stderr)
     assert not check or done.returncode == 0, done.stdout + done.stderr
@@ -74,7 +74,7 @@ def headrace(
 
 
 def headrace_here(folder: Path, *words: str, check: bool = True) -> subprocess.CompletedProcess:
-    """The same without the start of a process."""
+    """Run the command in this process."""
     done = run_here(main, folder, "headrace", *words)
     skip_without_torchrl(done.stderr)
     assert not check or done.returncode == 0, done.stdout + done.stderr
@@ -82,12 +82,12 @@ def headrace_here(folder: Path, *words: str, check: bool = True) -> subprocess.C
 
 
 def run_here(program: Callable[[], object], folder: Path, *words: str) -> subprocess.CompletedProcess:
-    """A program in `folder`, with what it writes and how it ends."""
+    """Run a program in `folder`. Return its output and its exit code."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     handlers = list(logging.root.handlers)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         for name in ("HYDRA_FULL_ERROR", "HEADRACE_TRACE", "RL_LOGGING_LEVEL"):
-            patch.setenv(name, os.environ.get(name, ""))  # what main() sets is put back
+            patch.setenv(name, os.environ.get(name, ""))  # main() sets these; they are restored
             patch.delenv(name)
         patch.chdir(folder)
         patch.setattr(sys, "argv", list(words))
@@ -96,20 +96,20 @@ def run_here(program: Callable[[], object], folder: Path, *words: str) -> subpro
                 program()
             except SystemExit as end:
                 code = end.code or 0
-    for handler in set(logging.root.handlers) - set(handlers):  # Hydra's, one of which holds a file open
+    for handler in set(logging.root.handlers) - set(handlers):  # of Hydra; one keeps a file open
         logging.root.removeHandler(handler)
         handler.close()
     return subprocess.CompletedProcess(list(words), code, out.getvalue(), err.getvalue())
 
 
 def told(task: Callable, config: Any, folder: Path, *more: Any) -> tuple[float, str]:
-    """The number of a task, and what it prints."""
+    """The number that a task returns, and the text that it prints."""
     console = Console(width=200, record=True, file=io.StringIO())
     return float(task(config, folder, *more, console)), console.export_text()
 
 
 def refused(folder: Path, *words: str) -> str:
-    """The one paragraph with which the command refuses its words."""
+    """The paragraph with which the command refuses its arguments."""
     done = headrace_here(folder, *words, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("headrace: ")

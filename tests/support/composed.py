@@ -1,4 +1,4 @@
-"""Pipelines and configurations from recipes; composing takes longer than most of what is tried with them."""
+"""Pipelines and configurations of recipes, composed once, because that takes longer than most tests."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from headrace.pipeline.run import LastRun
 
 
 def composed(*overrides: str) -> Pipeline:
-    """``load_pipeline(*overrides)``, or a new one like that."""
+    """A new copy of ``load_pipeline(*overrides)``, which runs once for all tests."""
     pipeline = kept(repr(("load_pipeline", *overrides)), lambda: load_pipeline(*overrides))
-    LastRun.__init__(pipeline)  # or it would say that it is a copy
+    LastRun.__init__(pipeline)  # otherwise it would say that it is a copy
     return pipeline
 
 
 def configure(name: str, *overrides: str) -> DictConfig:
-    """What Hydra composes from ``conf/<name>.yaml``; a test's own dump is set afterwards."""
+    """The configuration of ``conf/<name>.yaml`` by Hydra. The dump of the test is set afterwards."""
     own = [word for word in overrides if word.startswith("source.path=/")]
     with initialize_config_module("headrace.conf", version_base="1.3"):
         config = compose(name, [word for word in overrides if word not in own])

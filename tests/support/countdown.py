@@ -1,4 +1,4 @@
-"""TorchRL's CountdownEnv and its LLMCollector around a language model that is made in memory."""
+"""TorchRL's CountdownEnv and LLMCollector, with a language model that is made in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPECIAL = ["<pad>", "<|im_start|>", "<|im_end|>"]
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token per printable character."""
+    """A tokenizer with a token for each printable character."""
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *string.printable])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")

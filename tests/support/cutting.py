@@ -1,4 +1,4 @@
-"""A split alone: what it makes of a batch, and which rows are left over."""
+"""Run a split without a pipeline: the cut batch, and the left-over rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.transforms import ShuffleSplit
 
 
 class Done(NamedTuple):
-    """A batch that was cut."""
+    """A batch after the cut."""
 
     batch: TensorDictBase
     verdict: Tensor
@@ -21,7 +21,7 @@ class Done(NamedTuple):
 
 
 def cut_alone(split: ShuffleSplit, batch: TensorDictBase) -> Done:
-    """Cut a batch, with the rows that were carried behind it; with other ranks, where the split has some."""
+    """Cut a batch together with the carried rows, and with other ranks if the split has some."""
     ranks = split._own_ranks()
     with ranks.block():
         rows = split.read_table(batch, ranks)

@@ -1,4 +1,4 @@
-"""Rollouts of one to three segments in groups, as hypothesis draws them."""
+"""Random groups of rollouts of one to three segments, drawn by hypothesis."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REWARDS = st.one_of(st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 1000).map(l
 
 @st.composite
 def rollouts(draw):
-    """(group, id, reward, length of each segment) of some rollouts, and an order of the rows."""
+    """Draw rollouts as (group, id, reward, length of each segment), and an order of their rows."""
     number = draw(st.integers(1, 10))
     labels = draw(st.lists(st.integers(0, 2**40), min_size=number, max_size=number, unique=True))
     found = [
@@ -33,7 +33,7 @@ def rollouts(draw):
 
 
 def batch_of_rollouts(found, order, **extra):
-    """A row a segment, collapsed."""
+    """The rollouts as a collapsed batch with one row per segment."""
     rows = [(group, label, reward, length) for group, label, reward, lengths in found for length in lengths]
     groups, ids, rewards, lengths = (list(column) for column in zip(*(rows[i] for i in order), strict=True))
     batch = batch_of(rewards, groups, ids, tokens=4)

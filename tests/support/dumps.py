@@ -21,7 +21,7 @@ def batch_of(columns: dict[Any, torch.Tensor]) -> TensorDict:
 
 
 def in_order(ids: torch.Tensor) -> list[int]:
-    """Ids as numbers by first appearance."""
+    """The ids, numbered by first appearance."""
     return [list(dict.fromkeys(ids.tolist())).index(each) for each in ids.tolist()]
 
 
@@ -29,7 +29,7 @@ MASK = ("masks", "all_assistant_mask")
 
 
 def letters_tokenizer(folder: Path) -> Path:
-    """A tokenizer of which each character is one token, its code; others, and ``?``, are token 0."""
+    """A tokenizer in which each ASCII character is a token, its code; ``?`` and others are token 0."""
     package = pytest.importorskip("tokenizers")
     vocabulary = {"?": 0} | {chr(code): code for code in range(1, 127) if chr(code) != "?"}
     tokenizer = package.Tokenizer(package.models.WordLevel(vocabulary, unk_token="?"))
@@ -39,18 +39,18 @@ def letters_tokenizer(folder: Path) -> Path:
 
 
 def read_one(*arguments: Any, **options: Any) -> TensorDict:
-    """The batch of a dump of one step."""
+    """The batch of a dump that has one step."""
     ((_, batch),) = open_dump(*arguments, **options)
     return batch
 
 
 def trained(batch: TensorDict) -> list[int]:
-    """Tokens in the loss of each row."""
+    """The number of tokens in the loss of each row."""
     return batch[MASK].sum(1).tolist()
 
 
 def trained_text(batch: TensorDict, row: int) -> str:
-    """What of a row is in the loss, by :func:`letters_tokenizer`."""
+    """The text of the tokens in the loss of a row, by :func:`letters_tokenizer`."""
     tokens = batch["tokens", "full"][row][batch[MASK][row]].tolist()
     return "".join(chr(token or ord("?")) for token in tokens)
 
@@ -93,7 +93,7 @@ def slime_dump(path: Path, step: int = 5, samples: list[dict[str, Any]] | None =
 def slime_details(
     folder: Path, samples: list[dict[str, Any]], advantages: list[float], step: int = 5
 ) -> Path:
-    """What ``--dump-details`` writes: rollouts, and beside them what was trained, on two ranks."""
+    """Write the files of ``--dump-details``: the rollouts, and what two ranks trained."""
     for name in ("rollout_data", "train_data"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     slime_dump(folder / "rollout_data" / f"{step}.pt", step, samples)
@@ -206,7 +206,7 @@ def episode(group: str, name: str, rewards: dict[str, Any], **changes: Any) -> d
 
 
 def nemo_row(idx: int, reward: float, prompt: int = 1, **changes: Any) -> dict[str, Any]:
-    """Two tokens of prompt, two of response, one of padding."""
+    """A row with two tokens of prompt, two of response and one of padding."""
     return {
         "content": ["some text"],
         "rewards": [reward],
@@ -263,7 +263,7 @@ def tinker_row(group: int, trajectory: int, reward: float, **changes: Any) -> di
 
 
 def gym_row(task: int, rollout: int, reward: Any, **changes: Any) -> dict[str, Any]:
-    """A call of a tool, its output, and an answer."""
+    """A row with a tool call, its output, and an answer."""
     output = [
         {
             "type": "reasoning",
@@ -285,7 +285,7 @@ def gym_row(task: int, rollout: int, reward: Any, **changes: Any) -> dict[str, A
 
 
 def hosted_row(problem: int, sample: int, reward: Any, **changes: Any) -> dict[str, Any]:
-    """Messages are JSON, as in the Parquet file that is uploaded."""
+    """A row whose messages are JSON, as in the uploaded Parquet file."""
     return {
         "run_id": "r",
         "step": 3,
@@ -303,7 +303,7 @@ def hosted_row(problem: int, sample: int, reward: Any, **changes: Any) -> dict[s
 
 
 def atropos_group(scores: list[float], **changes: Any) -> dict[str, Any]:
-    """Rollouts of two tokens of prompt and two of response."""
+    """A group of rollouts with two tokens of prompt and two of response each."""
     count = len(scores)
     return {
         "tokens": [[1, 2, 3 + at, 9] for at in range(count)],
@@ -317,13 +317,13 @@ def atropos_group(scores: list[float], **changes: Any) -> dict[str, Any]:
 
 
 def own_row(problem: Any, score: Any, **changes: Any) -> dict[str, Any]:
-    """A line of a file of somebody's own, that COLUMNS describes."""
+    """A line of a user's own file, which COLUMNS describes."""
     return {"problem_id": problem, "k": 0, "output": "4", "metrics": {"score": score}, **changes}
 
 
 COLUMNS = {"group": "problem_id", "reward": "metrics.score", "response": "output"}
 PROMPT = {"group_by": "prompt"}
-# A record of each format of lines, alone, and the options to read it with.
+# One record of each line format, and the options to read it.
 RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "atropos": (atropos_group([1.0, 0.0]), {}),
     "nemo_gym": (gym_row(0, 0, 1.0), {}),
@@ -339,11 +339,11 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def path_of(folder: Path, name: str) -> Path:
-    """Where a file of that format may be."""
+    """A path that a file of this format may have."""
     return folder / ("train_data_step1.jsonl" if name == "nemo_rl" else "dump.jsonl")
 
 
 def assert_refused(match: str, path: Path | str, *more: str, **options: Any) -> None:
-    """Reading it raises an error that says so."""
+    """Check that reading the dump raises a SourceError that matches."""
     with pytest.raises(SourceError, match=match):
         list(open_dump(path, *more, **options))

@@ -1,7 +1,8 @@
-"""A device that is none: it computes on the CPU, and counts what a CUDA device would make the host wait for.
+"""A fake device: it computes on the CPU, and counts the calls that would make the host wait for a CUDA
+device.
 
-Its tensors say that they are on ``lazy:0``, the one kind of device that every build of PyTorch can name
-without a driver. So code takes its route for accelerators, ``device.type != "cpu"``, with numbers to check.
+Its tensors say that they are on ``lazy:0``, the only device that every build of PyTorch can name without a
+driver. So code takes its path for accelerators, ``device.type != "cpu"``, and its numbers can be checked.
 
     with FakeDevice() as fake:
         out = pipeline(fake.put(batch))
@@ -39,7 +40,7 @@ SCATTERED |= {aten.scatter_reduce, aten.scatter_reduce_}
 
 
 class Event(NamedTuple):
-    """Something that the host waits for."""
+    """A call for which the host waits."""
 
     operator: str
     place: str
@@ -72,7 +73,7 @@ class FakeTensor(Tensor):
         raise RuntimeError(f"{operator} of a tensor on the fake device, outside of `with FakeDevice()`")
 
     def tolist(self) -> Any:
-        """Tensor's own refuses subclasses."""
+        """Tensor's own method refuses subclasses."""
         return self.cpu().tolist()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -80,13 +81,13 @@ class FakeTensor(Tensor):
 
 
 class FakeDevice(TorchDispatchMode):
-    """Inside, ``lazy:0`` is a device, and what CUDA would wait for is counted, but under :meth:`unseen`.
+    """Inside, ``lazy:0`` is a device, and calls that wait for CUDA are counted, except under :meth:`unseen`.
 
-    A copy that is asked for by ``non_blocking=True`` is counted as asynchronous and nowhere else. Where CUDA
-    adds and writes in no order, it does so backwards: what depends on an order is not what it is on the CPU.
+    A copy with ``non_blocking=True`` is counted only as asynchronous. Operators that add or write in no fixed
+    order on CUDA run backwards here, so a result that depends on an order differs from the CPU's.
 
     Attributes:
-        reads: values that come to the host, and shapes that depend on them.
+        reads: values that come to the host, and shapes that depend on values.
         copies: from the host to the device.
         asynchronous: copies either way.
     """
@@ -100,7 +101,8 @@ class FakeDevice(TorchDispatchMode):
         self._pinned: dict[int, Tensor] = {}
 
     def __enter__(self) -> FakeDevice:
-        # Else `torch.tensor(list, device=...)` asks the device for memory before anybody is told.
+        # Otherwise `torch.tensor(list, device=...)` asks the device for memory before this class sees the
+        # call.
         self._lifts = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)
         super().__enter__()
@@ -112,7 +114,7 @@ class FakeDevice(TorchDispatchMode):
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Inside, nothing is counted."""
+        """A context in which nothing is counted."""
         before, self._seen = self._seen, False
         try:
             yield
@@ -120,17 +122,17 @@ class FakeDevice(TorchDispatchMode):
             self._seen = before
 
     def forget(self) -> None:
-        """Count anew."""
+        """Restart the counts."""
         for events in (self.reads, self.copies, self.asynchronous):
             events.clear()
 
     def put(self, thing: Any) -> Any:
-        """A tensor or TensorDict, on the device. Not counted."""
+        """Copy a tensor or TensorDict to the device, without counting."""
         with self.unseen():
             return thing.to(DEVICE)
 
     def get(self, thing: Any) -> Any:
-        """A tensor or TensorDict, on the CPU. Not counted."""
+        """Copy a tensor or TensorDict to the CPU, without counting."""
         with self.unseen():
             return thing.to(CPU)
 
@@ -140,7 +142,7 @@ class FakeDevice(TorchDispatchMode):
         faked = any(isinstance(each, FakeTensor) for each in given)
         target = kwargs.get("device")
         home = torch.device(target) if target is not None else DEVICE if faked else CPU
-        if operator is aten._pin_memory.default or kwargs.get("pin_memory"):  # which takes a driver
+        if operator is aten._pin_memory.default or kwargs.get("pin_memory"):  # this needs a driver
             made = operator(*args, **kwargs | {"pin_memory": False}) if kwargs else args[0].clone()
             self._pinned[made.untyped_storage().data_ptr()] = made
             return made
@@ -166,10 +168,10 @@ class FakeDevice(TorchDispatchMode):
         return tree_map(wrap, result)
 
     def _count(self, operator: Any, args: Any, kwargs: Any, given: list[Tensor], home: torch.device) -> None:
-        """Enter what one operator waits for.
+        """Count the waits of an operator.
 
         Raises:
-            RuntimeError: it takes tensors of both devices, and is none that may.
+            RuntimeError: it gets tensors of both devices, which it does not allow.
         """
         packet = operator.overloadpacket
         here = [each for each in given if not isinstance(each, FakeTensor)]
@@ -184,7 +186,7 @@ class FakeDevice(TorchDispatchMode):
             self._enter(self.reads, operator)
 
     def _count_copy(self, operator: Any, args: Any, kwargs: Any, home: torch.device) -> None:
-        """Of nothing there is nothing to wait for, and what is copied to pageable memory is waited for."""
+        """Count a copy. An empty copy does not wait; a copy to pageable memory waits even if asynchronous."""
         new = operator.overloadpacket is aten._to_copy
         source, target = (args[0], home) if new else (args[1], args[0].device)
         if source.device == target or source.numel() == 0:
@@ -200,7 +202,7 @@ class FakeDevice(TorchDispatchMode):
         return tensor.untyped_storage().data_ptr() in self._pinned
 
     def _count_index(self, operator: Any, args: Any) -> None:
-        """Indices are brought to the device, and masks become numbers, but where one number is filled in."""
+        """Count copies of indices to the device, and reads of masks, except if one number is filled in."""
         indices = [each for each in args[1] if each is not None]
         if any(not isinstance(each, FakeTensor) for each in indices):
             self._enter(self.copies, operator)
@@ -215,7 +217,7 @@ class FakeDevice(TorchDispatchMode):
         if packet in INDEX and isinstance(args[0], FakeTensor):
             here = [each for each in here if all(each is not index for index in args[1])]
         if all(each.ndim == 0 for each in here) and (packet in NUMBERS or _is_pointwise(operator)):
-            return  # a kernel is told the number
+            return  # the kernel gets the number
         if here:
             shapes = [tuple(each.shape) for each in here]
             raise RuntimeError(f"{operator} takes tensors of {DEVICE}, and of the cpu: {shapes}")
@@ -230,7 +232,7 @@ def _held(each: Any) -> Any:
 
 
 def _backwards(operator: Any, args: Any) -> Any:
-    """The arguments of the same operator, which goes over its rows from behind."""
+    """The arguments with which the operator goes over its rows backwards."""
     packet = operator.overloadpacket
     if packet in ADDED and args[2].ndim == 1:
         to, dim, index, source, *more = args
@@ -243,12 +245,12 @@ def _backwards(operator: Any, args: Any) -> Any:
 
 
 def _waits(operator: Any, args: Any, kwargs: Any) -> bool:
-    """Whether CUDA's kernel reads: PyTorch marks most that do, and some ask for more than is marked."""
+    """Whether CUDA's kernel waits for a value. PyTorch marks most such operators; this adds the others."""
     packet = operator.overloadpacket
     if packet is aten.repeat_interleave:
         return kwargs.get("output_size") is None
     if packet is aten.isin and all(isinstance(each, Tensor) for each in args[:2]):
-        few = 10 * args[0].numel() ** 0.145  # compared one by one, while others are made unique
+        few = 10 * args[0].numel() ** 0.145  # fewer are compared one by one, more are sorted
         return not kwargs.get("assume_unique") and args[1].numel() >= few
     if packet in BY_ITEM:
         return isinstance(args[-1], FakeTensor) and not args[-1].is_number
@@ -256,7 +258,7 @@ def _waits(operator: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _is_pointwise(operator: Any) -> bool:
-    """Of itself, or of what it does in place."""
+    """Whether the operator, or the one that it applies in place, is pointwise."""
     packet = getattr(aten, operator.overloadpacket.__name__.removesuffix("_"), None)
     twin = getattr(packet, operator._overloadname, operator)
     return torch.Tag.pointwise in (*operator.tags, *twin.tags)
@@ -277,7 +279,7 @@ def _place() -> str:
 
 
 def waits_of(call: Callable[[Any], Any], batch: Any) -> tuple[int, int]:
-    """Reads and copies of a call with a batch on the fake device."""
+    """The numbers of reads and copies of a call with a batch on the fake device."""
     with FakeDevice() as fake:
         there = fake.put(batch)
         fake.forget()

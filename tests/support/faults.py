@@ -1,4 +1,4 @@
-"""The fault matrix as data: what is sent, and what must come of it, wherever it is carried.
+"""The fault matrix as data: the rows that are sent, and the result that every source must give.
 
 The stream has three groups of two rollouts, each of two segments, in pieces that end in the middle of
 rollouts. A place carries the pieces of a cell, in their order and each as one put, to an assembler.
@@ -20,31 +20,31 @@ from headrace.pipeline import Pipeline, assembled, load_pipeline
 from headrace.transforms import GroupAssembler
 
 GROUPS, PIECE = 3, 3
-SILENCE = 1.0  # seconds after which a worker that sends nothing more is taken for dead
-LONGEST = 120.0  # seconds a cell may take, where processes start slowly
+SILENCE = 1.0  # seconds without rows after which a worker is taken for dead
+LONGEST = 120.0  # seconds that a cell may take on a machine that starts processes slowly
 LINES = [Line(g, 2 * g + r, s, s == 1) for g in range(GROUPS) for s in (0, 1) for r in (0, 1)]
 ROWS = batch_of_lines(LINES)
 BY_SEGMENT = {"segment_key": "segment"}
 
 
 class Cell(NamedTuple):
-    """A fault, and what must come of it."""
+    """A fault, and its required result."""
 
     pieces: list[TensorDict]
     whole: Set[tuple[int, int]] = frozenset({(0, 0), (0, 1), (0, 2)})
     """The groups that come out, each as (partition, id)."""
     options: Mapping[str, Any] = {}
-    """Of the assembler."""
+    """Options of the assembler."""
     counts: Mapping[str, int] = {}
-    """Rows by the reason why they left."""
+    """The number of rows that left, by reason."""
     error: str | None = None
-    """What an error says, a pattern; None: there is none."""
+    """A pattern of the error; None: no error."""
     then: Literal["ends", "dies", "hangs"] = "ends"
-    """What the worker does after the last piece: no other one takes its place."""
+    """What the worker does after the last piece; no other worker replaces it."""
     killed_at: int | None = None
-    """Pieces after which a worker dies; another one sends the others. Where there is one process, nothing."""
+    """Number of pieces after which a worker dies and another sends the rest. No effect with one process."""
     resumed_at: int | None = None
-    """Pieces after which assembler and source are saved, and others go on from their state."""
+    """Number of pieces after which assembler and source are saved, and others continue from their state."""
 
     @property
     def sent(self) -> int:
@@ -52,14 +52,14 @@ class Cell(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What a place gives back."""
+    """The result of a cell in a place."""
 
     batches: list[TensorDictBase]
     counts: Mapping[str, int]
     held: int
-    """Rows in the assembler, in the end."""
+    """Number of rows in the assembler at the end."""
     came: int
-    """Rows that the assembler took in."""
+    """Number of rows that the assembler accepted."""
     error: BaseException | None = None
 
 
@@ -71,14 +71,14 @@ def cut(rows: TensorDict, size: int = PIECE) -> list[TensorDict]:
 
 
 def changed(row: int, key: Any, value: float) -> list[TensorDict]:
-    """The stream, one number of it another."""
+    """The stream with one changed number."""
     rows = ROWS.clone()
     rows[key][row] = value
     return cut(rows)
 
 
 def of_partitions() -> list[TensorDict]:
-    """The stream of two workers that number alike, by turns."""
+    """The stream of two workers with equal ids, in turn."""
     both = torch.stack([ROWS.exclude("text"), ROWS.exclude("text")], 1)
     both["partition"][:, 1] = 1
     both["number"][:, 1] += len(ROWS)
@@ -152,7 +152,7 @@ CELLS: dict[str, Cell] = {
 }
 
 
-# What is wrong with rows is seen in the assembler, wherever it is: some of it is enough there.
+# Faults of rows are seen in the assembler, wherever it runs: a few of them are enough for other places.
 ROWS_ELSEWHERE = ("none", "lost", "duplicated", "duplicated, dropped", "reordered", "late, refused", "failed")
 WORKERS = ("killed", "hung", "killed, another goes on", "killed, all of it again", "killed, lost")
 ELSEWHERE = (*ROWS_ELSEWHERE, "NaN", *WORKERS, "partitions", "resumed", "resumed, duplicated")
@@ -172,12 +172,12 @@ def trained(batch: TensorDictBase) -> dict[tuple[int, int], float]:
 
 
 def check(cell: Cell, carried: Carried) -> None:
-    """Nothing is lost, nothing trained twice, with the numbers of a faultless stream; or it is said."""
+    """Check that rows are trained once with the numbers of a faultless stream, or are counted or refused."""
     error, found, advantage = carried.error, [], {}
     for batch in carried.batches:
         try:
             numbers = trained(batch)
-        except ValueError as err:  # what the assembler lets through, the pipeline refuses
+        except ValueError as err:  # the pipeline refuses a fault that the assembler lets through
             error = error or err
             continue
         assert not numbers.keys() & advantage.keys()
@@ -200,11 +200,11 @@ def check(cell: Cell, carried: Carried) -> None:
 
 
 class InterruptedHere(Exception):
-    """The process that trains ends here, and another goes on."""
+    """The training process ends here, and another continues."""
 
 
 class Counted:
-    """A source with a state, and its rows that were taken in: when more are asked for, the last were."""
+    """A source with a state. A request for more rows means that the last were accepted, and counts them."""
 
     def __init__(self, source: Any, stop_at: int | None):
         self.source, self.stop_at = source, stop_at
@@ -226,7 +226,7 @@ class Counted:
 
 
 def carry(cell: Cell, open_dump: Callable[[], Any]) -> Carried:
-    """What an assembler makes of a source until it ends or one of them raises; a source has a state."""
+    """Run an assembler over a source with a state until it ends or raises. Return the result."""
     assembler, came, batches = GroupAssembler(**cell.options), 0, []
     counted = Counted(open_dump(), cell.resumed_at)
     error: BaseException | None = None

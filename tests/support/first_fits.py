@@ -1,4 +1,4 @@
-"""First fit, one look at a time: what a budget takes at least as few bins as."""
+"""First fit by a plain loop: `balance_within` needs no more bins than this."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def plain_first_fit(lengths: Sequence[int], budget: int) -> list[int]:
-    """Items in the order given, each to the first bin that has room; one over the budget is alone.
+    """Put each item, in the given order, into the first bin with room. An item over the budget is alone.
 
     Returns:
-        What each bin holds.
+        The sum of each bin.
     """
     bins: list[int] = []
     for length in lengths:

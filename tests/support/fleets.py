@@ -13,7 +13,7 @@ from headrace.transforms.table.schema import ORIGIN
 
 
 class Sent(NamedTuple):
-    """A row, as an environment of a worker sends it."""
+    """A row as the environment of a worker sends it."""
 
     group: int
     rollout: int
@@ -24,7 +24,7 @@ class Sent(NamedTuple):
 
 
 class Fleet(NamedTuple):
-    """Workers with environments, each of which runs one rollout after the other, as StampIds numbers them."""
+    """Workers with environments. Each environment runs one rollout after another, numbered as by StampIds."""
 
     workers: int
     environments: int
@@ -33,7 +33,7 @@ class Fleet(NamedTuple):
     """Of each worker."""
 
     def rows(self, worker: int, rng: random.Random) -> Iterator[Sent]:
-        """All rows of a worker in the order in which it takes its steps."""
+        """All rows of a worker in the order of its steps."""
         groups = [worker + turn * self.workers for turn in range(self.groups)]
         waiting = [(group, group * self.group_size + m) for group in groups for m in range(self.group_size)]
         running: list[tuple[int, int, int, int] | None] = [None] * self.environments

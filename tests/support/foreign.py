@@ -1,6 +1,6 @@
-"""Stand-ins for trainers that are not installed: what an adapter touches, and their formulas as loops.
+"""Stand-ins for trainers that are not installed: the parts that adapters use, and their formulas as loops.
 
-Where the real package can be imported, tests take that.
+If the real package can be imported, tests use that.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import torch
 
 
 def module_of(monkeypatch: pytest.MonkeyPatch, name: str, stand_in: dict[str, Any]) -> ModuleType:
-    """The module, or where its package is not installed one that has what `stand_in` says."""
+    """The module; if its package is not installed, a module with the names in `stand_in`."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as err:
         if not (err.name or "").startswith(name.partition(".")[0]):
-            raise  # it is installed, and something that it needs is not
+            raise  # the package is installed, but something that it needs is not
     parts = name.split(".")
     for length in range(1, len(parts) + 1):
         inner = ".".join(parts[:length])
@@ -43,7 +43,7 @@ def module_of(monkeypatch: pytest.MonkeyPatch, name: str, stand_in: dict[str, An
 
 
 def verl_advantages(token_level_rewards, response_mask, index, epsilon=1e-6):
-    """(R - mean) / (std + ε) by uid; a lone reward over 1 + ε."""
+    """(R - mean) / (std + ε) by uid; a lone reward is divided by 1 + ε."""
     rewards = token_level_rewards.sum(-1).tolist()
     by_uid = defaultdict(list)
     for uid, reward in zip(index, rewards, strict=True):
@@ -58,7 +58,7 @@ def verl_advantages(token_level_rewards, response_mask, index, epsilon=1e-6):
 
 
 def verl_trainer(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], ModuleType]:
-    """Its registry of advantage estimators, and the module of the v1 trainer's function for sessions."""
+    """verl's registry of advantage estimators, and the module of the v1 trainer's function for sessions."""
     registry: dict[str, Any] = {}
     names = {"register_adv_est": lambda name: lambda each: registry.setdefault(name, each)}
     module_of(monkeypatch, "verl.trainer.ppo.core_algos", names)
@@ -79,7 +79,7 @@ class SlimeStatus(enum.Enum):
 
 @dataclass
 class SlimeSample:
-    """What the hook reads of ``Sample``, with its defaults."""
+    """The fields of ``Sample`` that the hook reads, with their defaults."""
 
     group_index: int | None = None
     index: int | None = None
@@ -103,7 +103,7 @@ def slime_args(group_size: int, groups: int, reward_key: str | None = None) -> S
 
 
 def slime_rewards(args, rewards: Sequence[float]) -> list[float]:
-    """In chunks of `n_samples_per_prompt`, or all as one group where there is another number of them."""
+    """slime's advantages, in chunks of `n_samples_per_prompt`; another number of rewards is one group."""
     whole = len(rewards) == args.n_samples_per_prompt * args.rollout_batch_size
     size = args.n_samples_per_prompt if whole else len(rewards)
     found = []
@@ -115,7 +115,7 @@ def slime_rewards(args, rewards: Sequence[float]) -> list[float]:
 
 
 def miles_rewards(samples: Sequence[SlimeSample]) -> list[float]:
-    """Of the rollouts of a `group_index`, each once however many samples it has."""
+    """miles's advantages over the rollouts of a `group_index`; a rollout of several samples counts once."""
     rollouts: dict[Any, dict[Any, float]] = defaultdict(dict)
     for sample in samples:
         rollout = sample.index if sample.rollout_id is None else sample.rollout_id
@@ -130,7 +130,7 @@ def miles_rewards(samples: Sequence[SlimeSample]) -> list[float]:
 
 
 def train_data(samples: Sequence[SlimeSample], rewards: tuple[list[float], list[float]]) -> dict[str, list]:
-    """The columns of ``convert_samples_to_train_data`` that a loss reads, each loss mask written out."""
+    """The columns of ``convert_samples_to_train_data`` that a loss reads, with all loss masks filled in."""
     masks = [
         [0] * s.response_length if s.remove_sample else s.loss_mask or [1] * s.response_length
         for s in samples
@@ -149,7 +149,7 @@ def train_data(samples: Sequence[SlimeSample], rewards: tuple[list[float], list[
 
 
 def slime_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``RolloutManager``, an actor of Ray, whose own class is in its metadata."""
+    """``RolloutManager``, an actor of Ray: its metadata hold its own class."""
 
     class Manager:
         def _convert_samples_to_train_data(self, samples):
@@ -171,7 +171,7 @@ def miles_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def slime_coefficients(data: dict[str, list], size: int) -> list[dict[Any, float]]:
-    """Of each step, by sample, what its tokens in the loss are multiplied by: steps of `size` rollouts."""
+    """By step of `size` rollouts, the factor of the tokens in the loss of each sample."""
     rollouts = list(dict.fromkeys(data["rollout_ids"]))
     steps = [rollouts[start : start + size] for start in range(0, len(rollouts) - size + 1, size)]
     columns = ("sample_indices", "rollout_ids", "loss_masks", "rewards", "rollout_mask_sums")
@@ -243,7 +243,7 @@ def prime_rl_algo(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleTy
 
 
 def prime_rl_advantages(episodes: Sequence[Episode]) -> list[float]:
-    """R - mean over the traces that can train."""
+    """R - mean, over the traces that can train."""
     rewards = [t.reward for e in episodes for t in e.traces if not t.has_error and t.agent.trainable]
     return [reward - math.fsum(rewards) / len(rewards) for reward in rewards]
 

@@ -1,4 +1,4 @@
-"""A real batch with fan-out and masked rows, and the gradient of its loss, on one rank or on several."""
+"""A real batch with fan-out and masked rows, and the gradient of its loss on one or several ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ LENGTH = 6
 
 
 def halve(batch: TensorDict) -> torch.Tensor:
-    """Judge out every third rollout."""
+    """A criterion that removes every third rollout."""
     return batch["rollout_id"].flatten() % 3 != 0
 
 
 def make_scene(dtype: torch.dtype) -> tuple[torch.nn.Module, TensorDict]:
-    """A policy whose ratios to the one that acted are not 1, and a batch that lacks only its cut."""
+    """A policy whose ratios to the sampling policy are not 1, and a batch that still has to be cut."""
     from rollouts import make_collector, make_env, make_pipeline, make_policy
 
     torch.manual_seed(3)
@@ -38,7 +38,7 @@ def make_scene(dtype: torch.dtype) -> tuple[torch.nn.Module, TensorDict]:
 def gradient(
     policy, batch, mean, *, fold="none", group=None, gradients="sum", transform=None, **cut
 ) -> torch.Tensor:
-    """Of one optimiser step over the whole batch, which may be cut on the way."""
+    """The gradient of one optimiser step over the whole batch, which may be cut."""
     from torchrl.objectives.llm import GRPOLoss
 
     from headrace.pipeline import TokenGRPOLoss
@@ -75,7 +75,7 @@ def gradient(
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative, in the Euclidean norm."""
+    """The relative distance in the Euclidean norm."""
     return float((found - expected).norm() / expected.norm())
 
 
@@ -83,7 +83,7 @@ MEANS = ("token", "sample", "rollout", "group", "constant")
 
 
 def run_rank(rank: int, world: int) -> dict:
-    """What each process does: every unit in both precisions, and how far it is from the whole batch."""
+    """In each process: the distance of every gradient from that of the whole batch, in both precisions."""
     found = {}
     for dtype in (torch.float32, torch.float64):
         policy, batch = make_scene(dtype)
@@ -116,7 +116,7 @@ class SumOfWeights(torch.nn.Module):
 
 
 def run_uneven(rank: int, world: int) -> dict:
-    """What each process is told where one of them has no rows, other rows, or wrong ones."""
+    """In each process: the results and errors if one process has no rows, other rows or wrong rows."""
     _, batch = make_scene(torch.float32)
     mine = take_rows(batch, torch.arange(rank, len(batch), world))
     wrong = mine.clone()

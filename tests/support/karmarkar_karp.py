@@ -1,4 +1,4 @@
-"""Largest differencing over k bins, the method most trainers balance with, and lengths to try it on."""
+"""Largest differencing over k bins, the method by which most trainers balance, and lengths to try it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one process of a run of pytest makes, and the others read."""
+"""Objects that one process of a pytest run makes and the others read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def kept(key: str, make: Callable[[], Any]) -> Any:
-    """A new object like that of `make`, which runs once for each key."""
+    """A new copy of the object that `make` returns; `make` runs once per key."""
     file = Path(os.environ["HEADRACE_KEPT"], sha256(key.encode()).hexdigest())
     if not file.exists():
         draft = file.with_suffix(f".{os.getpid()}")

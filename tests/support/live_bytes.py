@@ -1,4 +1,4 @@
-"""What tensors cost in memory while something runs."""
+"""The memory of tensors while something runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of all storages made under it that are still alive, and their greatest sum."""
+    """Counts the bytes of live storages that were made under it, and their highest sum."""
 
     def __init__(self):
         super().__init__()
@@ -40,5 +40,5 @@ class LiveBytes(TorchDispatchMode):
 
 
 def bytes_of(batch: TensorDictBase) -> int:
-    """Of all its tensors."""
+    """The bytes of all its tensors."""
     return sum(t.untyped_storage().nbytes() for t in batch.values(True, True) if torch.is_tensor(t))

@@ -1,4 +1,4 @@
-"""Runs that are killed and begin again, each with what was on disk."""
+"""Runs that are killed and start again from the files on disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPTIONS = {
 
 
 class ThreeEpochs(RepeatSampler):
-    """Draws that end."""
+    """A sampler whose draws end after three epochs."""
 
     def draws(self):
         every = super().draws()
@@ -36,7 +36,7 @@ class ThreeEpochs(RepeatSampler):
 
 
 class Groups:
-    """Stands for the weights: the groups that they have trained."""
+    """A stand-in for the weights: the list of the groups that trained them."""
 
     def __init__(self) -> None:
         self.trained: list[int] = []
@@ -49,12 +49,12 @@ class Groups:
 
 
 class Killed(BaseException):
-    """The process is gone, with all that is in its memory."""
+    """The process ends here and loses its memory."""
 
 
 @dataclass
 class Disk:
-    """What outlives it: the journal, and the weights with what is saved with them."""
+    """The files that survive a kill: the journal, and the weights with the states saved beside them."""
 
     journal: Path
     weights: dict[str, Any] = field(
@@ -154,7 +154,7 @@ def ids_of(draw: TensorDict) -> list[tuple[int, int]]:
 
 
 def killed(folder: Path, kills: list[int], seed: int, **world: Any) -> Disk:
-    """A run that is killed after each of these numbers of events, and begins again."""
+    """Kill a run after each of these numbers of events, and start it again. Return the files."""
     disk = Disk(folder / "journal")
     for number, kill_at in enumerate([*kills, 10**9]):
         try:
@@ -178,7 +178,7 @@ WORLDS = {
 def once_each(
     world: str, seed: int, kills: int, folder: Path, make: Callable[..., Any] = GroupAssembler
 ) -> None:
-    """Kill a run at random events; in the saved weights each group was trained once, or rejected once."""
+    """Check random kills: the saved weights have trained each group once, or it was rejected once."""
     folder.mkdir()
     dice = Random(seed)
     disk = killed(folder, [dice.randint(1, 400) for _ in range(kills)], seed, make=make, **WORLDS[world])

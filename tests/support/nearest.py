@@ -1,4 +1,4 @@
-"""Which tests are nearest to a module: those of its name, in the folder that mirrors the module's."""
+"""The tests that are nearest to a module: files with its name, in the folder that mirrors its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
-# Modules of the core and its extensions that have no file of tests for themselves: the file that tests them.
+# Modules of the core and its extensions without a test file of their own, each with the file that tests it.
 TESTED_ELSEWHERE = {
     "pipeline/account_keys": "house/test_options_are_set.py",
     "pipeline/callables": "pipeline/test_stage_foreign.py",
@@ -49,19 +49,19 @@ TESTED_ELSEWHERE = {
 
 
 def place_of(module: Path) -> Path:
-    """The folder of tests that mirrors a module's. `composing` is a part of the chain."""
+    """The folder of tests that mirrors a module's. The tests of `composing` are with those of the chain."""
     folders = [name for name in module.parts[1:-1] if name != "composing"]
     return TESTS / (folders[0] if folders else "pipeline")
 
 
 def file_of(module: Path) -> str:
-    """The name that begins a file of its tests; a module `stage` has that of its folder."""
+    """The beginning of the names of its test files; for a module `stage`, that of its folder."""
     is_family = module.stem == "stage" and module.parent.name not in ("table", "pipeline")
     return f"test_{module.parent.name if is_family else module.stem}"
 
 
 def nearest_tests(module: str) -> list[str]:
-    """The files, or the folder, of the tests that are nearest to a module, from the root."""
+    """The test files, or the folder of tests, nearest to a module, relative to the root."""
     path = Path(module)
     if elsewhere := TESTED_ELSEWHERE.get(str(path.with_suffix(""))):
         return [f"tests/{elsewhere}"]

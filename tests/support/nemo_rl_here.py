@@ -1,4 +1,4 @@
-"""NeMo RL's own pumps and buffer, out of a clone, with stand-ins for what they import.
+"""NeMo RL's own pumps and buffer from a clone, with stand-ins for their imports.
 
 Real are the rollout pump and `_abort_stale_inflight` of `SingleControllerActor`, `generate_and_push` of
 `RolloutManager`, `TQReplayBuffer`, `KVBatchMeta`, all samplers and `create_sampler`. Generation is a sleep.
@@ -33,7 +33,7 @@ REAL = {
 
 
 class OfClone(MetaPathFinder, Loader):
-    """The modules of NeMo RL, and empty ones in the places of those that it imports."""
+    """Finds the modules of NeMo RL in a clone, and gives empty modules for its imports."""
 
     def __init__(self, clone: str):
         self.clone = clone
@@ -63,7 +63,7 @@ class OfClone(MetaPathFinder, Loader):
 
 
 def load(clone: str) -> SimpleNamespace:
-    """The modules, by their last name."""
+    """NeMo RL's modules by the last part of their names."""
     sys.meta_path.insert(0, OfClone(clone))
     ray = importlib.import_module("ray")
     ray.remote = lambda *thing, **_: thing[0] if thing else lambda thing: thing  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ def load(clone: str) -> SimpleNamespace:
 
 
 class Batch(dict[str, Any]):
-    """Prompts, as the data loader gives them."""
+    """Prompts as the data loader gives them."""
 
     @property
     def size(self) -> int:
@@ -92,13 +92,13 @@ class Batch(dict[str, Any]):
 
 
 def simulate(nemo: SimpleNamespace, world: World, config: dict[str, Any], hiccups: float = 0.0) -> Run:
-    """A run of a world around the sampler that `async_rl.sampler` names.
+    """Run a world with the sampler that `async_rl.sampler` names.
 
     Args:
-        nemo: of :func:`load`.
-        world: what happens.
+        nemo: the modules of :func:`load`.
+        world: latencies, failures and sizes.
         config: the value of ``async_rl.sampler``.
-        hiccups: share of the prompts that are generated again, because a server did not answer.
+        hiccups: share of the prompts that are generated again because a server did not answer.
     """
     from pydantic import TypeAdapter
 

@@ -1,4 +1,4 @@
-"""What each process does in the laws of batches of which nothing is left."""
+"""The functions that each process runs in the laws of batches that lose all rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace.transforms import BatchTransform, CompletenessGate, SampleFilter
 
 
 class AllLeave(BatchTransform):
-    """Every row leaves."""
+    """A stage that every row leaves."""
 
     def __init__(self, effect: str):
         super().__init__()
@@ -28,20 +28,20 @@ class AllLeave(BatchTransform):
 
 
 def keep_none(batch: TensorDictBase) -> TensorDictBase:
-    """A stage of somebody's own, which knows nothing of batches without rows."""
+    """A user's own stage, which does not expect batches without rows."""
     assert batch["group_id"].max() >= 0
     return no_rows(batch)
 
 
 def choose_none(batch: TensorDictBase) -> torch.Tensor:
-    """A criterion of somebody's own, which knows nothing of batches without rows."""
+    """A user's own criterion, which does not expect batches without rows."""
     return batch["group_id"] > batch["group_id"].max()
 
 
 def emptied(recipe: str, stages: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """These stages with one that leaves nothing, in each place before the cut; and with a gate that does.
+    """Pipelines of these stages with one that removes all rows, in each place before the cut or as the gate.
 
-    In every second place rows are dropped. In the others, another stage takes them for each place and recipe.
+    In every second place rows are dropped. In the other places a different stage removes them each time.
     """
     names = list(stages)
     other = {
@@ -61,9 +61,9 @@ def emptied(recipe: str, stages: Mapping[str, Any]) -> Iterator[tuple[str, dict[
 
 
 def run_to_nothing(rank: int, world: int, pipelines: Sequence[tuple[str, Pipeline]]) -> tuple[int, list[str]]:
-    """Each recipe and way to leave nothing: how many, and what is not an empty run.
+    """Try each recipe with each way to remove all rows. Return how many, and those that are not empty.
 
-    Of two ranks one has no rows, in turn, or both have some.
+    Either one of two ranks has no rows, in turn, or both have some.
     """
     together = TOGETHER if world > 1 else {}
     tried, wrong = 0, list[str]()

@@ -27,7 +27,7 @@ Row = dict[str, Any]
 def rollouts_of(
     group: int, rewards: Sequence[float | None], segments: Sequence[int] | None = None, **more: Any
 ) -> list[Row]:
-    """Rows of a group: a reward per rollout, and how many segments each fanned out into."""
+    """The rows of a group, from the reward and the number of segments of each rollout."""
     rows = []
     for k, reward in enumerate(rewards):
         for j in range(segments[k] if segments else 1):
@@ -46,7 +46,7 @@ def standardise(value: float, values: Sequence[float]) -> float:
 
 
 def advantages(rows: list[Row]) -> None:
-    """A vote per rollout, and beside it what a vote per row gives."""
+    """Set the advantage of each row as computed by rollouts, and beside it the one by rows."""
     for group in {row["group"] for row in rows}:
         mine = [row for row in rows if row["group"] == group]
         by_rollout = list({row["rollout"]: row["reward"] for row in mine}.values())
@@ -144,7 +144,7 @@ def run_of(*steps: dict[str, Any], title: str = "a run", **more: Any) -> dict[st
 
 
 def fan_out_rows(seed: int = 0) -> list[Row]:
-    """Seven groups, of which group 3 has equal rewards: masked. All but group 6 fan out."""
+    """Seven groups. Group 3 has equal rewards and is masked; all groups except 6 fan out."""
     chance = random.Random(seed)
     rows = []
     for group in range(7):
@@ -174,7 +174,7 @@ def fan_out_run(steps: int = 5) -> dict[str, Any]:
 
 
 def incomplete_run() -> dict[str, Any]:
-    """Five groups of four: two lack rollouts and are dropped, one rollout failed, one row was cut short."""
+    """Five groups of four: two lack rollouts and are dropped, one rollout failed, one row was truncated."""
     rows = rollouts_of(1, [0, 0, 1, 1]) + rollouts_of(2, [1, 0, 0]) + rollouts_of(4, [0, 1, 1, 1])
     rows += rollouts_of(5, [None, 0.25]) + rollouts_of(8, [0, 0, 0, 0.5], [1, 2, 1, 3])
     for row in rows:
@@ -232,7 +232,7 @@ def by_token(values: list[float | None], texts: list[str] | None = None, **more:
 
 
 def reading_run() -> dict[str, Any]:
-    """Two steps of four groups that spread by 0, 0.5, 0.1 and 0.25, with what there is to read.
+    """Two steps of four groups with the spreads 0, 0.5, 0.1 and 0.25, with prompts, responses and tokens.
 
     Group 2 has a prompt in the format of a chat, and responses of all lengths; group 3 has tokens with
     numbers, as text, as text of which some are left out, and without text; group 4 has no room for texts.
@@ -265,6 +265,6 @@ RUNS = {
 
 
 def data_of(page: Path) -> dict:
-    """The data in a page that was written."""
+    """The data in a written page."""
     text = page.read_text(encoding="utf-8")
     return json.loads(text.split('id="page-data">')[1].split("</script>")[0])

@@ -1,8 +1,7 @@
 """The pages of the docs and the fenced blocks in them.
 
-A block is executed unless a comment above it says otherwise: ``<!-- not run: why -->``;
-``<!-- from: file -->``, where it is an excerpt; ``<!-- fails: word -->``, where a command is refused with
-that word.
+A block is executed unless the comment above it is ``<!-- not run: why -->``, or ``<!-- from: file -->`` for
+an excerpt. Under ``<!-- fails: word -->`` a command must be refused with that word.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ PAGES = [
 
 
 class Fence(NamedTuple):
-    """A fenced block: the page, its language, what the comment above it says, and its text."""
+    """A fenced block: its page, its language, the comment above it, and its text."""
 
     page: str
     language: str
@@ -34,14 +33,14 @@ class Fence(NamedTuple):
 
 
 def fences(page: str, language: str) -> list[Fence]:
-    """The blocks of a page in a language, in their order."""
+    """The blocks of a page in one language, in order."""
     found = FENCE.finditer((ROOT / page).read_text())
     all_of_them = [Fence(page, each["language"], each["mark"], each["said"], each["text"]) for each in found]
     return [each for each in all_of_them if each.language == language]
 
 
 def commands(text: str) -> list[str]:
-    """The commands of a block, without comments; a backslash at a line's end joins the next one."""
+    """The commands of a block, without comments. A backslash at the end of a line joins the next line."""
     joined = re.sub(r"\\\n\s*", " ", textwrap.dedent(text))
     lines = [re.split(r"(?:^|\s{2,})#", line)[0].strip() for line in joined.splitlines()]
     return [line for line in lines if line]

@@ -1,4 +1,4 @@
-"""What adapters do in the installed code of a trainer, a process for each: `python peer_checks.py verl`."""
+"""Check the adapters in the installed code of a trainer, one process each: `python peer_checks.py verl`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BATCHES = 100
 
 
 def same(found: torch.Tensor, theirs: torch.Tensor) -> None:
-    """To 1e-6 of advantages near 1; float32 makes a bit more of it where a group's std is small."""
+    """Check that advantages near 1 are equal to 2e-6: float32 loses digits if a group's std is small."""
     torch.testing.assert_close(found.float(), theirs.float(), rtol=2e-6, atol=2e-6)
 
 
@@ -39,12 +39,12 @@ def refused(call: Callable[[], object], says: str) -> None:
 
 
 def rewards_of(rng: random.Random, count: int) -> list[float]:
-    """Some equal, and no group whose rewards are nearly so: its std would be round-off in the peer."""
+    """Random rewards, some of them equal. Nearly equal ones would make the peer's std round-off."""
     return [rng.choice([0.0, 1.0, 0.5, round(rng.random(), 2)]) for _ in range(count)]
 
 
 class ForGPUs(MetaPathFinder, Loader):
-    """Packages that need a GPU to be installed, and that what is run here does not call."""
+    """Stand-ins for packages that need a GPU to be installed, and are not called here."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         return (
@@ -61,7 +61,7 @@ class ForGPUs(MetaPathFinder, Loader):
 
 
 def verl() -> None:
-    """The registry of 0.9.1, by rows; and the v1 trainer's function, by sessions of several outputs."""
+    """The registry of 0.9.1, by rows, and the v1 trainer's function, by sessions of several outputs."""
     import numpy as np
 
     os.environ["VERL_USE_EXTERNAL_MODULES"] = "headrace.adapters.verl"
@@ -131,7 +131,7 @@ def verl() -> None:
                 ]
             )
             for n in (1, 2)
-        )  # by hand, of the rewards of all outputs
+        )  # by hand, over the rewards of all outputs
         below = of_session < of_uid / 4
         assert ((ours().sum(1) < 0) == below)[(of_session - of_uid / 4).abs() > 1e-5].all()
         os.environ.pop("HEADRACE_OVERRIDES")
@@ -145,14 +145,14 @@ def verl() -> None:
         siblings = [at for at, key in enumerate(keys) if key.rsplit("_", 1)[0] == session and at != row]
         mask[row] = 0.0
         again = their_sessions(*batch(), core_algos.AdvantageEstimator.GRPO).batch["advantages"]
-        assert not again[siblings].any()  # all of a session, for its last output is masked
+        assert not again[siblings].any()  # the whole session, because its last output is masked
         same(ours()[siblings], theirs[siblings])
         lost = [at for at, key in enumerate(keys) if key.rsplit("_", 1)[0] != session]
         refused(lambda: ours(rows=lost), "has 3 of 4")  # noqa: B023
 
 
 def verl_sampler() -> None:
-    """ReplayBufferAsync of 0.9.1 and ours, in the loop of its trainer. Prints a table."""
+    """Compare ReplayBufferAsync of 0.9.1 with ours in the loop of its trainer. Prints a table."""
     from statistics import fmean
 
     from verl.trainer.ppo.v1 import replay_buffer
@@ -193,7 +193,7 @@ def verl_sampler() -> None:
 
 
 def agentlightning() -> None:
-    """One row of each rollout goes to verl's estimator, and its advantage to the others."""
+    """verl's estimator gets one row of each rollout, and the other rows get the same advantage."""
     import numpy as np
 
     os.environ["VERL_USE_EXTERNAL_MODULES"] = "headrace.adapters.verl"
@@ -224,7 +224,7 @@ def agentlightning() -> None:
 
 
 def swift() -> None:
-    """`_compute_advantages` of the real class, on samples and rewards, as its trainer calls it."""
+    """`_compute_advantages` of the real class on samples and rewards, called as by its trainer."""
     os.environ.update(RANK="-1", WORLD_SIZE="1")
     from accelerate import PartialState
     from swift.pipelines.train.rlhf import SwiftRLHF
@@ -277,7 +277,7 @@ def swift() -> None:
 
 
 def unsloth() -> None:
-    """The GRPOTrainer that unsloth 2026.10.9 writes, as its own CPU tests load it, in training steps."""
+    """Training steps of the GRPOTrainer that unsloth 2026.10.9 writes, loaded as in its own CPU tests."""
     os.environ |= {
         "UNSLOTH_ALLOW_CPU": "1",
         "UNSLOTH_COMPILE_DISABLE": "1",
@@ -295,7 +295,7 @@ def unsloth() -> None:
     def trained(
         recipe: str | None, *words: str, **options: Any
     ) -> tuple[Any, list[dict[str, Any]], list[Any]]:
-        """A trainer after two steps, its batches, and its parameters; a recipe of None: without headrace."""
+        """A trainer after two steps, its batches and its parameters. Recipe None: without headrace."""
 
         def ones(completions: list[str], **others: Any) -> list[float]:
             return [completion.count("1") + 0.1 * len(completion) for completion in completions]
@@ -339,7 +339,7 @@ def unsloth() -> None:
 
 
 def trinity() -> None:
-    """The operator among Trinity's, as its pipeline makes it of the configuration."""
+    """The operator in Trinity's registry, made from the configuration as by its pipeline."""
     from trinity.algorithm.advantage_fn import ADVANTAGE_FN
     from trinity.algorithm.advantage_fn.grpo_advantage import GRPOGroupedAdvantage
     from trinity.buffer.operators.experience_operator import ensure_v1_operator
@@ -376,7 +376,7 @@ def trinity() -> None:
             else:
                 assert exp.eid.rid not in trains
         assert metrics["headrace/rows/trained"] == len(found)
-        several = experiences(random.Random(seed), 3)  # of a run several steps, which count once
+        several = experiences(random.Random(seed), 3)  # several steps of one run, which count once
         one = {exp.eid.rid: exp.reward for exp in several}
         for exp in asyncio.run(operator.process(several))[0]:
             group = torch.tensor([one[f"{exp.eid.tid}/{run}"] for run in range(4)])
@@ -392,7 +392,7 @@ def trinity() -> None:
 
 
 def openrlhf() -> None:
-    """`compute_advantages_and_returns` of the real class, with a KL term, before and after it is replaced."""
+    """`compute_advantages_and_returns` of the real class with a KL term, before and after its replacement."""
     sys.meta_path.append(ForGPUs())
     from openrlhf.trainer.ppo_utils.experience import Experience
     from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
@@ -448,7 +448,7 @@ def openrlhf() -> None:
 
 
 def nemo_rl() -> None:
-    """Its own pumps and buffer around its samplers and ours. CLONE is where a clone is. Prints a table."""
+    """NeMo RL's own pumps and buffer with its samplers and ours. CLONE is a clone's path. Prints a table."""
     import contextlib
     import io
     from statistics import fmean
@@ -477,7 +477,7 @@ def nemo_rl() -> None:
         for name, config in samplers.items():
             runs = []
             for seed in range(5):
-                # As its guide sets max_inflight_prompts, and min_groups_for_streaming_train to whole steps.
+                # max_inflight_prompts is as in its guide, and min_groups_for_streaming_train is a whole step.
                 world = World(seed, groups, spread=spread, slots=groups * (bound + 1), together=groups)
                 with contextlib.redirect_stdout(io.StringIO()):
                     runs.append(simulate(nemo, world, config))

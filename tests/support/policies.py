@@ -1,4 +1,4 @@
-"""Rows with the log-probabilities of two policies, and what loops over them say."""
+"""Rows with the log-probabilities of two policies, and statistics of them by loops."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ OLD, SAMPLER, MASK = ("old_log_probs", "full"), ("log_probs", "full"), ("masks",
 
 
 def with_old(batch: TensorDict, spread: float = 0.002) -> TensorDict:
-    """Add the trainer's log-probabilities: those of the sampler, and a little that depends on the token."""
+    """Add the trainer's log-probabilities: those of the sampler, with a small difference by token."""
     steps = batch["tokens", "full"] * 7 % 5 - 2
     batch[OLD] = batch[SAMPLER] + spread * steps
     return batch
 
 
 def two_policies(rows: int, tokens: int, seed: int = 0, spread: float = 0.7) -> TensorDict:
-    """Random rows in float64, one of which has no token in the loss; NaN and infinity out of the mask."""
+    """Random rows in float64. One has no token in the loss; outside of the mask are NaN and infinity."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(rows, tokens, generator=generator) < 0.7
     mask[1] = False
     sampler = -torch.rand(rows, tokens, generator=generator, dtype=torch.float64)
     old = sampler + spread * torch.randn(rows, tokens, generator=generator, dtype=torch.float64)
-    old[3, 0], mask[3, 0] = sampler[3, 0] + 30.0, True  # beyond what is clamped
+    old[3, 0], mask[3, 0] = sampler[3, 0] + 30.0, True  # beyond the clamp
     sampler[~mask], old[~mask] = math.nan, math.inf
     batch = TensorDict({"rollout_id": torch.arange(rows) // 2, "group_id": torch.arange(rows) // 4}, [rows])
     batch[OLD], batch[SAMPLER], batch[MASK] = old, sampler, mask
@@ -37,20 +37,20 @@ def two_policies(rows: int, tokens: int, seed: int = 0, spread: float = 0.7) -> 
 
 
 def ragged(batch: TensorDict) -> TensorDict:
-    """The same rows, each as long as it is to its last token in the loss."""
+    """The same rows, each cut after its last token in the loss."""
     ends = [max(row.nonzero().flatten().tolist(), default=0) + 1 for row in batch[MASK]]
     return cut_rows(batch, map(slice, ends), (OLD, SAMPLER, MASK))
 
 
 class Alone(NamedTuple):
-    """What one stage makes of a batch."""
+    """The results of one stage for a batch."""
 
     batch: TensorDict
     metrics: dict[str, float]
 
 
 def alone(stage, batch: TensorDict) -> Alone:
-    """A stage by itself, in a pipeline, which has its numbers."""
+    """Run one stage in a pipeline, which records its metrics."""
     run = Pipeline({"it": stage}).run(batch)
     own = {name.removeprefix("it/"): value for name, value in run.metrics.items() if name.startswith("it/")}
     return Alone(run.batch, own)
@@ -94,7 +94,7 @@ def stated_bound(w: float, bound: str, low: float | None, high: float | None) ->
 
 
 def stated_divergence(rows: list[list[float]], estimator: str, level: str) -> list:
-    """Of each token in the loss, by row; or of each row."""
+    """The divergence of each token in the loss, by row, or of each row."""
     found = []
     for logs in rows:
         each = []

@@ -1,4 +1,4 @@
-"""Functions in processes of their own, which start from one that has imported what they need."""
+"""Run functions in processes that are forked from one that has imported what they need."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ready_python import ready_python
 
 
 def process_context():
-    """A clean start without the imports, which would take longer than all that is tried."""
+    """A start method for clean processes without imports, which would take longer than the tests."""
     context = torch.multiprocessing.get_context("forkserver")
     context.set_executable(ready_python())
     return context
@@ -18,7 +18,7 @@ def process_context():
 
 @contextlib.contextmanager
 def quick_starts() -> Iterator[None]:
-    """Processes of TorchRL begin from one that has imported it, too."""
+    """Inside, TorchRL's processes are also forked from one that has imported it."""
     process_context()
     before = torch.multiprocessing.get_start_method()
     torch.multiprocessing.set_start_method("forkserver", force=True)
@@ -29,6 +29,6 @@ def quick_starts() -> Iterator[None]:
 
 
 def run_processes(function, *args, count: int) -> None:
-    """Run ``function(rank, *args)`` on `count` ranks; what one raises is raised."""
+    """Run ``function(rank, *args)`` on `count` ranks, and raise the error of any rank."""
     process_context()
     torch.multiprocessing.start_processes(function, args=args, nprocs=count, start_method="forkserver")

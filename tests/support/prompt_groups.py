@@ -1,8 +1,7 @@
-"""Asynchronous runs of NeMo RL's protocol in simulated time: prompts, slots that generate, and a trainer.
+"""Asynchronous runs of NeMo RL's protocol in simulated time, with prompts, generating slots and a trainer.
 
-The pumps and the buffer are stand-ins, which keep to nemo_rl/algorithms/single_controller.py and
-async_utils/replay_buffer.py at 7ea279abfb. `tests/support/peer_checks.py nemo_rl` puts NeMo RL's own in their
-places.
+The pumps and the buffer are stand-ins that follow nemo_rl/algorithms/single_controller.py and
+async_utils/replay_buffer.py at 7ea279abfb. `tests/support/peer_checks.py nemo_rl` uses NeMo RL's own code.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 
 class Instant(selectors.SelectSelector):
-    """Waits for nothing: the time passes at once."""
+    """A selector that never waits: its time passes at once."""
 
     now = 0.0
 
@@ -46,7 +45,7 @@ def in_simulated_time(run: Coroutine[Any, Any, Any]) -> Any:
 
 @dataclass(frozen=True)
 class World:
-    """What happens, whatever the sampler."""
+    """The conditions of a run, which do not depend on the sampler."""
 
     seed: int = 0
     groups: int = 4
@@ -54,17 +53,17 @@ class World:
     step: float = 20.0
     """Seconds of a step."""
     spread: float = 0.9
-    """Of the logarithm of the latency; 0: half of the prompts take 1 second, the others 100."""
+    """Std of the logarithm of the latency. 0: half of the prompts take 1 second, the others 100."""
     slots: int = 16
-    """Prompts that are generated at once."""
+    """Number of prompts that are generated at once."""
     failing: float = 0.0
-    """Share of the prompts that are given up."""
+    """Share of the prompts that fail."""
     together: int = 1
-    """Groups that `select` must give at least, ``min_groups_for_streaming_train``."""
+    """The least number of groups for `select`, ``min_groups_for_streaming_train``."""
     seconds: float = 3000.0
 
     def prompt(self, number: int) -> tuple[float, float, bool]:
-        """The quantile of its latency, its latency in seconds, and whether it fails. Always the same."""
+        """The quantile of a prompt's latency, the latency in seconds, and whether it fails. Never changes."""
         dice = Random(f"{self.seed} {number}")
         hard, fails = dice.random(), dice.random() < self.failing
         if not self.spread:
@@ -83,7 +82,7 @@ class Meta:
 
 
 class Buffer:
-    """The surface of TQReplayBuffer that pumps and samplers use."""
+    """The methods of TQReplayBuffer that pumps and samplers use."""
 
     def __init__(self) -> None:
         self.meta_list: list[Meta | None] = []
@@ -131,7 +130,7 @@ async def _nothing(run: Run) -> None:
 
 @dataclass
 class Run:
-    """A run of a world around a sampler, and what became of each prompt."""
+    """A run of a world with a sampler, and the fate of each prompt."""
 
     world: World
     make_sampler: Callable[[Any], Any]
@@ -183,13 +182,13 @@ class Run:
     # -- generation ---------------------------------------------------------------------------------
 
     def batches(self) -> Iterator[list[int]]:
-        """Prompts, without end."""
+        """Endless batches of prompts."""
         fresh = count()
         while True:
             yield list(islice(fresh, self.world.groups))
 
     def dispatched(self, prompt: int) -> None:
-        """A prompt gets its slot."""
+        """Note that a prompt got its slot."""
         self.sent.append(prompt)
         gone = len(self.failed) + sum(self.trained.values()) + self.evicted
         self.most = max(self.most, len(self.sent) - gone + self.in_step)
@@ -197,7 +196,7 @@ class Run:
     # -- the trainer --------------------------------------------------------------------------------
 
     async def _train(self) -> None:
-        """As `_train_pump`: evict and select until the step is full, train, and then the version advances."""
+        """As `_train_pump`: evict and select until the step is full, train, then advance the version."""
         while True:
             while self.in_step < self.world.groups:
                 evicted = await self.sampler.evict(current_train_weight=self.version)
@@ -229,14 +228,14 @@ class Run:
 
     @property
     def lost(self) -> float:
-        """The share of the prompts that were neither trained nor failed, and are not outstanding."""
+        """The share of the prompts that were neither trained nor failed and are not outstanding."""
         gone = set(self.sent) - set(self.trained) - self.failed
         return (len(gone) - self.waiting) / len(self.sent)
 
     def shares(self, slowest: float = 0.1) -> tuple[float, float]:
-        """The share of the slowest prompts in what was dispatched and in what was trained.
+        """The share of the slowest prompts among the dispatched and among the trained prompts.
 
-        Of the first three quarters of the prompts, because the last are still outstanding.
+        Only the first three quarters of the prompts count, because the last are still outstanding.
         """
         cohort = [p for p in self.sent[: int(0.75 * len(self.sent))] if p not in self.failed]
         slow = {prompt for prompt in cohort if self.world.prompt(prompt)[0] >= 1 - slowest}

@@ -1,4 +1,4 @@
-"""The public names of a package that are here: some need an optional package."""
+"""The public names of a package that can be imported here: some need an optional package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NEED_TORCHRL = ("AssembleOnWrite", "DrainWriter", "GroupUnit", "PipelineHook", "
 
 
 def public(package: ModuleType) -> list[tuple[str, Any]]:
-    """Each name of `__all__` with its object, without those that need a package which is not installed."""
+    """The names of `__all__` with their objects, except names that need a package that is not installed."""
     found = []
     for name in getattr(package, "__all__", ()):
         try:

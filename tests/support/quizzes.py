@@ -1,4 +1,4 @@
-"""Environments that draw their prompts themselves, each several times in a row, as those of datasets do."""
+"""Environments that draw their own prompts, each several times in a row, as those of datasets do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Trouble = Callable[[int], Callable[[TensorDict], TensorDict] | None]
 
 
 class QuizEnv(EnvBase):
-    """Rows that are reset get prompt 0 `repeats` times, then prompt 1, and so on.
+    """An environment whose resets give prompt 0 to `repeats` rows, then prompt 1, and so on.
 
     The rollout with dispatch number n has 1 + n mod 3 steps, each with a reward of 1. `trouble` is called
     with the number of steps before each; a callable that it returns changes the rows of the step.
@@ -75,7 +75,7 @@ def make_quiz(
     repeats: int = 2,
     troubles: Mapping[int, Trouble] | None = None,
 ) -> EnvBase:
-    """A quiz with ids; workers have prompts of their own, and some of them trouble."""
+    """A quiz with ids. Each worker has its own prompts, and may have trouble."""
     quiz = QuizEnv(slots, repeats, first_prompt=1000 * worker, trouble=(troubles or {}).get(worker))
     env = TransformedEnv(quiz, InitTracker())
     return env.append_transform(StampIds(repeats=repeats, worker=worker, workers=workers))

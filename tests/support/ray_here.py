@@ -1,6 +1,6 @@
-"""Ray without processes: actors are objects of this process, and its store is a list of what was put.
+"""Ray without processes: actors are objects of this process, and the store is a list.
 
-So a law about what actors do is tried on thousands of calls in a second.
+So laws of actors can be tried on thousands of calls per second.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ LOOP = asyncio.new_event_loop()
 
 
 class Stored:
-    """A reference to a value, or to what was raised instead."""
+    """A reference to a value or to an error."""
 
     def __init__(self, value: Any = None, error: Exception | None = None):
         self.value, self.error = value, error
 
 
 class Actor:
-    """A handle, whose calls are over when they return; a coroutine of an actor awaits them."""
+    """A handle of an actor. A call has ended when it returns; coroutines of actors await their calls."""
 
     def __init__(self, made: Any):
         self.made = made
@@ -39,7 +39,7 @@ class Actor:
         if LOOP.is_running():
             return coroutine
         try:
-            return Stored(LOOP.run_until_complete(asyncio.wait_for(coroutine, 10)))  # the wait would not end
+            return Stored(LOOP.run_until_complete(asyncio.wait_for(coroutine, 10)))  # not without end
         except Exception as error:
             return Stored(error=error)
 
@@ -58,8 +58,8 @@ def kill(actor: Actor) -> None:
 
 @contextmanager
 def ray_here() -> Iterator[Any]:
-    """Within it, what imports Ray gets this module."""
-    import ray.cloudpickle  # which packs rows, and is as it is
+    """Inside, `import ray` gives this stand-in."""
+    import ray.cloudpickle  # the real one, which packs rows
 
     here: Any = SimpleNamespace(
         __name__="ray",

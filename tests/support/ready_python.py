@@ -1,6 +1,6 @@
-"""A Python that has imported what tests need: whatever it runs is a fork of one process.
+"""A Python process that has imported what tests need, and forks for each program.
 
-Importing takes seconds, and each worker of pytest, of TorchRL and of Ray would do it.
+Imports take seconds, and otherwise each worker of pytest, TorchRL and Ray would do them.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ IMPORTED = [
     "pyarrow.compute",
     "hypothesis",
 ]
-# pyarrow imports pandas with the first array.
+# pyarrow imports pandas when it makes its first array.
 OPTIONAL = ["torchrl.collectors", "torchrl.objectives.llm", "pandas", "transformers.modeling_utils"]
-FREE = 500  # a number that no open file has
+FREE = 500  # a file descriptor that is not in use
 NUMBER = 8  # bytes
 
 
 def ready_python() -> str:
-    """The path of a command like ``python``, with the files, the folder and the environment of its caller.
+    """The path of a command like ``python``, which gets the open files, folder and environment of its caller.
 
-    Its process ends with the one that has asked first. Where no process can be watched, it is Python itself.
+    Its process ends with the process that called this first. If processes cannot be watched, it is Python
+    itself.
     """
     if not hasattr(os, "pidfd_open"):  # only Linux has it
         return sys.executable
@@ -51,9 +52,9 @@ def ready_python() -> str:
 
 
 def ready_ray() -> str:
-    """The path of a file to be the ``setup_worker.py`` of Ray.
+    """The path of a file that replaces Ray's ``setup_worker.py``.
 
-    When Ray is imported, it reads of which raylet a process is: each has a process of its own to fork.
+    On import, Ray reads to which raylet a process belongs, so each raylet has its own process to fork from.
     """
     file = Path(os.environ["HEADRACE_KEPT"], "ray.py")
     file.write_text(f"import runpy\nrunpy.run_path({__file__!r}, run_name='ray')\n")
@@ -76,7 +77,7 @@ def start(address: str, owner: int, environment: Mapping[str, str] = os.environ)
 
 
 def run(address: str, words: list[str]) -> int:
-    """The exit code of what the process runs."""
+    """Let the process run a program, and return the exit code."""
     fds = [int(name) for name in os.listdir("/dev/fd")]
     with socket.socket(socket.AF_UNIX) as connection:
         fds = [fd for fd in fds if is_passed(fd)]
@@ -91,12 +92,12 @@ def run(address: str, words: list[str]) -> int:
 def is_passed(fd: int) -> bool:
     try:
         return os.get_inheritable(fd)
-    except OSError:  # that of the folder
+    except OSError:  # the listing itself
         return False
 
 
 def forked(listener: socket.socket, owner: int) -> tuple[list[str], dict[str, str]]:
-    """Returns in forks alone: the words and the environment of one."""
+    """Serve requests. Return only in a fork, with its arguments and its environment."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     end = os.pidfd_open(owner)
@@ -119,7 +120,7 @@ def forked(listener: socket.socket, owner: int) -> tuple[list[str], dict[str, st
             for fd in fds:
                 os.close(fd)
             _, status = os.waitpid(process, 0)
-            with contextlib.suppress(BrokenPipeError):  # its reader has ended
+            with contextlib.suppress(BrokenPipeError):  # the caller has ended
                 connection.send(os.waitstatus_to_exitcode(status).to_bytes(NUMBER, "big", signed=True))
             os._exit(0)
         connection.close()
@@ -137,7 +138,7 @@ def forked(listener: socket.socket, owner: int) -> tuple[list[str], dict[str, st
 
 
 def begin(words: list[str], environment: dict[str, str]) -> None:
-    """Run what ``python`` runs with these words."""
+    """Run what ``python`` would run with these arguments."""
     os.environ.clear()
     os.environ.update(environment)
     sys.path.remove(str(Path(__file__).parent))

@@ -1,4 +1,4 @@
-"""The recipes by name, one for each chain of stages, and pipelines like theirs."""
+"""The recipes by name, one recipe for each chain of stages, and pipelines of recipes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from headrace.pipeline import Pipeline
 CONF = Path(__file__).parents[2] / "conf" / "pipeline"
 NAMES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.rglob("*.yaml"))
 
-# Recipes with arithmetic of TorchRL, where it is installed.
+# Recipes that compute with TorchRL, if it is installed.
 WITH_TORCHRL = ("ppo",) if find_spec("torchrl") else ()
-# Recipes whose stages have the same names and classes differ in numbers and in the advantage's equation. One
-# of them is enough for a law that names neither; test_compose_recipes.py says that the list is complete.
+# Recipes with the same names and classes of stages differ only in numbers and in the advantage's equation.
+# One of them is enough for a law that names neither. test_compose_recipes.py checks that the list is
+# complete.
 CHAINS = (
     "as/verl",
     "dapo",
@@ -48,7 +49,7 @@ CHAINS = (
     "w_reinforce",
     *WITH_TORCHRL,
 )
-# And one for each baseline and scale that those have not.
+# And one for each baseline and scale that CHAINS lacks.
 ADVANTAGES = (
     *CHAINS,
     "as/nemo_rl",
@@ -65,7 +66,7 @@ ADVANTAGES = (
     "reinforce_pp",
     "rloo",
 )
-# Recipes with stages that go by turns, for batches whose turns are a column.
+# Options of recipes whose stages use turns, for batches with a column of turns.
 BY_TURN = {
     "gigpo": {"returns": {"turn_key": "turn"}},
     "ppo": {"gae": {"turn_key": "turn"}},
@@ -75,7 +76,7 @@ FEW = ("as/nemo_rl", "dapo", "gdpo", "mis", "tree_grpo")
 
 
 def pipeline_of(recipe: str, **changes: dict[str, Any]) -> Pipeline:
-    """A recipe's pipeline, some stages with other options; without them it is composed once."""
+    """The pipeline of a recipe, with changed options of some stages. Without changes it is composed once."""
     pipeline = composed(f"pipeline={recipe}")
     stages = dict(pipeline.stages.items())
     for name, options in changes.items():
@@ -87,8 +88,8 @@ def pipeline_of(recipe: str, **changes: dict[str, Any]) -> Pipeline:
 
 @contextmanager
 def of(name: str) -> Iterator[None]:
-    """Says of which recipe, or stage, something does not hold."""
+    """Add the name of the recipe or stage to an error."""
     try:
         yield
-    except (Exception, pytest.fail.Exception) as err:  # the latter where nothing is raised that must be
+    except (Exception, pytest.fail.Exception) as err:  # pytest.fail: a required error was not raised
         raise AssertionError(f"{name}: {err}") from err

@@ -1,4 +1,4 @@
-"""Real rollouts, small: the default experiment's environment and policy."""
+"""Small real rollouts from the default experiment's environment and policy."""
 
 from __future__ import annotations
 

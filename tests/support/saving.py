@@ -1,4 +1,4 @@
-"""States, as another process reads them from a file."""
+"""States as another process reads them from a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def as_saved(state: Any) -> Any:
-    """What a file has of it, which only plain values survive."""
+    """The state after it was saved and loaded, which only plain values survive."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)

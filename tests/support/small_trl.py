@@ -38,7 +38,7 @@ def digits(kind: Any = PreTrainedTokenizerFast) -> Any:
 
 
 def small_model() -> Any:
-    """The same model at each call."""
+    """A one-layer model, with equal weights at each call."""
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(vocab_size=12, **SIZES, **IDS))
 

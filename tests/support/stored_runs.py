@@ -25,7 +25,7 @@ LARGE = 2**60  # an id that JavaScript would round
 
 
 def step_batch(step: int, shift: float = 0.0, **columns: Any) -> TensorDict:
-    """Three groups of three; the second has equal rewards. One prompt of three takes turns."""
+    """Three groups of three; the second has equal rewards. One prompt alternates between two texts."""
     rewards = [0.1 * step + shift, 1.0, 0.3, 2.0, 2.0, 2.0, -1.0, 0.0, shift]
     groups = [3 * step + LARGE + each // 3 for each in range(9)]
     batch = TensorDict(
@@ -47,13 +47,13 @@ def step_batch(step: int, shift: float = 0.0, **columns: Any) -> TensorDict:
 
 
 def report_of_step(step: int, shift: float = 0.0, **columns: Any):
-    """The report of :func:`step_batch`, every stage at work."""
+    """The report of :func:`step_batch` with stages that all have something to do."""
     batch = step_batch(step, shift, **columns)
     return make_report(Pipeline(stages()).run(batch), step=step, batch=batch)
 
 
 def write_run(folder: Path, steps: int = 4, shift: float = 0.0) -> Path:
-    """A run of some steps, as a loop of one's own writes it."""
+    """Write a run of some steps, as a user's own loop does."""
     with ReportFolder(folder, every=None) as run:
         for step in range(steps):
             run.add(report_of_step(step, shift))
@@ -62,7 +62,7 @@ def write_run(folder: Path, steps: int = 4, shift: float = 0.0) -> Path:
 
 @contextmanager
 def served(*folders: Path) -> Iterator[Client]:
-    """A server of these runs in a thread."""
+    """Serve these runs in a thread."""
     server = ViewServer([StoredRun(folder) for folder in folders])
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
@@ -76,7 +76,7 @@ def served(*folders: Path) -> Iterator[Client]:
 
 @contextmanager
 def started(words: Sequence[str], folder: Path, *, code: str | None = None) -> Iterator[Any]:
-    """The command in a process of its own; it gives the process, what it printed and its address."""
+    """Run the command in its own process. Gives the process, its output and its address."""
     program = ["-m", "headrace.pipeline"] if code is None else ["-c", code]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, *program, *words], cwd=folder, text=True, **pipes) as process:
@@ -93,14 +93,14 @@ def started(words: Sequence[str], folder: Path, *, code: str | None = None) -> I
 
 
 class Client:
-    """Requests as they are typed: no path is made shorter, no header added."""
+    """Sends requests exactly as given: no path is shortened, no header added."""
 
     def __init__(self, server: ViewServer):
         self.server, self.address = server, server.address
         self.path = urlsplit(server.address).path
 
     def send(self, path: str, method: str = "GET", host: str | None = None, body: bytes | None = None):
-        """Status, headers and body of an answer."""
+        """Send a request. Return the status, headers and body of the answer."""
         port = self.server.server_address[1]
         connection = HTTPConnection("127.0.0.1", port, timeout=30)
         connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
@@ -114,7 +114,7 @@ class Client:
         return found
 
     def ask(self, name: str, /, *, status: int = 200, **values: Any) -> Any:
-        """What the server answers to a question."""
+        """The server's answer to a query, as parsed JSON."""
         got, _, body = self.send(f"{self.path}api/{name}?{urlencode(values)}")
         assert got == status, body
         return json.loads(body)

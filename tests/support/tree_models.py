@@ -1,4 +1,4 @@
-"""Models that see rows, packed rows and trees of them, and the gradient of a loss through each."""
+"""Models for rows, packed rows and prefix trees, and the gradient of a loss through each."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Transformer(nn.Module):
 
 
 class Llama(nn.Module):
-    """One of transformers, made in memory."""
+    """A Llama of transformers, made in memory."""
 
     def __init__(self, attention: str):
         super().__init__()
@@ -56,7 +56,7 @@ class Llama(nn.Module):
 
 
 class Actor(TensorDictModuleBase):
-    """What a loss asks for the distribution of each token, in rows, packed rows or trees."""
+    """The actor of a loss: gives the distribution of each token in rows, packed rows or trees."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -91,7 +91,7 @@ def make_actor(kind: str, dtype: torch.dtype = torch.float64) -> Actor:
     actor = Actor(Transformer() if kind == "tiny" else Llama(kind)).to(dtype)
     with torch.no_grad():
         for parameter in actor.parameters():
-            parameter.mul_(3.0) if parameter.ndim > 1 else None  # attention that is not uniform
+            parameter.mul_(3.0) if parameter.ndim > 1 else None  # so that attention is not uniform
     return actor
 
 
@@ -114,7 +114,7 @@ def make_batch(actor: Actor, rows: list[list[int]], side: str = "left") -> Tenso
 def gradient_of(
     actor: Actor, batch: TensorDict, transform=None, group: str | None = None, mean: str = "sample", **cut
 ) -> Tensor:
-    """Of one optimiser step through TokenGRPOLoss with weights."""
+    """The gradient of one optimiser step through TokenGRPOLoss with weights."""
     loss = TokenGRPOLoss(actor, masking_strategy="generic", entropy_coeff=0.01, kl_to_ref_coeff=0.1)
     world = "world" if group == "own rows" else None
     split = ShuffleSplit(**{"minibatches": 1, "remainder": "uneven", "process_group": world} | cut)
@@ -131,7 +131,7 @@ def gradient_of(
 
 
 def run_rank(rank: int, world: int) -> dict:
-    """How far each scene's gradient over ranks is from that of the rows of one process."""
+    """By scene, the distance of the gradient over ranks from that of one process."""
     found = {}
     for name, rows in scenes().items():
         actor = make_actor("tiny")

@@ -1,4 +1,4 @@
-"""Prefix trees as loops build them, and rows that share tokens."""
+"""Prefix trees built by loops, and rows that share tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOSS, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
 
 
 def dense(rows: list[list[int]], width: int | None = None, side: str = "right") -> TensorDict:
-    """Rows of tokens, padded by 0, which is a token, too. Half of what is behind the first token trains."""
+    """Rows of tokens, padded with 0, which is also a token. About the second half of each row trains."""
     width = width or max(map(len, rows))
     batch = TensorDict({}, batch_size=[len(rows)])
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)
@@ -30,12 +30,12 @@ def dense(rows: list[list[int]], width: int | None = None, side: str = "right") 
 
 
 def ragged(rows: list[list[int]]) -> TensorDict:
-    """The same as a lazy stack, each row as long as it is."""
+    """The same rows as a lazy stack without padding."""
     return cut_rows(dense(rows), [slice(len(row)) for row in rows], (FULL, ATTENTION, LOSS, LOG_PROBS))
 
 
 class Trie:
-    """A node per path, one token after the other."""
+    """A trie, as the set of its paths."""
 
     def __init__(self, rows: list[list]):
         self.paths: set[tuple] = set()
@@ -44,7 +44,7 @@ class Trie:
 
     @staticmethod
     def sees(query: tuple, key: tuple) -> bool:
-        """A token sees those on its path."""
+        """Whether a token sees another: it sees the tokens on its path."""
         return query[: len(key)] == key
 
 
@@ -52,7 +52,7 @@ GROUP, TURNS, FORKS = "groups with one prompt", "turns as rows", "forks anywhere
 
 
 def scenes(seed: int = 0, tokens: int = 50) -> dict[str, list[list[int]]]:
-    """Batches of each kind, by name."""
+    """Batches of rows of each kind, by name."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(length: int) -> list[int]:

@@ -1,8 +1,8 @@
-"""What goes wrong in an environment behind each source of rollouts, and what is reported of it, and when.
+"""Faults of an environment behind each source of rollouts, and how soon each is reported.
 
-Each cell runs in processes of its own: a source of two workers, of which one has the trouble, `assembled`,
-and a pipeline over each batch, after which the workers get new weights. `CELLS` says what must be found;
-docs/streams.md has it as a table.
+Each cell runs in its own processes: an `assembled` source of two workers, one of which has the trouble, and a
+pipeline over each batch, after which the workers get new weights. `CELLS` has the required reports;
+docs/streams.md shows them as a table.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from turns import OneAction
 from headrace.pipeline import RayAssembler, assembled, load_pipeline
 from headrace.transforms import GroupAssembler, StreamWarning
 
-AT = 12  # steps of an environment before its trouble begins
-UPDATE = 3  # updates of a worker's weights before one in which its trouble begins
+AT = 12  # number of steps of an environment before its trouble begins
+UPDATE = 3  # number of updates of a worker's weights before its trouble begins in one
 FRAMES = 12
 PATIENCE = 5.0  # seconds
-BOUND = 45.0  # seconds that a cell may take, where processes start slowly
-AFTER = PATIENCE + 10  # seconds in which an error may follow a warning: a batch may take some of them
-ALONE = PATIENCE + 2  # seconds without an error where none may follow
+BOUND = 45.0  # seconds that a cell may take on a machine that starts processes slowly
+AFTER = PATIENCE + 10  # seconds for an error to follow a warning, with the time of a batch
+ALONE = PATIENCE + 2  # seconds to wait if no error may follow
 
 
 class Found(NamedTuple):
-    """What is reported first, or that nothing is."""
+    """The first report, or that there was none."""
 
     kind: str
-    """The class of the error or warning; ``ends`` where the process that trains did."""
+    """The class of the error or warning; ``ends`` if the training process ended."""
     words: str
     after: float = 0.0
     """Seconds since the trouble began."""
@@ -60,12 +60,12 @@ class Found(NamedTuple):
 
 
 class At:
-    """Something happens at a step, and when it did is written down.
+    """Does something at a step, and writes down the time.
 
     Args:
-        what: returns what changes the rows of the step, or nothing.
-        begun: a file.
-        again: it happens at each step from then on.
+        what: may return a function that changes the rows of the step.
+        begun: file for the time.
+        again: whether it happens again at each later step.
         at: number of steps before.
     """
 
@@ -80,7 +80,7 @@ class At:
 
 
 def pace(steps: int) -> None:
-    """Let others compute while all wait for what will be reported."""
+    """Leave time for other processes after the trouble has begun."""
     if steps > AT:
         time.sleep(0.02)
 
@@ -119,7 +119,7 @@ def leave() -> None:
 
 
 class Trouble(NamedTuple):
-    """What happens, and when."""
+    """A fault, and when it happens."""
 
     what: Callable[..., Any] | None
     again: bool = False
@@ -139,11 +139,11 @@ TROUBLES: dict[str, Trouble] = {
     "uses the ids of another worker": Trouble(None),
     "gives a reward of another shape": Trouble(give_two),
 }
-TAKE_WEIGHTS = Collector.update_policy_weights_  # what each worker runs, too
+TAKE_WEIGHTS = Collector.update_policy_weights_  # each worker runs it, too
 
 
 def maker(worker: int, trouble: str, begun: Path) -> Callable[[], Any]:
-    """What makes the environment of a worker of two; the second has the trouble."""
+    """A function that makes the environment of one of two workers; the second has the trouble."""
     what, again, in_update = TROUBLES[trouble]
     if what is None:
         return make_quiz
@@ -157,7 +157,7 @@ def maker(worker: int, trouble: str, begun: Path) -> Callable[[], Any]:
 
 
 def make_with_updates(worker: int, at: At | None) -> Any:
-    """An environment in whose process something happens at an update."""
+    """An environment in whose process something happens at an update of the weights."""
     updates = itertools.count()
 
     def take_weights(*args: Any, **options: Any) -> None:
@@ -176,7 +176,7 @@ LOST = "rollouts were lost between their worker and the assembler"
 
 
 class Cell(NamedTuple):
-    """What must be reported: ``…`` is for anything in between."""
+    """A required report. ``…`` in its words stands for any text."""
 
     kind: str
     words: str
@@ -185,11 +185,11 @@ class Cell(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """The class of the error or warning, as the page has it."""
+        """The class of the error or warning, as on the page."""
         return "the process ends" if self.kind == "ends" else f"`{self.kind}`"
 
     def is_in(self, found: Found) -> bool:
-        """Whether it was."""
+        """Whether this was reported."""
         words = ".*".join(re.escape(part.strip()) for part in self.words.split("…"))
         if self.unless_lost and LOST in found.words:
             words = LOST + r".*of group \d*[13579]\b"  # the second worker has the odd groups
@@ -274,7 +274,7 @@ CELLS: dict[str, tuple[Cell, ...]] = {
 
 
 def of_collector(trouble: str, begun: Path, policy: OneAction) -> Iterable[Any]:
-    """Both environments in this process."""
+    """A collector with both environments in this process."""
     makers = [maker(worker, trouble, begun) for worker in (0, 1)]
     return collect(SerialEnv(2, makers), 2 * FRAMES, 10**6, policy=policy, **PLAIN)
 
@@ -297,7 +297,7 @@ SOURCES: dict[str, Callable[[str, Path, OneAction], Iterable[Any]]] = {
 
 
 def report(stream: Iterator[Any], update: Callable[[], None], trouble: str, begun: Path) -> Found:
-    """Train on what comes, and update the weights of the workers, until something is reported."""
+    """Train on batches, and update the workers' weights, until a fault is reported."""
     longest = ALONE if trouble == "has a rollout that never ends" else AFTER
     pipeline = load_pipeline(
         "pipeline=grpo",
@@ -316,7 +316,7 @@ def report(stream: Iterator[Any], update: Callable[[], None], trouble: str, begu
                 if not begun.exists():
                     said.clear()
                 mine = [str(each.message) for each in said if issubclass(each.category, StreamWarning)]
-                mine.sort(key=lambda words: LOST in words)  # of a slow reader, whichever came first
+                mine.sort(key=lambda words: LOST in words)  # reports about a slow reader come last
                 if mine and (warned is None or warned.words != mine[0]):
                     warned = Found("StreamWarning", mine[0], since(begun))
                 told = warned is not None and LOST not in warned.words
@@ -335,7 +335,7 @@ def since(begun: Path) -> float:
 
 
 def in_a_process(told: Any, place: str, trouble: str, folder: Path) -> None:
-    """A cell, in a process that leads a group of them. It does not shut down its collector."""
+    """Run a cell in a process that leads its own process group. The collector is not shut down."""
     os.setsid()
     os.dup2(os.open(folder / "stderr", os.O_CREAT | os.O_WRONLY), 2)
     torch.set_num_threads(1)
@@ -355,7 +355,7 @@ def in_a_process(told: Any, place: str, trouble: str, folder: Path) -> None:
 
 
 def look_at(place: str, trouble: str) -> Found:
-    """What is reported of a trouble, in bounded time."""
+    """The report of a trouble, in bounded time."""
     context = process_context()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -380,7 +380,8 @@ def look_at(place: str, trouble: str) -> Found:
 
 
 def write(assembler: Any, worker: int, trouble: str, folder: Path) -> None:
-    """Put rows into an assembler in an actor of Ray, from when both writers are there until they may stop.
+    """Put rows into an assembler in an actor of Ray, from the common start of both writers until they may
+    stop.
 
     After each put the writer takes the newest weights of the trainer, from a file.
     """
@@ -406,14 +407,14 @@ def write(assembler: Any, worker: int, trouble: str, folder: Path) -> None:
 
 @functools.cache
 def on_ray() -> RayAssembler:
-    """An assembler in an actor, which begins anew for each cell: a process takes seconds to come up."""
+    """An assembler in an actor, which is reset for each cell: to start a process takes seconds."""
     assembler = RayAssembler()
-    assembler.put(next(iter(collect(make_quiz(), FRAMES, 1))))  # brings up the process that stores rows
+    assembler.put(next(iter(collect(make_quiz(), FRAMES, 1))))  # starts the process that stores rows
     return assembler
 
 
 def start_when_heard(assembler: RayAssembler, folder: Path) -> None:
-    """Let the writers begin when the trainer listens: what they put before is not noted."""
+    """Let the writers start when the trainer listens: earlier puts are not noted."""
     import ray
 
     while not ray.get(assembler._actor.__ray_call__.remote(lambda actor: actor.workers.worker_patience)):
@@ -422,7 +423,7 @@ def start_when_heard(assembler: RayAssembler, folder: Path) -> None:
 
 
 def look_at_ray(trouble: str) -> Found:
-    """What is reported of a trouble of a writer, in bounded time; Ray is there."""
+    """The report of a writer's trouble, in bounded time. Ray must be running."""
     import ray
 
     assembler = on_ray()
@@ -434,7 +435,7 @@ def look_at_ray(trouble: str) -> Found:
         try:
             while len(list(folder.glob("ready*"))) < len(writers):
                 ended, _ = ray.wait(writers, timeout=0.05)
-                ray.get(ended)  # raises: no writer ends before
+                ray.get(ended)  # raises if a writer has failed: none may end before
             stream = assembler.batches(writers, patience=PATIENCE, worker_patience=PATIENCE)
             threading.Thread(target=start_when_heard, args=(assembler, folder), daemon=True).start()
             policy = OneAction("left")
@@ -447,14 +448,14 @@ def look_at_ray(trouble: str) -> Found:
             return report(stream, update, trouble, folder / "begun")
         finally:
             (folder / "stop").touch()
-            ray.wait(writers, num_returns=len(writers), timeout=BOUND)  # their processes serve the next
+            ray.wait(writers, num_returns=len(writers), timeout=BOUND)  # their processes serve the next cell
 
 
 def look_at_all(place: str, at_once: int = len(TROUBLES)) -> dict[str, Found]:
-    """What is reported of each trouble, so many side by side."""
-    if place == "Ray":  # whose threads are one process's: warnings are of all of them
+    """The report of each trouble; `at_once` cells run in parallel."""
+    if place == "Ray":  # one by one: warnings in a process are those of all its threads
         return {trouble: look_at_ray(trouble) for trouble in TROUBLES}
-    process_context()  # makes what the threads share
+    process_context()  # creates the context that the threads share
     look = functools.partial(look_at, place)
     with ThreadPoolExecutor(at_once) as pool:
         return dict(zip(TROUBLES, pool.map(look, TROUBLES), strict=True))

@@ -29,16 +29,16 @@ def reward_of(rollout: Tensor, turn: Tensor) -> Tensor:
 
 
 class TurnsEnv(EnvBase):
-    """A worker's share of the rollouts 0, 1, 2, …, of which `GROUP_SIZE` in a row are a group.
+    """A worker's share of the rollouts 0, 1, 2, …; `GROUP_SIZE` neighbours are a group.
 
-    Worker `rank` of `ranks` has each `ranks`-th rollout, so groups are spread over the workers; its slots
-    have these by turns, each from its first row to its last. A row's reward follows from its ids, times the
-    action.
+    Worker `rank` of `ranks` has each `ranks`-th rollout, so groups are spread over the workers. Its slots
+    take these rollouts in turn, each from its first row to its last. A row's reward follows from its ids,
+    times the action.
 
     Args:
-        rank: which worker this is.
-        ranks: how many there are.
-        trouble: what happens in the worker at a step, called with the number of steps before.
+        rank: number of this worker.
+        ranks: number of workers.
+        trouble: is called at each step with the number of earlier steps.
         first: the first rollout of all workers.
     """
 
@@ -76,7 +76,7 @@ class TurnsEnv(EnvBase):
             again = tensordict["_reset"].view(SLOTS, 1)
         else:
             again = torch.ones(SLOTS, 1, dtype=torch.bool)
-        again = again & (self._turn > 0)  # a rollout of which there is no row yet begins nonetheless
+        again = again & (self._turn > 0)  # a rollout without a row keeps its number
         self._number, self._turn = self._number + again, self._turn.masked_fill(again, 0)
         return self._rows(done=torch.zeros(SLOTS, 1, dtype=torch.bool))
 
@@ -94,10 +94,10 @@ class TurnsEnv(EnvBase):
 
 
 class OneAction(TensorDictModuleBase):
-    """Always the same action: its weight.
+    """A policy that always takes the same action, which is its weight.
 
     Args:
-        key: a column of the shape of actions.
+        key: a column that has the shape of the actions.
     """
 
     def __init__(self, key: str = "turn") -> None:
@@ -110,7 +110,7 @@ class OneAction(TensorDictModuleBase):
 
 
 def makers(ranks: int, trouble: Callable[[int], None] | None = None, first: int = 0) -> list[Callable]:
-    """What makes the environment of each worker; the last of them is in trouble."""
+    """Functions that make the environment of each worker; the last one has the trouble."""
     troubles = [None] * (ranks - 1) + [trouble]
     return [functools.partial(TurnsEnv, rank, ranks, troubles[rank], first) for rank in range(ranks)]
 

@@ -18,7 +18,7 @@ from headrace.pipeline import GroupReplayBuffer
 
 
 class Queue:
-    """TransferQueue's functions on a dict: the same keys, tags and fields, in this process."""
+    """TransferQueue's functions on dicts in this process, with the same keys, tags and fields."""
 
     KVBatchMeta = SimpleNamespace
 
@@ -40,7 +40,7 @@ class Queue:
 
 @dataclass
 class Trainer:
-    """The loop of PPOTrainer (1dda039b): warm-up batches, then a batch is dispatched before each step."""
+    """The loop of PPOTrainer (1dda039b): it dispatches warm-up batches, then a batch before each step."""
 
     seed: int
     groups: int
@@ -86,7 +86,7 @@ class Trainer:
         return {"is_prompt": True, "status": status, "global_steps": self.born[number]}
 
     def sleep(self, _: float) -> None:
-        """Until the next rollouts finish; a loop that waits for nothing has stopped."""
+        """Let time pass until the next rollouts finish. If none is running, the loop would never continue."""
         assert self.events, "the step waits, and nothing is generated"
         self.run_until(self.events[0][0])
 
@@ -118,9 +118,10 @@ class Trainer:
         return self
 
     def shares(self) -> tuple[float, float, float]:
-        """The share of the slowest tenth in what was dispatched and trained, and that of lost groups.
+        """The share of the slowest tenth among dispatched and among trained groups, and the share of lost
+        groups.
 
-        Of the groups that were dispatched early enough to be trained.
+        Only groups that were dispatched early enough to be trained count.
         """
         over = [number for number, born in self.born.items() if born < self.steps - (self.bound or 0)]
         slow = set(sorted(over, key=self.latency)[-len(over) // 10 :])

@@ -1,4 +1,4 @@
-"""Rows whose tokens were sampled by several policy versions, and what loops say of them."""
+"""Rows whose tokens were sampled by several policy versions, and their versions by loops."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ LAYOUTS = ("left", "right", "ragged")
 
 
 def with_versions(seed: int, layout: str = "left", rows: int = 8, most: int = 9) -> TensorDict:
-    """Groups of two rollouts of one row. Tokens that were not sampled have versions that mean nothing."""
+    """Groups of two rollouts of one row. Tokens that were not sampled have meaningless versions."""
     draw = Random(seed)
     tokens = [draw.choices(range(1, 9), k=draw.randint(1, most)) for _ in range(rows)]
-    tokens[0] = tokens[0] + [1] * 20  # so that no column is as narrow as numbers per row
+    tokens[0] = tokens[0] + [1] * 20  # so that no column is as narrow as one with a number per row
     batch = ragged(tokens) if layout == "ragged" else dense(tokens, 30, layout)
     batch["rollout_id"], batch["group_id"] = torch.arange(rows), torch.arange(rows) // 2
     batch["next", "reward"] = torch.arange(rows) / 8

@@ -1,4 +1,4 @@
-"""Batches in which some rollouts vote and do not train, what a loop makes of them, and what the stages do."""
+"""Batches in which some rollouts vote only, with results by loops and by the stages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from headrace.transforms import (
 MASK = ("masks", "all_assistant_mask")
 NAN = float("nan")
 VOTED = {"baseline_of": "votes_only", "scale": "none"}
-# Of all rollouts, of those that vote only, and of a column; of one reward, or of two by themselves.
+# Baselines of all rollouts, of those that vote only, or of a column; one reward, or two that are decoupled.
 ADVANTAGES = (
     {"scale": "none"},
     {},
@@ -50,13 +50,13 @@ def options_of(seed: int) -> tuple[dict, str, str]:
 
 
 def drawn(seed: int) -> TensorDict:
-    """Rows in any order: of one to three a rollout, some rollouts empty, truncated or without a reward."""
+    """Shuffled rows, one to three per rollout; some rollouts are empty, truncated or without a reward."""
     draw = random.Random(seed)
     rows = []
     for group in range(draw.randint(1, 5)):
         size = draw.randint(2, 6)
         equal = draw.random() < 0.2
-        missing = draw.random() < 0.2  # another rollout was dispatched, and is not here
+        missing = draw.random() < 0.2  # one more rollout was dispatched
         for number in range(size):
             first, votes = number == 0, number == 0 or draw.random() < 0.2
             reward = (
@@ -89,7 +89,7 @@ def drawn(seed: int) -> TensorDict:
 
 
 def pipeline_of(seed: int, **pipeline) -> Pipeline:
-    """All that a rollout may leave for, and an advantage of any kind."""
+    """A pipeline with every reason for a rollout to leave, and one of the advantages."""
     advantage, action, unit = options_of(seed)
     several = advantage.get("several") == "decoupled"
     vary = SampleFilter(criterion=RewardsVary(), action=action)
@@ -108,7 +108,7 @@ def pipeline_of(seed: int, **pipeline) -> Pipeline:
 
 
 def baseline_by_loops(rewards: dict, votes: dict, values: dict, rollout: int, options: dict) -> float:
-    """b of a rollout, from the rewards of the rollouts of its group."""
+    """The baseline of a rollout, from the rewards in its group."""
     name = options.get("baseline", "mean")
     if options.get("baseline_of") == "votes_only":
         rewards = {each: reward for each, reward in rewards.items() if votes[each]}
@@ -181,7 +181,7 @@ def by_loops(batch: TensorDict, seed: int) -> tuple[dict, dict]:
 
 
 def weights_by_loops(batch: TensorDict, rows: list[int], unit: str) -> dict[int, float]:
-    """The weight of each token of some rows, which are the rows of an optimiser step that train."""
+    """The token weight in each of these rows, which are the training rows of an optimiser step."""
     tokens, rollouts = batch[MASK].sum(1).tolist(), batch["rollout_id"].tolist()
     total = sum(tokens[row] for row in rows)
     if unit == "token":
@@ -202,7 +202,7 @@ def found_in(run) -> tuple[dict, dict, list[list[int]]]:
 
 
 def vote_on_ranks(rank: int, world: int, seeds: range) -> list:
-    """What each rank finds in its rows of each batch: advantages, weights, and reasons by row."""
+    """By batch, the advantages, weights and reasons of the rows of this rank."""
     found = []
     for seed in seeds:
         batch = drawn(seed)

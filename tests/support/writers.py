@@ -1,4 +1,4 @@
-"""Processes that write into a shared replay buffer, when they are told to or as fast as they can."""
+"""Processes that write into a shared replay buffer, on request or as fast as they can."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT = 60.0
 
 
 def shared_buffer(size: int, rows: TensorDict) -> ReplayBuffer:
-    """An empty buffer that workers may write, with columns as these rows have."""
+    """An empty buffer that processes may write to, with the columns of these rows."""
     buffer = ReplayBuffer(storage=LazyTensorStorage(size), writer=DrainWriter(), shared=True)
     buffer.extend(rows[:1].clone())
     buffer.empty()
@@ -25,7 +25,7 @@ def shared_buffer(size: int, rows: TensorDict) -> ReplayBuffer:
 
 
 def write_when_told(buffer: ReplayBuffer, pipe: Any) -> None:
-    """Write rows that come through a pipe, each time with an answer; or lock the buffer, and keep it."""
+    """Write rows that come through a pipe, and answer each. A string instead: lock the buffer for good."""
     torch.set_num_threads(1)
     while (rows := pipe.recv()) is not None:
         if isinstance(rows, str):
@@ -46,7 +46,7 @@ def write_all(buffer: ReplayBuffer, rows: TensorDict, size: int, room: Any) -> N
 
 @contextlib.contextmanager
 def processes(target: Any, *arguments: tuple) -> Iterator[list]:
-    """A process for each tuple of arguments; in the end all that live are killed."""
+    """Start a process for each tuple of arguments, and kill all at the end."""
     started = []
     try:
         for own in arguments:
@@ -62,7 +62,7 @@ def processes(target: Any, *arguments: tuple) -> Iterator[list]:
 
 
 class Told:
-    """Writers that do what they are told, and say when they have."""
+    """Writers that write on request and answer."""
 
     def __init__(self, processes: list, pipes: list):
         self.processes, self.pipes = processes, pipes
