@@ -51,7 +51,7 @@ def test_a_copy_says_so_until_it_runs_a_batch(copied):
     assert other.metrics == pipeline.metrics
     with pytest.raises(BatchError):
         other(batch.exclude("group_id"))
-    assert other.ledger is None  # of a batch that was refused
+    assert other.ledger is None  # after a batch that was refused
 
 
 # -- in a buffer that several processes write ---------------------------------------------------------------
@@ -110,7 +110,7 @@ def extend(buffer: ReplayBuffer, batch, answers=None) -> str:
 
 
 def elsewhere(function, *args) -> str:
-    """What a function says in a process of its own."""
+    """The result of a function in its own process."""
     context = process_context()
     answers = context.Queue()
     process = context.Process(target=function, args=(*args, answers))
@@ -127,7 +127,7 @@ def elsewhere(function, *args) -> str:
 @pytest.mark.torchrl
 @pytest.mark.slow
 def test_a_worker_that_writes_to_a_buffer_refuses_a_split_and_takes_stages_before_it():
-    """When rows are written, TorchRL 0.14.1 does not check."""
+    """TorchRL 0.14.1 does not check this when rows are written."""
     batch = collected("uniform", "grpo").exclude("prompt_text")
     assert re.search(REFUSED, elsewhere(extend, buffer_with(make_pipeline()), batch))
     assert elsewhere(extend, buffer_with(make_pipeline().halves()[0]), batch) == "20 rows"
@@ -136,7 +136,7 @@ def test_a_worker_that_writes_to_a_buffer_refuses_a_split_and_takes_stages_befor
 
 
 def take_in_and_extend(pipeline: Pipeline, batch, answers) -> str:
-    """A buffer of the process's own."""
+    """Make a buffer in this process, and write to it."""
     return extend(buffer_with(pipeline, shared=False), batch, answers)
 
 

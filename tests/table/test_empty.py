@@ -29,7 +29,7 @@ NAN = float("nan")
 
 
 def rows_of(rewards, tokens, rollouts=None, groups=None, *, unscored=()):
-    """A batch, of which row i has `tokens[i]` of 4 tokens in the mask; `unscored` have no log-probability."""
+    """A batch. Row i has `tokens[i]` of 4 tokens in the mask; `unscored` rows have no log-probability."""
     count = len(rewards)
     mask = torch.arange(4) < torch.tensor(tokens)[:, None]
     log_probs = torch.full((count, 4), -1.0)
@@ -91,7 +91,7 @@ def test_the_ledger_names_empty_rollouts_and_the_group_is_complete():
 
 
 def test_every_statistic_excludes_empty_rollouts_as_a_loop_does():
-    """Random groups with rollouts of several rows, of which some are empty and some rewards are missing."""
+    """Random groups with rollouts of several rows. Some rollouts are empty, and some rewards are missing."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(high, count):
@@ -105,7 +105,7 @@ def test_every_statistic_excludes_empty_rollouts_as_a_loop_does():
         unscored = [row for row, each in enumerate(draw(6, len(rollouts))) if each == 0]
         batch = rows_of([float(paid[each]) for each in rollouts], tokens, rollouts, groups, unscored=unscored)
         assert advantages(Pipeline(stages()), batch) == by_hand(batch)
-        # Without a gate the option is that of the pipeline. The reward of an excluded rollout is not read.
+        # Without a gate, the option of the pipeline applies. The reward of an excluded rollout is not read.
         trains = (batch[MASK] & batch[LOG_PROBS].isfinite()).any(1)
         alive = {each for each, has_token in zip(rollouts, trains.tolist(), strict=True) if has_token}
         lost = torch.tensor([each not in alive for each in rollouts])
@@ -132,7 +132,7 @@ def test_rows_masked_by_a_stage_still_count():
     chain = {"filter": SampleFilter(criterion=low, action="mask")} | stages()
     assert advantages(Pipeline(chain), rows_of([1.0, 1, 0, 0], [2] * 4)) == [0.5, 0.5, -0.5, -0.5]
     apart = rows_of([1.0, 1, 0, 0], [2] * 4)
-    for stage in chain.values():  # alone, each reads what the one before has written
+    for stage in chain.values():  # each stage alone reads what the stage before it has written
         apart = stage(apart)
     assert apart["advantage"].flatten().tolist() == [0.5, 0.5, -0.5, -0.5]
 
@@ -164,7 +164,7 @@ def test_carried_rows_are_counted_as_others():
 def test_the_reward_of_an_empty_rollout_changes_no_number():
     for recipe in ADVANTAGES:
         if recipe.startswith("as/") and recipe != "as/nemo_rl":
-            continue  # they do as their frameworks do
+            continue  # these follow their frameworks
         found = []
         for more in (0.0, 3.0):
             batch = collected("uniform", recipe)
@@ -180,7 +180,7 @@ def test_the_reward_of_an_empty_rollout_changes_no_number():
 
 @pytest.mark.slow
 def test_stages_alone_exclude_empty_rollouts_as_a_pipeline_does():
-    """Also the stages of recipes without a gate, and if one masks all tokens of a rollout later."""
+    """Stages of recipes without a gate do so, too, even if a stage masks all tokens of a rollout later."""
     for recipe in ADVANTAGES:
         if recipe.startswith("as/"):
             continue  # they set `empty` for the whole pipeline
@@ -191,7 +191,7 @@ def test_stages_alone_exclude_empty_rollouts_as_a_pipeline_does():
         chain = {name: stage for name, stage in chain.items() if name not in ("gate", "split", "weight")}
         truncated = partial(torch.ne, other=rollouts[2])
         late = {"truncated": SampleFilter(criterion=lambda rows, of=truncated: of(rows["rollout_id"]))}
-        if "gae" not in chain:  # alone, it cannot see tokens that were masked
+        if "gae" not in chain:  # a single stage cannot see that tokens were masked
             chain = late | chain
         together, alone = Pipeline(copy.deepcopy(chain))(batch), batch
         for stage in copy.deepcopy(chain).values():
@@ -212,7 +212,7 @@ def test_stages_alone_follow_the_gate_about_empty_rollouts(empty):
 
 @pytest.mark.parametrize("recipe", ["trl", "verl", "skyrl", "prime_rl", "slime", "tinker"])
 def test_conventions_that_count_empty_rollouts_do(recipe):
-    """TRL's mask_truncated_completions, verl, SkyRL's and prime-rl's advantage compare all rewards."""
+    """TRL's mask_truncated_completions and the advantages of verl, SkyRL and prime-rl compare all rewards."""
     pipeline = pipeline_of(f"as/{recipe}", gate={"group_size": 4})
     found = []
     for reward in (0.0, 1.0):
@@ -229,7 +229,7 @@ def test_a_report_has_the_number_of_empty_rollouts():
 
 
 def test_without_a_gate_the_recipe_decides_about_empty_rollouts():
-    """`as/verl` compares all rewards with and without its gate, `grpo` those of rollouts with tokens."""
+    """With and without a gate, `as/verl` compares all rewards, and `grpo` those of rollouts with tokens."""
     for recipe, counts in (("as/verl", True), ("grpo", False)):
         pipeline = load_pipeline(f"pipeline={recipe}", "~pipeline.stages.gate")
         found = [

@@ -102,7 +102,7 @@ def test_ends_are_bool_columns(make_batch):
 
 
 def test_a_collapse_checks_ends_only_without_a_gate(make_batch):
-    """The gate knows segment numbers, or was told not to check."""
+    """The gate knows the segment numbers, or its options say not to check."""
     batch = ended(make_batch, [7, 7, 8], [True, True, True], segment=[0, 1, 0])
     for options in ({"segment_key": "segment"}, {"done_key": None}):
         gate = CompletenessGate(group_size=2, **options)
@@ -144,7 +144,7 @@ def test_all_expected_segments_must_end(make_batch):
 
 
 def says(rows) -> bool | None:
-    """Whether a rollout, rows of (done, begins, segment, expected), is finished; None: it is refused."""
+    """Whether a rollout with rows (done, begins, segment, expected) is finished. None: it is refused."""
     with_begins, by_segment, expected = rows[0][1] is not None, rows[0][2] is not None, rows[0][3]
     ends = sum(done for done, *_ in rows)
     begun = sum(begins for _, begins, *_ in rows) if with_begins else ends
@@ -172,7 +172,7 @@ def says(rows) -> bool | None:
 
 @st.composite
 def rollouts_of_pieces(draw, apart):
-    """Rows of finished rollouts, whose pieces are interleaved; up to three bools or numbers are wrong."""
+    """Draw rows of finished rollouts with interleaved pieces. Up to three bools or numbers are wrong."""
     rollouts = []
     for _ in range(draw(st.integers(1, 3))):
         lengths = draw(st.lists(st.integers(1, 2), min_size=1, max_size=3 if apart else 1))
@@ -262,11 +262,11 @@ def test_batches_that_end_inside_rollouts_train_no_wrong_reward():
 
 @pytest.mark.parametrize(
     ("rows", "options", "verdict"),
-    [  # done, begins, segment by row, of agents of one rollout
-        ({"done": [0, 1, 1], "init": [1, 0, 0]}, {"expected": 2}, 3),  # the first rows of one are elsewhere
-        ({"done": [0, 0, 0, 1], "init": [1, 0, 1, 0]}, {"segment": [0, 0, 1, 1]}, 3),  # one still runs
-        ({"done": [0, 0, 1], "init": [0, 1, 0]}, {}, 3),  # it begins in its middle
-        ({"done": [0, 0, 1, 1], "init": [1, 1, 0, 0]}, {"expected": 2}, 0),  # both there, interleaved
+    [  # (done, begins, segment) of each row, from the agents of one rollout
+        ({"done": [0, 1, 1], "init": [1, 0, 0]}, {"expected": 2}, 3),  # the first rows of one are missing
+        ({"done": [0, 0, 0, 1], "init": [1, 0, 1, 0]}, {"segment": [0, 0, 1, 1]}, 3),  # one agent still runs
+        ({"done": [0, 0, 1], "init": [0, 1, 0]}, {}, 3),  # the rollout begins in its middle
+        ({"done": [0, 0, 1, 1], "init": [1, 1, 0, 0]}, {"expected": 2}, 0),  # both complete, interleaved
     ],
 )
 def test_a_rollout_has_as_many_starts_as_ends(make_batch, rows, options, verdict):

@@ -44,14 +44,14 @@ def as_numbers(batch: TensorDict) -> TensorDict:
 @pytest.mark.slow
 @every
 def test_text_ids_are_counted_as_numbers(name):
-    if name == "by-column":  # its entries are the values themselves, here numbers
+    if name == "by-column":  # its entries are the ids themselves, here numbers
         return
     for made in (lambda batch: batch, lambda batch: lazy_stack(list(batch.unbind(0)))):
         text = made(as_text(rows()))
         out = STAGES[name]()(text)
         expected = STAGES[name]()(made(as_numbers(rows())))
         assert list(out["prompt_text"]) == list(expected["prompt_text"])
-        unread = [key for key in IDS if not isinstance(out.get(key), torch.Tensor)]  # stays as it came
+        unread = [key for key in IDS if not isinstance(out.get(key), torch.Tensor)]  # stays unchanged
         assert set(unread).isdisjoint(NEEDED[name])
         labels = [f"{key[:-3]}_label" for key in IDS]
         assert same(out.exclude("prompt_text", *unread, *labels), expected.exclude("prompt_text", *unread))

@@ -25,7 +25,7 @@ SMALL = st.integers(-50, 50)
 
 @st.composite
 def rows(draw, values=SMALL):
-    """Labels, which rows count (or None), and a value for each."""
+    """Draw labels, a mask of counted rows (or None), and a value for each row."""
     labels = draw(LABELS)
     of_each = {"min_size": len(labels), "max_size": len(labels)}
     counts = draw(st.one_of(st.none(), st.lists(st.booleans(), **of_each)))

@@ -35,8 +35,10 @@ def high_entropy(batch: TensorDict) -> torch.Tensor:
 
 
 def seven_rows(seed: int) -> TensorDict:
-    """Rewards that differ, a row that a filter takes out, tokens that another takes out, and numbers that
-    came without a meaning: NaN and −inf out of the loss, and on one token that the mask has in it."""
+    """Rows for two filters, of which one removes a row and the other some tokens.
+
+    Tokens out of the loss, and one in the mask, have numbers without a meaning: NaN and −inf.
+    """
     batch = batch_of([1.0, 3.0, 9.0, 2.0, 4.0, 4.5, 0.0], [0, 0, 0, 1, 1, 1, 1], tokens=5)
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(7, 5, generator=generator) < 0.6
@@ -70,7 +72,7 @@ def trains(batch: TensorDict, way: str, row: int, token: int) -> bool:
 
 
 def policy_loss(theta, token, log_prob, ref_log_prob, advantage):
-    """The clipped loss of a token with a KL term, in plain PyTorch, of numbers or of whole columns."""
+    """The clipped loss of a token with a KL term, in plain PyTorch, for numbers or whole columns."""
     new = theta.log_softmax(0)[token]
     ratio = (new - log_prob).exp()
     clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
@@ -78,7 +80,7 @@ def policy_loss(theta, token, log_prob, ref_log_prob, advantage):
 
 
 def gradient_by_loops(batch: TensorDict, way: str) -> torch.Tensor:
-    """Mean over the tokens that train, token by token."""
+    """The gradient of the mean loss over the tokens that train, computed token by token."""
     theta = torch.linspace(-1, 1, 9, dtype=torch.float64, requires_grad=True)
     rewards, groups = batch["next", "reward"].flatten().tolist(), batch["group_id"].tolist()
     losses = []
@@ -144,7 +146,7 @@ PER_TOKEN = [
 
 @pytest.mark.slow
 def test_under_keep_every_recipe_leaves_only_finite_numbers():
-    """Each column that a loss may read, times the loss mask, is finite: padding and masked rows included."""
+    """Each column that a loss may read is finite after it is multiplied by the loss mask, in all rows."""
     for number, recipe in enumerate(CHAINS):
         batch = collected(("uniform", "uneven")[number % 2], recipe)
         mask = batch[MASK]

@@ -45,7 +45,7 @@ def numbers(run) -> dict[str, float]:
 
 @pytest.fixture(autouse=True)
 def frozen() -> None:
-    """What is there before a test is left out of garbage collection, a second of each."""
+    """Leave older objects out of garbage collection, which would take a second of each test."""
     gc.freeze()
 
 
@@ -90,7 +90,7 @@ def test_a_loop_holds_the_columns_of_one_batch():
             count(rows)
             del rows
         del batch
-    assert alive == [1] * 12  # in front of the stages, and with each of two minibatches
+    assert alive == [1] * 12  # before the stages, and with each of two minibatches
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_no_grad_and_inference_mode_have_the_same_metrics(expected):
 
 
 def test_rows_masked_later_change_no_metric():
-    """Some rows were masked before; the rows in the loss are fixed when the metric is defined."""
+    """Some rows are masked earlier. A metric keeps the rows that are in the loss when it is defined."""
     batch = two_policies(8, 6, spread=3.0)
     batch["headrace", "in_loss"] = torch.arange(8) != 5
     before = Pipeline({"weigh": RolloutCorrection()}).run(batch).metrics

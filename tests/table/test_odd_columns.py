@@ -110,7 +110,7 @@ def test_what_cannot_be_read_right_is_refused_with_its_column(name):
 
 
 def test_a_masked_reward_is_a_missing_one():
-    """What is under the mask is not read."""
+    """Values under the mask are not read."""
     columns = {"group_id": [0, 0, 0, 1], "rollout_id": [0, 1, 2, 3], "tokens": [2] * 4}
     options = {"missing": "mask", "stages": {"gate": None}}
     masked = np.ma.array([1.0, 999.0, 0.0, 1.0], mask=[0, 1, 0, 0])
@@ -131,7 +131,7 @@ def test_a_series_of_any_index_is_read_by_row():
 
 @pytest.mark.parametrize("recipe", ["grpo", "dr_grpo", "rloo"])
 def test_an_advantage_is_float32_at_least(recipe):
-    """A third of bfloat16 is 0.334, and its advantage would be 1.664 for 1.667."""
+    """In bfloat16 a third is 0.334, and its advantage would be 1.664 instead of 1.667."""
     rewards = torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 2.0])
     ids = torch.tensor([0, 0, 0, 1, 1, 1])
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):

@@ -39,12 +39,12 @@ from headrace.transforms import (
 )
 from headrace.transforms.table.options import annotations_of
 
-# Objects that functions return, which no user constructs; and those whose options go to the stages.
+# Objects that functions return and no user constructs, and functions that pass their options to stages.
 RESULTS = {"Run", "StepReport", "load_pipeline", "decide", "Decider", "replay", "audit", "compare", "plan"}
 
 
 def takers():
-    """Every public class and function that is called with options, by name."""
+    """The public classes and functions that are called with options, by name."""
     for package in (headrace.transforms, headrace.pipeline):
         for name, thing in public(package):
             kind = thing if inspect.isclass(thing) else object
@@ -54,7 +54,7 @@ def takers():
 
 
 def numeric_options():
-    """Each taker with each of its options whose annotation has a number in it, data left out."""
+    """The numeric options of each taker, without arguments that are data."""
     for name, thing in takers():
         for option, parameter in inspect.signature(thing).parameters.items():
             words = str(parameter.annotation)
@@ -64,7 +64,7 @@ def numeric_options():
 
 
 def call(thing, **given):
-    """With what it needs besides; of that no value is looked at before the numbers are."""
+    """Call it with placeholders for its other arguments, which it must not read before the numbers."""
     first, needed = [], {}
     for name, parameter in inspect.signature(thing).parameters.items():
         named = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
@@ -81,7 +81,7 @@ def call(thing, **given):
 
 @pytest.mark.slow
 def test_a_numeric_option_refuses_nan_bool_and_infinity_by_default():
-    """A name imported only for type checkers would leave its option unchecked: some are known to be seen."""
+    """A name that is imported only for type checkers would leave its option unchecked: some must be found."""
     wrong = [math.nan, True, False, math.inf, -math.inf, torch.tensor(math.nan), torch.tensor(True)]
     seen = []
     for name, thing, option, words in numeric_options():
@@ -97,7 +97,7 @@ def test_a_numeric_option_refuses_nan_bool_and_infinity_by_default():
             assert str(value) in str(refused.value).lower() or str(value) in str(refused.value)
     assert {"eps", "clip", "weights", "high", "factor", "patience", "group_size", "seed", "k"} <= set(seen)
     assert len(seen) > 90
-    assert headrace.RewardScale(low=-math.inf, high=math.inf).high == math.inf  # what is open
+    assert headrace.RewardScale(low=-math.inf, high=math.inf).high == math.inf  # open bounds
 
 
 def test_an_option_with_listed_values_refuses_others_and_lists_them():
@@ -143,8 +143,8 @@ def test_options_of_a_user_stage_are_checked():
         ClipReward()
 
 
-# Options that have an effect in some combinations alone: a value, with what it has none, and with what it has
-# one. Each is accepted at its default, whatever else is set.
+# Options that have an effect only with others: a value, options with which it has none, and options with
+# which it has one. Each is accepted at its default, whatever else is set.
 ONLY_WITH = {
     (RolloutCorrection, "bound"): ("zero", {"high": None}, {"high": None, "low": 0.5}),
     (GroupRelativeAdvantage, "k"): (2, {}, {"baseline": "best_of_k"}),
@@ -172,7 +172,7 @@ NEEDED: dict[Any, dict[str, Any]] = {
 }
 REFILL = {"on_stale": "refill", "max_staleness": 1, "refill": print}
 FOUR, INSIDE = {"prompts_per_batch": 4}, {"unit": "turn", "turn_index_key": "turn"}
-# Values out of their range, and those that contradict others.
+# Values that are out of range, or contradict other options.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("group_relative_advantage", {"eps": -1e-6}, "eps must be finite and ≥ 0"),
     ("group_relative_advantage", {"scale": "leave_one_out"}, "needs eps_mode='skip'; got eps_mode='add'"),
@@ -308,7 +308,7 @@ def test_one_override_that_disables_an_option_composes():
 
 
 def test_an_option_is_fixed_at_construction(make_batch):
-    """What follows from it, such as the columns that are read, is computed once."""
+    """Values that follow from an option, such as the columns to read, are computed once."""
     batch = make_batch([1.0, 2.0], [0, 0], [0, 1])
     stage, criterion = GroupRelativeAdvantage(eps=1e-4), Diverged(high=2.0)
     pipeline = load_pipeline("grpo")
@@ -329,7 +329,7 @@ def test_an_option_is_fixed_at_construction(make_batch):
         with pytest.raises(AttributeError, match="eps of GroupRelativeAdvantage is fixed"):
             copied.eps = 0.5
         assert torch.equal(copied(batch)["advantage"], stage(batch)["advantage"])
-    stage.note = 1  # which is no option
+    stage.note = 1  # this is not an option
 
 
 def test_the_options_that_pages_set_later_may_be_set_again():

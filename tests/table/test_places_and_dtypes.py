@@ -77,12 +77,12 @@ def good(batch) -> torch.Tensor:
 
 
 def only_good(batch):
-    """A stage of somebody else, which drops rows."""
+    """A user's stage that drops rows."""
     return batch[~batch["bad"]]
 
 
 def numbers_by_loop(kind, rollouts, rewards, turns, pays) -> list[float]:
-    """Of each row, by the places that all rows of its rollout have, gone or not."""
+    """By row, the number that follows from the places of all rows of its rollout, dropped ones included."""
     found = []
     for rollout, turn in zip(rollouts, turns, strict=True):
         later = [j for j, other in enumerate(rollouts) if other == rollout and turns[j] >= turn]
@@ -96,7 +96,7 @@ def numbers_by_loop(kind, rollouts, rewards, turns, pays) -> list[float]:
 
 @given(SEGMENTS, st.sampled_from(["to_go", "discount"]), st.booleans(), st.data())
 def test_a_dropped_row_keeps_its_index_or_the_batch_is_refused(segments, kind, by_turn, data):
-    """For any way to leave; a single stage refuses rollouts with missing rows."""
+    """Rows leave in any way. A single stage refuses rollouts with missing rows."""
     rollouts, rewards, bad = map(list, zip(*segments, strict=True))
     turns = list(range(len(rollouts)))
     batch = segments_of(rollouts, rewards, bad)
@@ -128,7 +128,7 @@ def test_a_dropped_row_keeps_its_index_or_the_batch_is_refused(segments, kind, b
 
 @pytest.mark.parametrize("kind", PLACED)
 def test_stages_that_use_row_indices_refuse_missing_rows(kind):
-    """Rows dropped by a single stage or a foreign stage, or merged before; whole rollouts are accepted."""
+    """A single stage or a foreign one dropped or merged them before. Whole rollouts are accepted."""
     batch = segments_of([4, 4, 4, 7, 8], [0.0, 0.0, 8.0, 1.0, 2.0], [False, True, False, True, False])
     drop = SampleFilter(criterion=good, unit="sample", action="drop")
     stage = PLACED[kind]()
@@ -151,7 +151,7 @@ def test_stages_that_use_row_indices_refuse_missing_rows(kind):
 
 @given(SEGMENTS, st.sampled_from(["first", "last"]), st.sampled_from(["exclude", "drop"]))
 def test_a_rollouts_reward_is_of_its_first_or_last_segment_on_arrival(segments, how, action):
-    """Or the batch is refused with the rollouts of which that segment left and others stay."""
+    """If that segment has left and others stay, the batch is refused with the ids of the rollouts."""
     rollouts, rewards, bad = map(list, zip(*segments, strict=True))
     edges, lacking = {}, set()
     for rollout in set(rollouts):
@@ -186,7 +186,7 @@ def test_a_rollouts_reward_is_of_its_first_or_last_segment_on_arrival(segments, 
     st.sampled_from([[1.0, 1.0], [0.5, 2.0], [-1.0, 0.25]]),
 )
 def test_with_several_rewards_the_sum_of_advantages_is_clipped(rollouts, clip, scale, weights):
-    """Compared with a loop: each column by its weight, summed, and clipped once."""
+    """Compared with a loop: the weighted columns are summed, and the sum is clipped once."""
     groups, (low, high) = [each[0] for each in rollouts], clip or (None, None)
     batch = TensorDict({"group_id": groups, "rollout_id": list(range(len(groups)))}, batch_size=[len(groups)])
     batch["next", "reward"] = torch.tensor([each[1:] for each in rollouts], dtype=torch.float64)
@@ -226,7 +226,7 @@ OTHERS = (torch.float16, torch.bfloat16, torch.float64)
 
 
 def bits(thing):
-    """Numbers, dtypes and shapes of whatever it is, to be compared to the bit."""
+    """The numbers, dtypes and shapes of any object, for a comparison to the bit."""
     if isinstance(thing, torch.Tensor):
         return str(thing.dtype), tuple(thing.shape), thing.double().numpy().tobytes()
     if isinstance(thing, TensorDict):
@@ -245,9 +245,10 @@ def of_a_run(pipeline, batch):
 
 @pytest.mark.slow
 def test_no_number_of_a_recipe_depends_on_torchs_default_dtype(make_batch, quick):
-    """Minibatches and metrics, of float64 rewards, integers and float32 under half precision or float64.
+    """Compares minibatches and metrics for float64, integer and float32 rewards, under half precision or
+    float64.
 
-    Recipes in `FEW` are tried with each kind of rewards, and the others with one.
+    Recipes in `FEW` are tried with all kinds of rewards, and the others with one.
     """
     names, kinds, others = ADVANTAGES, (torch.float64, torch.int64, torch.float32), OTHERS
     if quick:
@@ -266,7 +267,7 @@ def test_no_number_of_a_recipe_depends_on_torchs_default_dtype(make_batch, quick
 
 
 class Halved(BatchTransform):
-    """A stage of somebody else, with a column of its own."""
+    """A user's stage with its own column."""
 
     def __init__(self):
         super().__init__([("next", "reward")], ["halved"])
@@ -332,7 +333,7 @@ def test_lengths_beyond_half_precision_are_penalized_as_by_python_floats():
             assert metrics == {"reward_changed": 1, "mean": pytest.approx(-0.437, rel=1e-12)}
 
 
-# -- tokens in the loss that are no tokens ------------------------------------------------------------------
+# -- padding tokens in the loss -----------------------------------------------------------------------------
 
 
 ROW_OF_TOKENS = st.tuples(st.booleans(), st.lists(st.sampled_from("ptx"), min_size=4, max_size=4))
@@ -340,7 +341,7 @@ ROW_OF_TOKENS = st.tuples(st.booleans(), st.lists(st.sampled_from("ptx"), min_si
 
 @given(st.lists(ROW_OF_TOKENS, min_size=1))
 def test_a_padding_token_in_the_loss_is_refused_with_its_row(rows):
-    """p is padding, t a token in the loss, x a masked one; a row may also train its first token."""
+    """p is padding, t a token in the loss, x a masked token. A row may also train its first token."""
     real = torch.tensor([[each != "p" for each in row] for _, row in rows])
     loss = torch.tensor([[each == "t" for each in row] for _, row in rows])
     loss[:, 0] |= torch.tensor([first for first, _ in rows])
@@ -360,7 +361,7 @@ def test_a_padding_token_in_the_loss_is_refused_with_its_row(rows):
     with pytest.raises(BatchError, match="tokens in the loss must be real") as refused:
         TreeAdvantage()(batch)
     assert list(map(int, re.findall(r"row (\d+)", str(refused.value)))) == wrong[:8]  # and so many more
-    batch[IN_LOSS] = ~(loss & ~real).any(1)  # rows out of the loss train nothing
+    batch[IN_LOSS] = ~(loss & ~real).any(1)  # rows out of the loss do not train
     TreeAdvantage()(batch)
 
 

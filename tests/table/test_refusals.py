@@ -1,4 +1,4 @@
-"""A refusal costs no more than a few times what it costs to accept a batch of that size."""
+"""To refuse a batch costs no more than a few times what it costs to accept one of that size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REWARD = ("next", "reward")
 
 
 def batch(rows: int, columns: dict[Any, Any]) -> TensorDict:
-    """Groups of eight rollouts of one row, and other columns instead of theirs."""
+    """Groups of eight rollouts of one row, with these columns in place of the usual ones."""
     ids = torch.arange(rows)
     every = {
         "group_id": ids // 8,
@@ -91,7 +91,7 @@ class Numbers(TorchDispatchMode):
 
 
 def work(make: Callable[[], Any], rows: TensorDict) -> tuple[int, int, str]:
-    """Calls of functions, and numbers that operators return, until a batch is through; and the error."""
+    """The number of function calls, and of numbers that operators return, for a batch; and the error."""
     stages, calls, said = make(), [0], ""
 
     def counts(_frame: Any, event: str, _arg: Any) -> None:

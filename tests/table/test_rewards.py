@@ -31,7 +31,7 @@ from headrace.transforms import (
 from headrace.transforms.table.schema import REWARD, REWARDS
 
 NAN = float("nan")
-REWARDED = ("advantage", "turns", "tree")  # where a missing reward is skipped or refused, too
+REWARDED = ("advantage", "turns", "tree")  # stages that skip or refuse a missing reward, too
 NUMBERS = st.integers(-8, 8).map(lambda x: x / 4)
 
 
@@ -61,10 +61,10 @@ def test_the_reward_is_the_weighted_sum_of_the_present_ones(rewards, weights):
 
 
 def test_several_rewards_train_as_their_weighted_sum(make_batch, recipes):
-    """In every recipe: filtered, shaped and compared alike."""
-    for name in (name for name in recipes if name not in ("gdpo", "gigpo")):  # a rollout's one reward
+    """In every recipe, they are filtered, shaped and compared as their sum is."""
+    for name in (name for name in recipes if name not in ("gdpo", "gigpo")):  # need a single reward
         batch = columns_for(name, ragged_batch(make_batch, "grid", 3, lone=name not in NO_LONE))
-        reward = batch["next", "reward"].view(-1).abs() / 2  # of which 1.5 times is a share, if one is asked
+        reward = batch["next", "reward"].view(-1).abs() / 2  # 1.5 times this must be a share
         batch["next", "reward"] = torch.stack([reward, reward.flip(0)], -1)
         with of(name):
             found = run(name, batch, collapse={"columns": 2, "weights": [1, 0.5]})
@@ -74,7 +74,7 @@ def test_several_rewards_train_as_their_weighted_sum(make_batch, recipes):
 
 @pytest.mark.parametrize("several", ["sum", "decoupled"])
 def test_metric_and_report_have_the_trained_reward(make_batch, several):
-    """Rewards 1 and 1, 0 and 1, weights 0.2 and 0.6: 0.8 and 0.6, of which one is solved at 0.7."""
+    """Rewards (1, 1) and (0, 1) with weights 0.2 and 0.6 sum to 0.8 and 0.6; one is solved at 0.7."""
     batch = table(make_batch, [[1.0, 1.0], [0.0, 1.0]])
     pipeline = Pipeline(
         {
@@ -116,7 +116,7 @@ def test_a_row_dropped_before_the_collapse_is_reported_with_the_same_weights(mak
 
 @pytest.mark.parametrize("several", ["sum", "decoupled"])
 def test_a_group_with_equal_compared_rewards_has_zero_variance(make_batch, several):
-    """By weight the first sum up to 2 each; of the second each is equal, where it is there."""
+    """Group 0 has weighted sums of 2. In group 1 the present values of each reward are equal."""
     rewards = [[0.0, 1.0], [2.0, 0.0], [1.0, 2.0], [NAN, 2.0], [NAN, NAN]]
     batch = table(make_batch, rewards, [0, 0, 1, 1, 1])
     collapse = FanOutCollapse(columns=2, missing="skip", weights=[1, 2])
@@ -130,7 +130,7 @@ def test_a_group_with_equal_compared_rewards_has_zero_variance(make_batch, sever
 
 
 def test_a_trl_table_of_two_rewards_is_read(tmp_path):
-    """Rewards 3 and 0, over 3/√2 + 1e-4."""
+    """Rewards 3 and 0, divided by 3/√2 + 1e-4."""
     trl_dump(tmp_path / "completions_00004.parquet", length=[2.0, None])
     ((_, batch),) = open_dump(tmp_path, group_by="prompt", group_size=2)
     out = pipeline_of("as/trl", collapse={"columns": 2})(batch)
@@ -144,7 +144,7 @@ def std(values):
 
 
 def normalize_then_sum(rewards, groups, weights):
-    """trl/trainer/grpo_trainer.py, ``normalize_then_sum``, one number after another."""
+    """``normalize_then_sum`` of trl/trainer/grpo_trainer.py, one number after another."""
     total = []
     for row, each in enumerate(rewards):
         parts = []
@@ -271,6 +271,6 @@ def test_rewards_that_are_text_are_refused_with_their_ids():
     told = r"must be a number; .* has texts: 'right' at row 0, rollout 70, '1.0' at row 1, rollout 71"
     with pytest.raises(BatchError, match=told):
         FanOutCollapse()(batch)
-    batch["next", "reward"] = ["", ""]  # were the rewards -1
+    batch["next", "reward"] = ["", ""]  # if the rewards were -1
     with pytest.raises(BatchError, match="has texts: '' at row 0, rollout 70"):
         FanOutCollapse()(batch)

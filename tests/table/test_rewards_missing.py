@@ -1,4 +1,4 @@
-"""``missing="mask"``: a rollout without a reward is out of the loss, and the others train as without it."""
+"""``missing="mask"``: a rollout without a reward leaves the loss, and the others train as without it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ REASON = "collapse/no_reward"
 MASK = ("masks", "all_assistant_mask")
 
 
-# -- one recipe as any other ------------------------------------------------------------------------------
+# -- every recipe -----------------------------------------------------------------------------------------
 
 
 def lacking(make_batch, name: str) -> TensorDict:
-    """Groups of rollouts, to which a third of the rows give rollouts of two rows without a reward."""
+    """Groups of rollouts, and rollouts of two rows without a reward, which copy a third of the rows."""
     batch = columns_for(name, ragged_batch(make_batch, "grid", 5, lone=name not in NO_LONE))
     batch["next", "reward"] = batch["next", "reward"].abs()
     more = torch.cat([batch[::3].clone()] * 2)
@@ -46,7 +46,7 @@ def lacking(make_batch, name: str) -> TensorDict:
 
 
 def test_a_masked_rollout_leaves_as_if_finite_excluded_it(make_batch, recipes):
-    """Advantages, weights and masks of every recipe, bit by bit."""
+    """Compares advantages, weights and masks of every recipe bit by bit."""
     for name in recipes:
         batch = lacking(make_batch, name)
         plain = pipeline_of(name)
@@ -98,7 +98,7 @@ def test_rows_that_are_turns_may_lack_a_reward(make_batch):
 
 @pytest.mark.parametrize("several", ["sum", "decoupled"])
 def test_only_a_rollout_that_lacks_all_its_rewards_is_masked(make_batch, several):
-    """Sums 1, 2 and 3; the third lacks one. Each reward alone: 1, 2 and 0, 0."""
+    """The sums are 1, 2 and 3; the third lacks a reward. Alone, the rewards are 1, 2 and 0, 0."""
     batch = make_batch([0.0] * 4, [0] * 4)
     batch["next", "reward"] = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, NAN], [NAN, NAN]])
     collapse = FanOutCollapse(columns=2, missing="mask")
@@ -158,7 +158,7 @@ def test_the_page_shows_the_rollout_without_reward_and_why_it_left(make_batch):
 
 
 def test_an_advisory_counts_the_rollouts_that_train_without_a_reward(make_batch):
-    """Two rollouts, of three rows."""
+    """Two rollouts, with three rows together."""
     batch = make_batch([1.0, 0, NAN, NAN, NAN], [0] * 5, [0, 1, 2, 2, 3])
     run = load_pipeline("grpo", group_size=4, missing="skip", minibatches=1).run(batch)
     (found,) = [each for each in make_report(run).advisories if each.name == "trained-without-reward"]

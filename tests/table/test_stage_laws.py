@@ -38,7 +38,7 @@ MASK, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
 
 
 class Low(BatchTransform):
-    """A stage of somebody's own, by the verbs of the table."""
+    """A user's own stage, written with the verbs of the table."""
 
     reasons: Mapping[str, str] = {"low": "masked"}
     more: tuple[str, ...] = ()  # further columns

@@ -10,7 +10,7 @@ from fake_device import FakeDevice
 
 from headrace.transforms import take_rows
 
-OF_ROWS = ("grpo", "dapo", "rloo", "dr_grpo", "gdpo")  # every decision follows from a few numbers per row
+OF_ROWS = ("grpo", "dapo", "rloo", "dr_grpo", "gdpo")  # these decide by a few numbers per row
 
 
 def same(there, here) -> bool:

@@ -19,7 +19,7 @@ from headrace.transforms.table.tokens import finite_inside, nan_inside, plain_su
 
 
 def loss_tokens(batch: TensorDict, mask, log_prob) -> torch.Tensor:
-    """Of each row, as the table has them."""
+    """The number of tokens in the loss of each row, by the table."""
     rows = Rows.read(batch).seen_by(LossWeight(loss_mask_key=mask, log_prob_key=log_prob))
     return rows.count("loss_mask", finite=True)
 
@@ -36,7 +36,7 @@ def count_of_any_width(width, rows, seed, odd):
     assert count_true(shown).tolist() == [sum(row) for row in mask.tolist()]
     wide = torch.ones(rows, 8 * 300 + width, dtype=torch.bool)
     assert count_true(wide).tolist() == [8 * 300 + width] * rows
-    for row in range(rows):  # views begin anywhere in memory
+    for row in range(rows):  # views may begin anywhere in memory
         assert count_true(mask[row:]).tolist() == [sum(each) for each in mask[row:].tolist()]
         assert count_true(wide[row : row + 1]).tolist() == [8 * 300 + width]
         assert count_true(wide[row:, 3:]).tolist() == [8 * 300 + width - 3] * (rows - row)
@@ -125,10 +125,10 @@ def row_of(prompt: int, response: int) -> TensorDict:
 
 
 def scored(form: str) -> TensorDict:
-    """Prompts of 1 and 3 tokens, responses of 2 and 1, as TorchRL's wrappers lay them; all were scored."""
+    """Prompts of 1 and 3 tokens, responses of 2 and 1, as laid out by TorchRL's wrappers; all are scored."""
     if form == "ragged":
         return lazy_stack([row_of(1, 2), row_of(3, 1)])
-    attention = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]]).bool()  # padded before and behind
+    attention = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]]).bool()  # padding before and after
     columns = {PROMPT: torch.zeros(2, 3), RESPONSE: torch.zeros(2, 2), ATTENTION: attention}
     return TensorDict({**columns, LOG_PROB: torch.zeros(2, 5)}, batch_size=[2])
 

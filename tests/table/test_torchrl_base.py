@@ -1,4 +1,4 @@
-"""Where TorchRL cannot be imported, stages do what they do beside it, and what needs it says so."""
+"""Without TorchRL, stages give the same numbers, and parts that need it say so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import headrace
 
 pytestmark = pytest.mark.slow  # each starts processes that import torch
 
-# What a program says where TorchRL cannot be imported, as beside a tensordict that it does not fit.
+# The beginning of a program in which TorchRL cannot be imported, as beside a tensordict that it does not fit.
 WITHOUT = """
 import sys
 
@@ -128,7 +128,7 @@ def test_a_training_without_torchrl_is_one_sentence(tmp_path):
 
 
 def test_plain_columns_and_adapters_need_neither_rich_nor_pyarrow(saved):
-    """And do not import them where they are."""
+    """They do not import them even if they are installed."""
     program = (
         "from headrace import decide\n"
         "import headrace.adapters\n"
@@ -143,7 +143,7 @@ def test_plain_columns_and_adapters_need_neither_rich_nor_pyarrow(saved):
 
 
 def test_plain_columns_need_torch_tensordict_and_hydra_alone():
-    """Each module costs a part of a start: of headrace's own there are few."""
+    """Each module makes the start slower, so few of headrace's own modules are imported."""
     program = (
         "import torch, tensordict, tensordict.nn, hydra, omegaconf\n"
         "def packages():\n"

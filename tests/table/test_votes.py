@@ -1,4 +1,4 @@
-"""A rollout that votes and does not train is in the statistics, and in no loss and no minibatch."""
+"""A rollout that votes only is in the statistics, but in no loss and no minibatch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MASK = ("masks", "all_assistant_mask")
 
 
 def rows_of(rewards, votes, rollouts=None, **columns):
-    """One group, two tokens a row."""
+    """One group, with two tokens per row."""
     count = len(rewards)
     given = {
         "group_id": torch.zeros(count, dtype=torch.int64),
@@ -58,7 +58,7 @@ def close(found, expected):
 
 
 def test_random_batches_are_as_a_loop_has_them():
-    """300 batches with fan-out, exclusions, several and missing rewards, and every kind of baseline."""
+    """Tries 300 batches with fan-out, exclusions, several or missing rewards, and every kind of baseline."""
     voted = 0
     for seed in range(300):
         batch = voting.drawn(seed)
@@ -104,7 +104,7 @@ def test_ranks_that_share_a_batch_have_the_votes_of_all(world, tmp_path):
 
 
 def test_it_counts_for_completeness_for_the_filter_and_in_the_baseline():
-    """Rewards 1 and 1, and 4 of the one that votes: a complete group, not equal, with the mean 2."""
+    """Rewards of 1, 1, and 4 for the voter: a complete group with different rewards and the mean 2."""
     run = Pipeline(stages()).run(rows_of([1.0, 1.0, 4.0], [False, False, True]))
     assert run.batch["advantage"].flatten().tolist() == [-1.0, -1.0]
     assert run.batch["loss_weight"].tolist() == [0.25, 0.25]  # four tokens are in the loss
@@ -140,7 +140,7 @@ def test_rows_of_a_rollout_that_disagree_are_refused_with_its_id():
         with pytest.raises(BatchError, match=told):
             run(batch)
     unset = rows_of([1.0, 1.0, 4.0, 4.0], [False, False, True, False], [0, 1, -1, -1])
-    with pytest.raises(BatchError, match=r"rollout_id ≥ 0"):  # not that two without an id disagree
+    with pytest.raises(BatchError, match=r"rollout_id ≥ 0"):  # and no disagreement is named
         Pipeline(stages())(unset)
     with pytest.raises(BatchError, match=r"one bool per row in 'votes_only'.*int64"):
         Pipeline(stages())(batch.set("votes_only", torch.tensor([0, 0, 1, 1])))
@@ -191,14 +191,14 @@ def test_decide_on_plain_columns_says_which_rows_only_voted():
     found = headrace.decide(columns, "remax", group_size=3)
     assert found.advantage.tolist() == [-1.5, 0.5, 0.0]
     assert found.baseline.tolist() == [2.5, 2.5, 2.5]
-    assert found.compared.tolist() == [2, 2, 1]  # the one that votes only, and itself
+    assert found.compared.tolist() == [2, 2, 1]  # the voter and itself
     assert found.loss_weight.tolist() == [0.5, 0.5, 0.0]
     assert found.reason == ["", "", "pipeline/votes_only"]
     assert sorted(found.steps[0].tolist()) == [0, 1]
 
 
 def test_rows_that_wait_for_the_next_batch_train_there():
-    """Three of four rows train in each batch, two a step, so one waits."""
+    """Three of four rows train in each batch, two per step, so one row waits."""
     split = ShuffleSplit(minibatch_size=2, remainder="carry", shuffle=False)
     pipeline = Pipeline({"advantage": GroupRelativeAdvantage(), "split": split, "weight": LossWeight()})
     votes, trained = [False, False, True, False], []

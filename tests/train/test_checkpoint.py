@@ -1,4 +1,4 @@
-"""Wherever a run is killed, it goes on from its newest weights, and trains every group once."""
+"""Wherever a run is killed, it continues from its newest weights and trains every group once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PROMPTS, EPOCHS = 12, 3
 
 
 class Killed(BaseException):
-    """The process is gone, with all that is in its memory."""
+    """The process ends here and loses its memory."""
 
 
 class Weights:
-    """What a policy has learned: the groups that it was trained on."""
+    """A stand-in for weights: the groups that trained them."""
 
     def __init__(self):
         self.groups: list[int] = []
@@ -33,7 +33,7 @@ class Weights:
 
 
 class Life:
-    """A process of a run, which dies after some events."""
+    """A process of a run that is killed after some events."""
 
     def __init__(self, folder: Path, dice: Random, kill_after: int, every: int = 1, **options: Any):
         self.dice, self.left, self.every = dice, kill_after, every
@@ -138,7 +138,7 @@ def test_older_steps_are_kept_and_loaded_on_request(tmp_path):
         checkpoint.load(3)
     assert checkpoint.load(6) == 6
     assert weights.groups == [6]
-    assert checkpoint.load() == 6  # the step after it is of a run that has ended here
+    assert checkpoint.load() == 6  # the step after it is of a run that this one replaces
 
 
 def test_the_first_step_that_can_be_saved_is_0(tmp_path):

@@ -37,7 +37,7 @@ Ask = Callable[[], dict[str, int]]
 
 
 class AskingEnv(EnvBase):
-    """One rollout after the other, of one to three turns, with the ids that are asked for at a reset."""
+    """An environment whose rollouts have one to three turns; each reset asks for the ids of the next."""
 
     def __init__(self, ask: Ask):
         super().__init__(batch_size=torch.Size([]))
@@ -66,14 +66,14 @@ class AskingEnv(EnvBase):
 
 
 def rollouts_of(draws: Iterator[TensorDict]) -> Iterator[dict[str, int]]:
-    """The ids of one rollout after the other."""
+    """The ids of each rollout in turn."""
     for draw in draws:
         for row in range(len(draw)):
             yield {name: int(draw[name][row]) for name in IDS}
 
 
 def alone(stream: RolloutStream) -> Collector:
-    """The environment draws in the process that trains."""
+    """A collector whose environment draws in the training process."""
     asked = rollouts_of(stream.draws(wait=True, patience=5))
     env = AskingEnv(partial(next, asked))
     return Collector(
@@ -82,7 +82,7 @@ def alone(stream: RolloutStream) -> Collector:
 
 
 def in_workers(kind: type, stream: RolloutStream) -> Any:
-    """A thread of the process that trains gives the workers what they ask for."""
+    """A collector whose workers get their draws from a thread of the training process."""
     queue = multiprocessing.get_context("fork").Queue(WORKERS)
 
     def dispatch() -> None:
@@ -109,7 +109,7 @@ SOURCES: dict[str, Callable[[RolloutStream], Any]] = {
 
 
 def train(folder: Path, source: str, journal: bool, every: int) -> None:
-    """The program, until it has trained all steps. Then it writes what it has trained, and what it holds."""
+    """The program. When all steps are trained, it writes the trained groups and the groups that it holds."""
     os.setsid()
     torch.set_num_threads(1)
     torch.multiprocessing.set_start_method("fork", force=True)
@@ -133,7 +133,7 @@ def train(folder: Path, source: str, journal: bool, every: int) -> None:
 
 
 def killed(folder: Path, kills: int, seed: int, *program: Any) -> tuple[list[int], list[int]]:
-    """Kill the program so many times, and let it end: what it has trained, and what it holds."""
+    """Kill the program `kills` times, and let it end. Return the trained groups, and those that it holds."""
     context, dice = process_context(), random.Random(seed)
     for number in range(kills + 1):
         (folder / "begun").unlink(missing_ok=True)
@@ -144,7 +144,7 @@ def killed(folder: Path, kills: int, seed: int, *program: Any) -> tuple[list[int
             time.sleep(0.005)
         if number < kills:
             time.sleep(dice.random() * 0.3)
-            with suppress(ProcessLookupError):  # it may have ended meanwhile
+            with suppress(ProcessLookupError):  # it may have ended in the meantime
                 os.killpg(process.pid, signal.SIGKILL)
         process.join(120)
         if (folder / "over").exists():

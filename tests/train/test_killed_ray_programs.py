@@ -1,4 +1,4 @@
-"""Programs whose rollouts are tasks of Ray, killed, or with a killed worker: each group is trained once."""
+"""Programs whose rollouts are Ray tasks: if they or their workers are killed, each group is trained once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOST = 3  # the exit code of a program that lost a writer
 
 @ray.remote(max_retries=0, num_cpus=4)  # so that few processes start
 def generate(assembler: RayAssembler, ids: TensorDict, version: int, folder: Path) -> None:
-    """A rollout of one to three rows, of a worker that may be killed before each."""
+    """Generate a rollout of one to three rows; the worker may be killed before each row."""
     (folder / f"worker_{os.getpid()}").touch()
     dice = random.Random(int(ids["rollout_id"]))
     turns = dice.randint(1, 3)
@@ -42,7 +42,7 @@ def generate(assembler: RayAssembler, ids: TensorDict, version: int, folder: Pat
 
 
 def train(folder: Path, address: str, epochs: int, every: int) -> None:
-    """The program, until all epochs are trained. Then it writes what is in the saved weights."""
+    """The program. When all epochs are trained, it writes the groups in the saved weights."""
     os.setsid()
     torch.set_num_threads(1)
     ray.init(address=address, log_to_driver=False)
@@ -76,8 +76,8 @@ def train(folder: Path, address: str, epochs: int, every: int) -> None:
 
 
 def killed(folder: Path, kills: int, seed: int, epochs: int, every: int) -> tuple[list[int], list[str]]:
-    """Kill the program, or its workers, so many times, and let it end: what it has trained, and the kills."""
-    # A new interpreter: Ray reads the token of its cluster from the environment when it is imported.
+    """Kill the program or its workers `kills` times. Return the trained groups and what was killed."""
+    # Start a new interpreter, because on import Ray reads the token of its cluster from the environment.
     context, dice = torch.multiprocessing.get_context("spawn"), random.Random(seed)
     address, happened = ray.get_runtime_context().gcs_address, []
     for number in range(kills + 1):
@@ -106,7 +106,7 @@ def killed(folder: Path, kills: int, seed: int, epochs: int, every: int) -> tupl
 
 
 def lose_a_worker(process: Any, workers: list[int], dice: random.Random, folder: Path) -> None:
-    """Kill workers until one was writing: the program ends with an error that names it."""
+    """Kill workers until one of them was writing: then the program ends with an error that names it."""
     for worker in dice.sample(workers, len(workers)):
         try:
             os.kill(worker, signal.SIGKILL)

@@ -19,7 +19,7 @@ MASK = ("masks", "all_assistant_mask")
 
 
 class Scaled(nn.Module):
-    """A loss of a(w) = w · x per token, with two numbers beside it."""
+    """A loss w · x per token, which also returns two numbers."""
 
     def __init__(self):
         super().__init__()
@@ -119,7 +119,7 @@ def test_the_command_records_each_step_and_reports_a_zero_rate(tmp_path):
 
     words = ("train.steps=2", "optimizer.lr=0", "sampler.prompts_per_batch=4", f"hydra.run.dir={tmp_path}")
     done = headrace_here(tmp_path, *words)
-    said = " ".join(done.stdout.split())  # lines are broken where the terminal ends
+    said = " ".join(done.stdout.split())  # the terminal breaks lines
     assert "learning-rate-zero: The learning rate is 0: the weights do not change (steps 0 to 1)." in said
     head = (tmp_path / "metrics.csv").read_text().splitlines()[0].split(",")
     for stage in ("collect", "reward", "headrace", "optimise"):

@@ -35,7 +35,7 @@ def total(terms, _):
 
 @pytest.fixture
 def scene():
-    """A policy in float64, and a processed batch on whose rows its ratios are not 1."""
+    """A policy in float64, and a processed batch for which its ratios are not 1."""
     policy = make_policy().double()
     batch = make_pipeline("~pipeline.stages.filter")(next(iter(make_collector(make_env(), policy=policy))))
     with torch.no_grad():
@@ -49,12 +49,12 @@ def scene():
 
 
 def halve(batch):
-    """Judge out the rows with an odd rollout."""
+    """A criterion that removes rollouts with odd ids."""
     return batch["rollout_id"].flatten() % 2 == 0
 
 
 class Noted:
-    """A distribution that notes what is read of it."""
+    """A distribution that notes which attributes are read."""
 
     def __init__(self, distribution, read: set[str]):
         self.distribution, self.read = distribution, read
@@ -66,7 +66,7 @@ class Noted:
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_grpo_loss_reads_of_a_distribution_what_the_page_says(scene, entropy):
-    """docs/losses.md: log_prob and mask, and with the default options an entropy, or samples for one."""
+    """docs/losses.md names log_prob and mask, and for the default options an entropy or samples for it."""
     policy, batch = scene
     read, distribution = set[str](), policy.get_dist
     policy.get_dist = lambda rows, logits_key: Noted(distribution(rows), read)
@@ -144,7 +144,7 @@ def test_a_loss_without_weights_is_refused_unless_reduce_is_set(scene):
 
 
 def test_a_sum_of_means_refuses_weighted_rows(scene):
-    """It would ignore the weights; rows whose weights are folded into the advantage have none."""
+    """A mean would ignore the weights. Rows whose weights are folded into the advantage have none."""
     policy, batch = scene
     loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
@@ -183,7 +183,7 @@ def test_token_terms_sum_to_the_loss(scene):
 
 
 def test_each_term_of_grpo_loss_may_have_a_mean_of_its_own(scene):
-    """The policy gradient over tokens and the KL over rows, in one and in three micro-batches."""
+    """The policy gradient has a mean over tokens and the KL one over rows, in one or three micro-batches."""
     policy, batch = scene
     batch["next", "ref_log_probs", "full"] = batch["log_probs", "full"] - 0.1
     loss = TokenGRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, kl_to_ref_coeff=0.3)

@@ -1,4 +1,4 @@
-"""The program of tutorial 2, killed at any step: it trains the groups that it trains without a restart."""
+"""The program of tutorial 2 trains the same groups whether or not it is killed at some step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 6
 
 
 class Program:
-    """The objects of a process. Each step adds the groups that it trains to the weights."""
+    """The objects of one process. Each step adds its groups to the weights."""
 
     def __init__(self, folder: Path, *, ahead: int = 1, **options):
         self.sampler = RepeatSampler(6, group_size=4, prompts_per_batch=2, seed=0, remainder="drop")
@@ -33,7 +33,7 @@ class Program:
         return Collector(env, DigitPolicy(), auto_register_policy_transforms=False, **frames)
 
     def steps(self, every: int) -> Iterator[int]:
-        """Train, and save each so many steps."""
+        """Train, and save every `every` steps."""
         begun = self.checkpoint.load() or 0
         for step, batch in enumerate(self.stream, start=begun + 1):
             self.weights.trained.append(sorted(set(batch["group_id"].flatten().tolist())))
@@ -44,7 +44,7 @@ class Program:
 
 
 class Groups:
-    """Stands for the weights: the groups of each step."""
+    """A stand-in for the weights: the groups of each step."""
 
     def __init__(self) -> None:
         self.trained: list[list[int]] = []
@@ -58,7 +58,7 @@ class Groups:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> list[list[int]]:
-    """The groups of each step without a restart."""
+    """The groups of each step of a run without a restart."""
     program = Program(tmp_path_factory.mktemp("alone"))
     for step in program.steps(every=1):
         if step == STEPS:
@@ -88,7 +88,7 @@ def test_a_killed_program_trains_the_groups_of_one_that_runs_through(
 
 
 def test_a_state_that_comes_after_the_collector_is_refused_with_the_right_order(tmp_path):
-    """The collector has drawn prompts then."""
+    """By then the collector has drawn prompts."""
     first = Program(tmp_path)
     next(first.steps(every=1))
     first.stream.shutdown()
@@ -100,7 +100,7 @@ def test_a_state_that_comes_after_the_collector_is_refused_with_the_right_order(
 
 
 def test_an_environment_that_draws_too_far_ahead_is_told(tmp_path):
-    """A collector draws the next prompts before it returns a batch. Nothing could make room meanwhile."""
+    """A collector draws the next prompts before it returns a batch, so nothing could make room for them."""
     program = Program(tmp_path, ahead=0)
     with pytest.raises(StalledError, match=r"No capacity to dispatch 2 groups for 0\.2 s"):
         next(program.steps(every=1))

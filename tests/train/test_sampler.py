@@ -61,7 +61,7 @@ def test_a_restored_sampler_continues_where_it_was(taken, **options):
 
 
 def test_a_sampler_that_has_drawn_refuses_another_state():
-    """A collector draws when it is constructed: its rollouts would have the ids of those of before."""
+    """A collector draws when it is constructed, so its rollouts would repeat earlier ids."""
     saved = RepeatSampler(9, group_size=2)
     list(islice(saved, 6))
     other = RepeatSampler(9, group_size=2)
@@ -88,7 +88,7 @@ def test_group_and_rollout_ids_never_repeat(drawn, **options):
 
 @st.composite
 def shared(draw) -> tuple[int, dict]:
-    """How many ranks draw together, and the options of all."""
+    """Draw the number of ranks, and the options of their samplers."""
     options = draw(st.fixed_dictionaries(SHAPES)) | {"remainder": "uneven"}
     ranks = draw(st.integers(1, 3))
     options["prompts_per_batch"] *= ranks
@@ -104,7 +104,7 @@ def of_ranks(ranks: int, options: dict) -> list[RepeatSampler]:
 
 @given(shape=shared())
 def test_ranks_sample_together_what_one_process_samples_with_the_same_ids(shape):
-    """Batch for batch, over epochs; and as indices, without the ids."""
+    """This holds batch by batch over epochs, and for samples as indices without ids."""
     ranks, options = shape
     samplers, alone = of_ranks(ranks, options), RepeatSampler(**options)
     streams = [sampler.draws() for sampler in [alone, *samplers]]
@@ -140,7 +140,7 @@ def test_a_state_of_another_rank_is_refused():
 
 
 def test_a_prompt_without_rows_is_detected_by_its_neighbours():
-    """Over epochs, for samples taken ahead, and for a restored or new sampler."""
+    """This holds over epochs, for samples taken ahead, and for a restored or new sampler."""
     options = {"group_size": 2, "prompts_per_batch": 3, "remainder": "uneven"}
     sampler = RepeatSampler(8, **options)
     batches = list(islice(sampler.draws(), 7))

@@ -26,7 +26,7 @@ BATCHES, CLIP = 3, 0.01
 
 
 def make_trainer(kind, hook: PipelineHook | None, *, policy=None, **options) -> Trainer:
-    """With the loss per token, as rows with weights need it, and a plain optimiser."""
+    """A trainer with the loss per token, which weighted rows need, and a plain optimiser."""
     policy, env = policy or make_policy(), make_env()
     aggregation = options.pop("aggregation", "none")
     loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, aggregation=aggregation)
@@ -38,7 +38,7 @@ def make_trainer(kind, hook: PipelineHook | None, *, policy=None, **options) -> 
         "optimizer": torch.optim.SGD(policy.parameters(), lr=0.1),
         "progress_bar": False,
     } | options
-    if kind is Trainer:  # it warns about its own default
+    if kind is Trainer:  # TorchRL warns about its own default
         options["optimization_stepper"] = DefaultOptimizationStepper()
     total = BATCHES * env.frames_per_batch
     with pytest.warns(UserWarning, match="experimental") if kind is GRPOTrainer else nullcontext():
@@ -86,13 +86,13 @@ def test_rows_wait_in_the_assembler_and_unfinished_ones_are_counted():
     trainer = make_trainer(GRPOTrainer, hook)
     trainer.train()
     assert assembler.emitted == 8
-    assert sum(trainer._log_dict["rows/in"]) == BATCHES * 18 - 6  # all but what is unfinished
+    assert sum(trainer._log_dict["rows/in"]) == BATCHES * 18 - 6  # all but the unfinished rows
     assert (assembler.held, assembler.ready) == (0, 0)
     assert assembler.counts["unfinished"] == 6
 
 
 def train_from_a_buffer(*overrides: str) -> tuple[list[torch.Tensor], list[float]]:
-    """The weights, and optimiser steps by sample, of what the first half let into the buffer."""
+    """Train on rows that the first half put into a buffer. Return the weights, and the steps per sample."""
     policy = make_policy()
     first, second = composed("pipeline=grpo", *OVERRIDES, *overrides).halves()
     buffer = ReplayBuffer(
@@ -154,7 +154,7 @@ def test_an_incompatible_trainer_is_refused_on_registration(hook, options, messa
 
 
 class OldPolicy(nn.Module):
-    """The policy at the start of the step, a little other than the one that sampled."""
+    """Adds log-probabilities of the policy at the start of the step, close to those of the sampler."""
 
     in_keys = (("log_probs", "full"),)
     out_keys = (("old_log_probs", "full"),)

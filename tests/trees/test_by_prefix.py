@@ -23,14 +23,14 @@ WORDS = ("tokens", "full")
 
 
 def stated(paths, groups, rewards, *, baseline):
-    """Per rollout and token: V of the token's node less V of the node that it forks from.
+    """For each token of each rollout: V of its node minus V of the node that this one forks from.
 
-    A node is a prefix; a token's own node is the longest that as many rollouts go through, and the one that
-    it forks from is the prefix before its first token.
+    A node is a prefix. The node of a token is the longest prefix that the same rollouts share; it forks from
+    the prefix before its first token.
     """
 
     def through(i, depth):
-        """The rollouts of the group that share the first tokens, all of which they have."""
+        """The rollouts of the group that share the first `depth` tokens."""
         return [
             j
             for j in range(len(paths))
@@ -61,7 +61,7 @@ def stated(paths, groups, rewards, *, baseline):
 
 @st.composite
 def trees(draw):
-    """Up to 8 rollouts of up to 3 groups, of up to 5 tokens of which there are two."""
+    """Draw up to 8 rollouts in up to 3 groups, with up to 5 tokens of two kinds."""
     leaves = draw(
         st.lists(
             st.tuples(
@@ -80,7 +80,7 @@ OPTIONS = st.fixed_dictionaries({"baseline": st.sampled_from(["mean", "leave_one
 
 
 def dense(paths, width, side):
-    """(N, T) tokens and which they are, with padding on one side or anywhere."""
+    """(N, T) the tokens and a mask of them, with padding on one side or anywhere."""
     tokens = torch.full((len(paths), width), 9)
     real = torch.zeros(len(paths), width, dtype=torch.bool)
     for row, path in enumerate(paths):
@@ -105,7 +105,7 @@ def test_advantage_equals_that_of_a_loop_for_any_padding(tree, options, side):
 
 
 def leaves(paths, groups, rewards, **columns):
-    """Rollouts as ragged rows."""
+    """The rollouts as ragged rows."""
     rows = []
     for row, path in enumerate(paths):
         one = {
@@ -132,7 +132,7 @@ def test_equal_rewards_have_an_advantage_of_exactly_0():
 
 @given(trees(), OPTIONS, st.data())
 def test_ancestors_equal_the_labels_of_the_nodes_with_rewards_or_without(tree, options, data):
-    """Each rollout continues an earlier one of its group after some of its tokens, or is new.
+    """Each rollout continues an earlier one of its group after some tokens, or starts a new tree.
 
     A parent without a reward, or out of the statistics, shares its tokens and is in no mean.
     """
@@ -143,7 +143,7 @@ def test_ancestors_equal_the_labels_of_the_nodes_with_rewards_or_without(tree, o
         parent = data.draw(st.sampled_from([-1, *earlier]))
         parents.append(parent + 10 if parent >= 0 else -1)
         kept = data.draw(st.integers(0, len(paths[parent]))) if parent >= 0 else 0
-        new = [100 * row + t for t in range(len(paths[row]))]  # no token of which is there by chance
+        new = [100 * row + t for t in range(len(paths[row]))]  # no token is equal by chance
         paths[row] = (paths[parent][:kept] if parent >= 0 else []) + new
         labels.append((labels[parent][:kept] if parent >= 0 else []) + [row] * len(new))
     fates = [data.draw(st.sampled_from(["in", "in", "missing", "excluded"])) for _ in paths]
@@ -198,19 +198,19 @@ def test_parents_of_ranks_with_ids_of_their_own_are_those_of_one_process():
 
 
 def test_later_rows_of_a_rollout_are_their_own_branch():
-    """10 has a second row; its first row is all of 11, and the second branches after it."""
+    """Rollout 10 has two rows. Its first row is all of rollout 11, and its second row branches after it."""
     batch = leaves([[1, 2], [1, 2], [1, 3], [8, 8]], [0] * 4, [1.0, 5.0, 3.0, 1.0])
     rows = list(batch.unbind(0))
     rows[3]["rollout_id"] = torch.tensor(10)
     for order in ([0, 1, 2, 3], [1, 0, 3, 2]):
         out = TreeAdvantage()(lazy_stack([rows[i] for i in order])).get("advantage", as_list=True)
         found = {i: credit.flatten().tolist() for i, credit in zip(order, out, strict=True)}
-        # all 3; of 10 and 11 together 3, against which 10 alone is −2
+        # the mean of all is 3, and that of 10 and 11 is 3; 10 alone has 1, so −2
         assert found == {0: [0, 0], 1: [0, 0], 2: [0, 0], 3: [-2, -2]}
 
 
 def test_later_rows_branch_where_another_rollout_continues():
-    """After [1], which 10 and 11 share, 12 continues: the second row of 10 branches from all three."""
+    """Rollout 12 continues [1], which 10 and 11 share, so the second row of 10 branches from all three."""
     rows = list(leaves([[1], [1], [1, 9], [7, 7]], [0] * 4, [0.0, 0.5, 2.5, 0.0]).unbind(0))
     rows[3]["rollout_id"] = torch.tensor(10)
     out = TreeAdvantage()(lazy_stack(rows)).get("advantage", as_list=True)
@@ -244,7 +244,7 @@ class DropsFirst(BatchTransform):
 
 
 def test_a_fork_of_a_rollout_whose_first_row_has_left_is_refused():
-    """Its tokens begin in the row that is not there. The second row is out of the statistics."""
+    """Its tokens begin in the row that has left. The second row is out of the statistics."""
     batch = leaves([[1], [1, 2], [1, 3]], [0] * 3, [1.0, 1.0, 5.0], parent_id=[-1, -1, 10])
     batch["rollout_id"] = torch.tensor([10, 10, 11])
     batch[COUNTED] = torch.tensor([True, False, True])

@@ -16,7 +16,7 @@ from headrace.transforms.stages.sequences import END
 from headrace.transforms.trees.forest import Forest
 from headrace.transforms.trees.prefixes import prefix_order
 
-# The first token says which tree, the second what few rows share.
+# The first token decides the tree; later tokens are shared by few rows.
 ROW_OF = st.tuples(st.sampled_from([1, 2, 3]), st.lists(st.sampled_from([4, 5]), max_size=7)).map(
     lambda row: [row[0], *row[1]]
 )
@@ -42,7 +42,7 @@ def cut_into(batch, **options) -> list[list[int]]:
 
 
 def nodes(rows, numbers, groups) -> int:
-    """Nodes of the trees that rows of one group make."""
+    """The number of nodes of these rows, with one tree per group."""
     return sum(
         len(Trie([rows[i] for i in numbers if groups[i] == group]).paths)
         for group in {groups[i] for i in numbers}
@@ -81,7 +81,7 @@ NUMBERS = st.sampled_from([-(2**63) + 1, -256, -1, 0, 1, 255, 256, 2**40, 2**63 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.lists(NUMBERS, max_size=4)), max_size=8))
 def test_rows_are_sorted_as_lists_and_share_what_a_loop_counts(rows):
-    """For any numbers: each byte and the sign count, and nothing is hashed."""
+    """This holds for any numbers: each byte and the sign count, and nothing is hashed."""
     labels = torch.full((len(rows), 5), END)
     for number, (_, row) in enumerate(rows):
         labels[number, : len(row)] = torch.tensor(row, dtype=torch.int64)
@@ -104,7 +104,7 @@ def forest_of(rows) -> Forest:
 def test_a_tree_above_the_budget_is_split_where_the_next_row_does_not_fit(rows, budget, data):
     chosen = data.draw(st.lists(st.sampled_from(range(len(rows))), min_size=1, unique=True))
     pieces: list[list[int]] = []
-    for number in sorted(chosen, key=lambda i: (rows[i], i)):  # row by row, counting nodes by a loop
+    for number in sorted(chosen, key=lambda i: (rows[i], i)):  # row by row, with nodes counted by a loop
         same = bool(pieces) and rows[pieces[-1][0]][0] == rows[number][0]
         if same and len(Trie([rows[i] for i in [*pieces[-1], number]]).paths) <= budget:
             pieces[-1].append(number)
@@ -137,7 +137,7 @@ def test_a_tree_costs_the_sum_over_its_nodes(rows, balance):
 
 @given(st.integers(0, 2**32))
 def test_shared_tokens_of_any_rows_equal_those_of_a_loop(seed):
-    """Also a repeated row, as one that pads a micro-batch."""
+    """A row may be repeated, like a row that pads a micro-batch."""
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(3, (1 + i % 9,), generator=generator).tolist() for i in range(40)]
     chosen = torch.randint(40, (25,), generator=generator)
@@ -155,7 +155,7 @@ def test_trees_are_assigned_by_their_shared_cost():
     shared = torch.tensor([0, 8, 8, 0])  # 11 nodes and 1
     assert len(assign_rows(lengths, max_tokens=12, tree=tree, shared=shared)[0]) == 1
     assert len(assign_rows(lengths, max_tokens=12, tree=tree)[0]) == 2
-    # 10 nodes, of 30 tokens, beside 20, 15 and 5: the first goes with 15, and its tokens would with 5.
+    # A tree of 10 nodes and 30 tokens, beside 20, 15 and 5: by nodes it goes with 15, by tokens with 5.
     lengths, tree = torch.tensor([10, 10, 10, 20, 15, 5]), torch.tensor([0, 0, 0, 1, 2, 3])
     for balance in ("tokens", "attention"):
         options = {"microbatches": 2, "balance": balance, "tree": tree}

@@ -24,7 +24,7 @@ from headrace.transforms import (
     unpack_tokens,
 )
 
-# Few tokens, so that rows share; 0 is what padding is, and −200 stands for an image in some models.
+# Few kinds of tokens, so that rows share them. 0 is also padding, and −200 an image in some models.
 ROWS = st.lists(st.lists(st.sampled_from([0, 1, 2, -200]), min_size=1, max_size=9), min_size=1, max_size=9)
 LAYOUTS = st.sampled_from(["left", "right", "ragged"])
 
@@ -91,7 +91,7 @@ def test_rows_and_node_values_return_to_their_rows(rows, layout):
     packed, plain = pack(batch, tree=True), pack(batch)
     back, expected = unpack(packed), unpack(plain)
     for key in (FULL, ATTENTION, LOSS, LOG_PROBS, "advantage", "loss_weight"):
-        assert torch.equal(packed[key], plain[key]), key  # what goes into the loss is of the rows
+        assert torch.equal(packed[key], plain[key]), key  # the loss gets values of rows
         assert torch.equal(back[key], expected[key]), key
     values = torch.stack([packed["input_ids"][0], packed["position_ids"][0] + 1], -1)[None]
     found = unpack_tokens(values, packed)
@@ -137,7 +137,7 @@ def test_rows_with_different_images_share_no_node():
 
 @pytest.mark.parametrize("name", list(scenes()))
 def test_log_probs_of_nodes_equal_those_of_the_rows(name):
-    """Also where rows continue differently after a node."""
+    """This holds even if rows continue differently after a node."""
     rows = scenes(tokens=8)[name]
     packed = pack(dense(rows), tree=True)
     logits = torch.randn(1, packed["input_ids"].shape[1], 8, dtype=torch.float64)

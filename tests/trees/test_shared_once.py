@@ -37,8 +37,8 @@ SEEDS = (0, 1, 3)
 def forked(seed: int, layout: str = "left", *, rollouts: int = 3, odd: bool = True) -> TensorDict:
     """Rollouts of one to six rows that fork up to three times, in a random order of rows.
 
-    Three kinds of tokens make equal prefixes likely, also by chance. With `odd`, some rows are out of the
-    loss, and some tokens in the mask have no finite log-probability.
+    There are only three kinds of tokens, so prefixes are often equal by chance. With `odd`, some rows are out
+    of the loss, and some tokens in the mask have no finite log-probability.
     """
     draw = Random(seed)
     rows = []
@@ -72,7 +72,7 @@ def forked(seed: int, layout: str = "left", *, rollouts: int = 3, odd: bool = Tr
 
 
 def trained_by_loop(batch: TensorDict, once: bool) -> list[list[tuple]]:
-    """Of each row the paths of the tokens that train; with `once` without those of an earlier row."""
+    """By row, the paths of the tokens that train. With `once`, without paths of an earlier row."""
     seen: set[tuple] = set()
     found = []
     for number in range(len(batch)):
@@ -92,7 +92,7 @@ def trained_by_loop(batch: TensorDict, once: bool) -> list[list[tuple]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_sampled_prefix_of_a_rollout_trains_exactly_once(layout):
-    """In the first row that trains it, in 100 random batches."""
+    """It trains in the first row that has it in the loss, in 100 random batches."""
     shared = 0
     for seed in range(100):
         batch = forked(seed, layout)
@@ -138,7 +138,7 @@ def test_a_token_of_the_prompt_keeps_no_token():
 
 
 def test_advantages_and_baselines_do_not_change():
-    """A row that is equal to another leaves the loss as `once/shared`; its rollout still counts once."""
+    """A row that equals another one leaves the loss as `once/shared`; its rollout still counts once."""
     rows = [[1, 2, 3], [1, 2, 3], [1, 2], [1, 4]]
     batch = dense(rows).exclude("advantage", "loss_weight")
     batch["rollout_id"], batch["group_id"] = torch.tensor([0, 0, 1, 2]), torch.zeros(4, dtype=torch.int64)
@@ -187,7 +187,7 @@ def test_the_gradient_is_that_of_the_distinct_tokens(layout):
 @pytest.mark.slow
 @pytest.mark.torchrl
 def test_packed_rows_and_trees_have_the_same_gradient():
-    """A tree computes a shared token once, and without the stage its loss still counts it in each row."""
+    """A tree computes a shared token once, but without the stage the loss counts it in each row."""
     from tree_models import gradient_of, make_actor, make_batch
 
     actor = make_actor("tiny")
@@ -224,7 +224,7 @@ def test_turns_merge_after_the_tokens_before_them_train_once():
 
 @pytest.mark.slow
 def test_rows_of_a_rollout_on_two_ranks_train_a_shared_token_once(tmp_path):
-    """As in one process with the rows of both, in the order of the ranks; also if a rank has no rows."""
+    """It trains as in one process with the rows of both ranks in order, even if a rank has no rows."""
     found = results_of(trained_once_of_rank, 2, tmp_path, SEEDS)
     for case, seed in enumerate(SEEDS):
         alone = Pipeline({"once": TrainSharedOnce()}).run(forked(seed))
@@ -243,7 +243,7 @@ def test_padding_in_the_loss_mask_is_refused():
 
 
 def test_a_filter_behind_the_stage_is_refused():
-    """It could take out the row that has the token."""
+    """The filter could remove the row that has the token."""
     for late in (
         SampleFilter(criterion=LengthWithin(low=1)),
         SampleFilter(criterion=RewardWithin(high=1.0), action="mask"),
