@@ -75,7 +75,7 @@ def test_a_replay_has_the_numbers_of_each_step_and_the_options_of_load_pipeline(
     plain = headrace.replay(dump)
     assert [step["rows/in"] for step in found["steps"]] == [16, 16]
     changed = [step["overlong/mean"] for step in found["steps"]]
-    assert changed == [-1.0, -1.0]  # all rows have 4 tokens, and the punishment grows from 2 to 4
+    assert changed == [-1.0, -1.0]  # all rows have 4 tokens, and the penalty grows from 2 to 4
     assert "overlong/mean" not in plain["steps"][0]
     assert plain["failed_steps"] == []
 

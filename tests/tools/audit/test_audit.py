@@ -28,19 +28,19 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def composed_once(monkeypatch):
-    """The recipes whose advantages a dump may have."""
+    """Use recipes that are composed once for all tests."""
     monkeypatch.setattr(logged, "load_pipeline", composed)
 
 
 def grpo(rewards, voters=None, eps=1e-6):
-    """(R − mean) / (std + ε) of the rewards, by those of the voters."""
+    """(R − mean) / (std + ε), with the mean and std of the voters' rewards."""
     voters = rewards if voters is None else voters
     scale = statistics.stdev(voters) + eps
     return [(reward - statistics.mean(voters)) / scale if len(set(voters)) > 1 else 0.0 for reward in rewards]
 
 
 def audited(path, folder, *words):
-    """What an audit prints, and its checks as JSON, by name."""
+    """Run an audit. Return its text, and its checks from the JSON by name."""
     named = [word for word in words if word.startswith("pipeline=")]
     config = configure("config", "task=audit", f"source.path={path}", *words)
     number, text = told(audit_dump, config, folder, named)
@@ -51,7 +51,7 @@ def audited(path, folder, *words):
 
 
 def found(checks):
-    """The groups of each check that found something."""
+    """By check, the groups in its findings, without checks that found nothing."""
     return {
         name: [each["group"] for each in check["findings"]]
         for name, check in checks.items()
@@ -63,13 +63,13 @@ def found(checks):
 
 
 class Rows:
-    """Rows of slime's dump with their advantages, group by group."""
+    """Collects rows of a slime dump and their advantages, group by group."""
 
     def __init__(self):
         self.samples, self.advantages = [], []
 
     def add(self, group, rewards, advantages, *, rows=None, **changes):
-        """Rollouts of a group: their rewards, the rows of some, and changes of single ones, by index."""
+        """Add the rollouts of a group. By index: row counts in `rows`, and changes in `changes`."""
         for at, (reward, advantage) in enumerate(zip(rewards, advantages, strict=True)):
             for _ in range((rows or {}).get(at, 1)):
                 sample = dumps.slime_sample(group, len(self.samples), reward, rollout_id=100 * group + at)
@@ -86,7 +86,7 @@ REMOVED = {"rollout_1": {"remove_sample": True}}
 
 
 def sound_rows():
-    """A whole group, one that fans out, and one with a rollout out of the loss: all as declared."""
+    """Rows without faults: a whole group, one with fan-out, and one with a rollout out of the loss."""
     rows = Rows()
     rows.add(0, R, grpo(R))
     rows.add(6, R, grpo(R), rows={0: 2})
@@ -145,12 +145,12 @@ def test_a_dump_without_advantages_is_told_first_that_they_cannot_be_checked(tmp
     assert " ".join(text.split()).startswith(said)
     page = (tmp_path / "report.html").read_text()
     assert page.index(said) < page.index("<table")
-    assert "&lt;script&gt;" in page  # texts of a dump are escaped
+    assert "&lt;script&gt;" in page  # texts from a dump are escaped
     assert not [word for word in ("<script", "<b>", "\\n") if word in page]
 
 
 def test_a_group_that_was_made_from_a_prompt_is_called_by_the_prompt(tmp_path):
-    """Its label begins with what the user asked."""
+    """Its label begins with the user's question."""
     asked = ["2+2?"] * 4 + ["3+3?"] * 4 + ["4+4?"] * 3
     rows = [
         dumps.verl_row(None, float(i), prompt=f"user\n{each}\nassistant\n") for i, each in enumerate(asked)
@@ -183,7 +183,7 @@ def test_wrong_signs_in_a_trl_table_are_found(tmp_path):
     assert [each["rows"] for each in checks["signs"]["findings"]] == [[1], [4, 6]]
     assert checks["signs"]["findings"][0]["expected"] == pytest.approx([advantages[1]], abs=1e-6)
     assert checks["signs"]["findings"][0]["found"] == pytest.approx([-advantages[1]], abs=1e-6)
-    assert checks["signs"]["gradient_share"] is None  # which depends on lengths
+    assert checks["signs"]["gradient_share"] is None  # its baseline depends on lengths
     assert "wrong sign" in text
     assert checks["counted_twice"]["state"] == "not checked"
 
@@ -198,11 +198,11 @@ def test_a_rollout_that_lacks_one_of_two_rewards_is_compared_by_the_other(tmp_pa
 
 
 def test_a_strict_audit_fails_if_the_recipe_refuses_a_step(tmp_path):
-    """Its advantages were not checked, and nothing else may be wrong."""
+    """The advantages of that step were not checked, even if nothing else is wrong."""
     columns = trl_columns(grpo(R, eps=1e-4) + grpo(R[::-1], eps=1e-4))
     columns["accuracy"] = [value - 5 for value in columns["accuracy"]]
     path = dumps.trl_dump(tmp_path / "completions" / "completions_4.parquet", **columns)
-    words = (*AS_TRL, "pipeline.stages.advantage.scale=mean")  # which needs rewards of at least 0
+    words = (*AS_TRL, "pipeline.stages.advantage.scale=mean")  # it needs rewards of at least 0
     assert not found(audited(path, tmp_path, *words)[1])
     with pytest.raises(AuditFailed, match="0 findings, and the recipe refused 1 of 1 steps"):
         audited(path, tmp_path, *words, "audit.strict=true")
@@ -212,7 +212,7 @@ def test_a_strict_audit_fails_if_the_recipe_refuses_a_step(tmp_path):
 
 
 def sound_lines(name, record):
-    """A function that writes four rollouts of one group into a file of this name, a record each."""
+    """A function that writes four rollouts of one group into a file with this name, one record each."""
     return lambda folder: dumps.write_lines(folder / name, [record(i) for i in range(4)])
 
 
@@ -298,7 +298,7 @@ def test_a_sound_dump_has_no_findings(name, tmp_path):
     compared = {"atropos", "headrace", "slime", "trl", "nemo_rl", "open_instruct", "prime_hosted"}
     assert (checks["advantages"]["state"] == "passed") == (name in compared)
     assert (checks["weights"]["state"] == "passed") == (name == "headrace")
-    for check in checks.values():  # what was not looked at says why, on the screen too
+    for check in checks.values():  # each check that was not made gives the reason, on the screen too
         assert (check["state"] == "not checked") == bool(check["not_checked"])
         assert all(f"not checked: {check['title']}: {why}" in text for why in check["not_checked"])
 
@@ -307,7 +307,7 @@ def test_a_sound_dump_has_no_findings(name, tmp_path):
 
 
 def test_each_group_is_named_with_how_it_was_counted(tmp_path):
-    """Random groups, each counted in one of three ways, compared with a loop over rollouts."""
+    """Random groups are each counted in one of three ways. The findings are compared with a loop."""
     draw = random.Random(0)
     rows, truth = Rows(), {"counted_twice": [], "masked": []}
     for group in range(60):
@@ -355,7 +355,7 @@ def test_two_possible_explanations_are_both_named(tmp_path):
 
 
 def test_groups_cut_by_position_are_named(tmp_path):
-    """Groups of 3 and 5, cut into groups of four by a reshape."""
+    """Groups of 3 and 5 were cut into groups of four by a reshape."""
     rewards = [1.0, 0.0, 0.25, 0.75, 0.5, 0.0, 0.125, 1.0]
     columns = trl_columns(grpo(rewards[:4], eps=1e-4) + grpo(rewards[4:], eps=1e-4))
     columns |= {"accuracy": rewards, "prompt": ["a"] * 3 + ["b"] * 5}
@@ -368,7 +368,7 @@ def test_groups_cut_by_position_are_named(tmp_path):
 
 
 def test_a_step_cut_by_position_in_part_is_not_named_so(tmp_path):
-    """Groups of 3 and 5: the first as if cut into groups of four, the second as it is."""
+    """Groups of 3 and 5. The first was compared as if cut into four rows, the second correctly."""
     rewards = [1.0, 0.0, 0.25, 0.75, 0.5, 0.0, 0.125, 1.0]
     columns = trl_columns(grpo(rewards[:3], rewards[:4], eps=1e-4) + grpo(rewards[3:], eps=1e-4))
     columns |= {"accuracy": rewards, "prompt": ["a"] * 3 + ["b"] * 5}
@@ -442,7 +442,7 @@ def test_recipes_with_memory_have_no_advantages_to_compare(tmp_path):
 
 
 def headrace_dump(folder: Path, *words: str, rows: int = 8) -> Path:
-    """Two groups of four with one to four tokens a row, in two minibatches; so many rows of them."""
+    """The first `rows` rows of two groups of four, with one to four tokens each, in two minibatches."""
     columns = {"group_id": torch.arange(8) // 4, "rollout_id": torch.arange(8)}
     columns |= {("next", "reward"): torch.tensor(R + R), "expected_rollouts": torch.full((8,), 4)}
     columns["masks", "all_assistant_mask"] = torch.arange(4) >= torch.arange(8).unsqueeze(1) % 4
@@ -458,7 +458,7 @@ def test_an_untrained_incomplete_group_is_no_finding(tmp_path):
 
 
 def test_an_untrained_oversized_group_is_no_finding(tmp_path):
-    """Five rollouts of a group of four, all of them out of the loss, or none."""
+    """A group of four has five rollouts. All of them are out of the loss, or none."""
     five = [*R, 0.75]
     for removed in (True, False):
         rows = Rows()
@@ -549,7 +549,7 @@ def test_a_strict_command_exits_with_1_on_findings(tmp_path):
 
 
 def trained(folder: Path, change) -> Path:
-    """Of a sound dump, with something else in the file of what was trained."""
+    """A sound dump with a change in the file of trained rows."""
     rows = sound_rows()
     dumps.slime_details(folder, rows.samples, rows.advantages)
     path = folder / "train_data" / "5.pt"
@@ -584,7 +584,7 @@ def test_slime_advantages_belong_to_samples_by_index(tmp_path):
     ((step, batch),) = open_dump(path)
     out = torch.tensor([sample["remove_sample"] for sample in rows.samples])
     assert step == 5
-    assert batch["logged_advantage"][out].isnan().all()  # no token of it is trained
+    assert batch["logged_advantage"][out].isnan().all()  # none of its tokens is trained
     assert batch["logged_advantage"][~out].tolist() == pytest.approx(
         [value for value, removed in zip(rows.advantages, out, strict=True) if not removed]
     )
@@ -602,7 +602,7 @@ ORDERED = ("source.group_size=8", "audit.strict=true")
 
 
 def trl_draws(folder, draws=DRAWS, advantages=None):
-    """A step of TRL with the rollouts of each draw of one prompt, and exact advantages if none are given."""
+    """A step of TRL with several draws of one prompt. By default the advantages are exact."""
     rewards = [reward for draw in draws for reward in draw]
     own = [value for draw in draws for value in grpo(draw, eps=1e-4)]
     columns = {"step": [4] * len(rewards), "prompt": ["1+1?"] * len(rewards), "accuracy": rewards}
@@ -612,7 +612,7 @@ def trl_draws(folder, draws=DRAWS, advantages=None):
 
 
 def slime_draws(folder, draws=DRAWS, voters=None, advantages=None, **how):
-    """The same of slime, where both draws have the id of the problem; `how` is that of both."""
+    """The same for slime, where both draws have the id of the problem. `how` applies to both."""
     rows = Rows()
     for draw, own in zip(draws, voters or draws, strict=True):
         start = len(rows.samples)
@@ -627,7 +627,7 @@ def slime_draws(folder, draws=DRAWS, voters=None, advantages=None, **how):
 
 @pytest.mark.parametrize("write", [trl_draws, slime_draws])
 def test_a_problem_that_was_drawn_twice_with_exact_advantages_has_no_finding(write, tmp_path):
-    """Eight rollouts for each draw; the step has no other prompt. A replay trains all 16 rows."""
+    """Each of two draws has eight rollouts; the step has no other prompt. A replay trains all 16 rows."""
     path, words = write(tmp_path / "dump")
     text, checks = audited(path, tmp_path, *words, *ORDERED)
     assert found(checks) == {}
@@ -705,7 +705,7 @@ def test_a_sound_draw_with_a_rollout_out_of_the_loss_is_no_finding(tmp_path):
 
 
 def test_without_a_size_each_half_of_a_group_is_off_by_a_constant(tmp_path):
-    """Of 2 and 5 solved of eight: the means are ¼ and ⅝, that of all is 7/16, so 3/16 less and more."""
+    """2 and 5 of eight are solved: the means are ¼ and ⅝, and 7/16 over all, so 3/16 less and more."""
     centred = [reward - statistics.mean(draw) for draw in DRAWS for reward in draw]
     path, words = trl_draws(tmp_path / "dump", advantages=centred)
     text, checks = audited(path, tmp_path, "pipeline=as/prime_rl", *words[1:])
@@ -759,7 +759,7 @@ def test_a_strict_audit_that_made_no_check_fails(tmp_path):
 
 
 def test_groups_of_the_order_of_rows_leave_three_checks_unmade(tmp_path):
-    """Every group has one prompt and 8 rollouts then, whatever the run had. The advantages are compared."""
+    """Then every group has one prompt and 8 rollouts, whatever the run had. Advantages are still compared."""
     path, words = trl_draws(tmp_path / "dump")
     words = [words[0], "source.group_by=order"]
     _, checks = audited(path, tmp_path, *words, "pipeline.stages.gate.group_size=8", "audit.strict=true")

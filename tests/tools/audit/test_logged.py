@@ -23,7 +23,7 @@ TOKENS = [1, 5, 2, 7, 3, 3, 1, 4, 9, 2, 6, 1, 2, 8, 1, 5]
 
 
 def rows(theirs, ours=None, rewards=REWARDS):
-    """Groups of four with what two formulas make of them, group by group in plain Python."""
+    """Groups of four with the advantages of two formulas, computed group by group in plain Python."""
     flat = [reward for group in rewards.values() for reward in group]
     groups = [group for group, members in rewards.items() for _ in members]
     their = [each for members in rewards.values() for each in theirs(members)]
@@ -79,7 +79,7 @@ FRAMEWORKS = {
 
 @pytest.fixture(autouse=True)
 def composed_once(monkeypatch):
-    """Composing thirteen recipes takes longer than all that is done with them."""
+    """Compose thirteen recipes only once, because this takes longer than all the tests."""
     from composed import composed
 
     monkeypatch.setattr(logged, "load_pipeline", composed)
@@ -106,7 +106,7 @@ def test_areal_whitens_over_the_tokens_of_the_step():
 
 @pytest.mark.parametrize("unit", [1e-6, 1e-4, 1, 1e5])
 def test_the_unit_of_the_reward_changes_no_recipe(unit):
-    """Advantages of 1e-5 are within 1e-4 of any others."""
+    """An absolute tolerance of 1e-4 would accept any advantages of 1e-5."""
     rewards = {group: [unit * reward for reward in members] for group, members in REWARDS.items()}
     assert "they are those of as/prime_rl" in logged.explain_logged([rows(centred, scaled(0), rewards)])
 

@@ -23,7 +23,7 @@ from headrace.transforms import BatchTransform
 pytestmark = pytest.mark.slow
 
 STEPS = "pipeline.stages.collapse.reward=sum"
-OF_THE_BATCH = {  # stages over the batch or with memory, by recipe: its outcomes are taken one by one
+OF_THE_BATCH = {  # stages over the batch or with memory, by recipe: certificates take its outcomes one by one
     "reinforce_pp": {"advantage"},
     "lite_ppo": {"advantage"},
     "gpg": {"advantage"},
@@ -72,7 +72,7 @@ def test_a_mean_over_tokens_biases_the_gradient():
     found = certified("rloo").loss
     assert found.ratio == pytest.approx([0.563, 0.469, 0.484], abs=5e-4)
     assert found.cosine == pytest.approx(0.9978, abs=5e-5)
-    straight = certified("dr_grpo", "pipeline.stages.weight.length=1").loss  # 1 over the rollouts
+    straight = certified("dr_grpo", "pipeline.stages.weight.length=1").loss  # 1 for the mean over rollouts
     assert straight.ratio == pytest.approx([0.75, 0.75, 0.75], abs=1e-12)
     assert straight.scale == pytest.approx(0.75)
 
@@ -91,7 +91,7 @@ def test_the_advantage_of_a_perfect_critic_is_unbiased_and_whitening_makes_it_lo
 
 
 def test_a_state_baseline_that_includes_itself_shrinks_late_turns():
-    """At turn k of m rollouts, (m − 1)/m; GiGPO adds it to that of the whole rollout, 0.75."""
+    """With m rollouts at turn k the ratio is (m − 1)/m. GiGPO adds it to 0.75, that of the whole rollout."""
     steps = {"task": TurnsAsRows()}
     words = (STEPS, "pipeline.stages.returns.discount=1.0")
     both = ratio("gigpo", *words, **steps)
@@ -102,7 +102,7 @@ def test_a_state_baseline_that_includes_itself_shrinks_late_turns():
 
 
 class TurnMeans(BatchTransform):
-    """As ports of MT-GRPO: a turn's reward against its turn's mean, added up over one's own future."""
+    """As in ports of MT-GRPO: the reward of each turn minus the mean of the turn, summed over later turns."""
 
     within_groups = True
 
@@ -124,7 +124,7 @@ class TurnMeans(BatchTransform):
 
 
 def test_summed_turn_means_lose_most_of_the_gradient():
-    """A user's stage is certified as ours are."""
+    """A user's stage is certified like ours."""
     words = (
         "pipeline.stages.filter=null",
         "pipeline.stages.advantage=null",
@@ -139,7 +139,7 @@ def test_summed_turn_means_lose_most_of_the_gradient():
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in CHAINS if recipe not in OF_THE_BATCH])
 def test_stages_within_groups_have_the_same_certificate_in_any_batch(recipe, monkeypatch):
-    """With two rollouts; the recipe that asks for steps and the one for shares have tasks of theirs."""
+    """With two rollouts. The recipes that need steps or shares have their own tasks."""
     task = {"gigpo": TurnsAsRows(), "mgpo": OneTurn(theta=[0.5, -1.0])}.get(recipe, TAUGHT)
     together = certified(recipe, task=task, group_size=2)
     monkeypatch.setattr("headrace.transforms.LossWeight.within_groups", False)
@@ -175,7 +175,7 @@ def test_groups_by_another_column_do_not_mix_outcomes(recipe, words):
 
 
 class Remembers(torch.nn.Module):
-    """A stage of a user, which says nothing of itself and has seen the rewards of earlier batches."""
+    """A user's stage that keeps the rewards of earlier batches and does not declare it."""
 
     in_keys, out_keys = ("advantage",), ("advantage",)
     seen = 0.0
@@ -204,7 +204,7 @@ def test_options_set_by_a_recipe_are_kept():
     """turns_as_rows sets collapse.reward=sum where a recipe leaves it at its default."""
     assert ratio("rloo", task=TurnsAsRows(), group_size=2) == pytest.approx([1, 1, 1])
     config = configure("load", "pipeline=rloo", "pipeline.stages.collapse.reward=last").pipeline
-    own = certify_recipe(config, "own", TurnsAsRows(), "task", group_size=2)  # in a file of the user's
+    own = certify_recipe(config, "own", TurnsAsRows(), "task", group_size=2)  # in a user's file
     assert own.advantage.relative_bias > 0.1
 
 

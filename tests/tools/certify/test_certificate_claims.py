@@ -17,7 +17,7 @@ GROUPS = torch.tensor(list(product((0.0, 1.0), repeat=8)), dtype=torch.float64) 
 
 
 def advantages(rewards: torch.Tensor, **options) -> torch.Tensor:
-    """(G, n) advantages of (G, n) rewards, each line a group."""
+    """(G, n) the advantages of (G, n) rewards, with a group per line."""
     group = torch.arange(len(rewards)).repeat_interleave(rewards.shape[1])
     return group_relative_advantage(rewards.flatten(), group, **options).reshape(rewards.shape)
 
@@ -34,7 +34,7 @@ def test_mean_abs_advantage_is_2_std_for_grpo_and_2_std_squared_for_dr_grpo():
     """s with divisor n; a = k/n right answers: 2·a(1 − a)/s and 2·a(1 − a), where s² = a(1 − a)."""
     std = GROUPS.std(1, correction=0)
     grpo = advantages(GROUPS, ddof=0).abs().mean(1)
-    assert float((grpo - 2 * std).abs().max()) == pytest.approx(2e-6, rel=1e-3)  # of ε = 1e-6
+    assert float((grpo - 2 * std).abs().max()) == pytest.approx(2e-6, rel=1e-3)  # because of ε = 1e-6
     assert torch.allclose(advantages(GROUPS, ddof=0, eps=0.0).abs().mean(1), 2 * std, atol=1e-15)
     assert torch.allclose(advantages(GROUPS, scale="none").abs().mean(1), 2 * std**2, atol=1e-15)
 
@@ -50,7 +50,7 @@ def test_the_update_is_std_times_the_contrast_of_right_and_wrong():
 
 
 def test_the_identity_needs_two_rewards_and_divisor_n():
-    """With divisor n − 1 it is √(7/8) of that. Of rewards 0, ¼, ½, 1 it is 0.845, and 2s is 0.740."""
+    """With divisor n − 1 it is √(7/8) times that. For rewards 0, ¼, ½, 1 it is 0.845, and 2s is 0.740."""
     std = GROUPS.std(1, correction=0)
     assert torch.allclose(advantages(GROUPS, eps=0.0).abs().mean(1), 2 * std * (7 / 8) ** 0.5, atol=1e-14)
     four = torch.tensor([[0.0, 0.25, 0.5, 1.0]], dtype=torch.float64)
@@ -62,8 +62,8 @@ def test_the_identity_needs_two_rewards_and_divisor_n():
 
 
 def of_a_success(p: float, *, informative: bool, baseline: str = "mean") -> float:
-    """The expected advantage of a rollout that is right, of groups of eight, over the true one, 1 − p."""
-    chance = (p * GROUPS + (1 - p) * (1 - GROUPS)).prod(1) * GROUPS[:, 0]  # of groups whose first is right
+    """The expected advantage of a right rollout in groups of eight, divided by the true one, 1 − p."""
+    chance = (p * GROUPS + (1 - p) * (1 - GROUPS)).prod(1) * GROUPS[:, 0]  # groups whose first is right
     if informative:
         chance = chance * (GROUPS.sum(1) < 8)
     advantage = advantages(GROUPS, scale="none", baseline=baseline)[:, 0]
@@ -72,9 +72,9 @@ def of_a_success(p: float, *, informative: bool, baseline: str = "mean") -> floa
 
 @pytest.mark.parametrize("p", [0.1, 0.9])
 def test_easy_prompts_are_overestimated_only_over_informative_groups(p):
-    """E[1 − mean | right] is 7/8 (1 − p), and over groups that are not all right 1/(1 − p⁷) times that.
+    """E[1 − mean | right] is 7/8 (1 − p), and over groups that are not all right it is 1/(1 − p⁷) times that.
 
-    In the paper, of p = 0.9: 0.168.
+    The paper has 0.168 for p = 0.9.
     """
     assert of_a_success(p, informative=False) == pytest.approx(7 / 8, abs=1e-14)
     assert of_a_success(p, informative=True) == pytest.approx(7 / 8 / (1 - p**7), abs=1e-14)
@@ -103,7 +103,7 @@ def test_vl_norm_is_biased_if_length_depends_on_the_action():
 
 
 class AnyLength(OneTurn):
-    """Answers that are as long as a coin says, whatever they are: 1 token or 3."""
+    """Answers whose length, 1 token or 3, is drawn by a coin and does not depend on the action."""
 
     def prompts(self):
         follow = [(len(self.theta), 0)]

@@ -59,20 +59,20 @@ def ratio(*arguments, **options) -> list[float]:
 
 
 def test_two_rollouts_of_one_action_by_hand(monkeypatch):
-    """p = σ(θ): they differ with 2p(1 − p), and then A = ±½: E g = ½ p(1 − p), half of ∇J = p(1 − p)."""
+    """p = σ(θ). They differ with probability 2p(1 − p), and then A = ±½. So E g = ½ p(1 − p) = ½ ∇J."""
     monkeypatch.setitem(TASKS, "coin", OneTurn(theta=[0.7]))
     p = float(torch.tensor(0.7, dtype=torch.float64).sigmoid())
     found = certified("dr_grpo", "coin", group_size=2)
     differ = 2 * p * (1 - p)
-    # one of them right, one wrong: ½ (½ (1 − p) + (−½)(−p)) = ¼
+    # one right, one wrong: ½ (½ (1 − p) + (−½)(−p)) = ¼
     assert found.advantage.ratio == pytest.approx([0.25 * differ / (p * (1 - p))])
     assert found.advantage.variance == pytest.approx(differ * 0.25**2 - (differ * 0.25) ** 2)
 
 
 @pytest.mark.parametrize("task", sorted(TASKS.keys() - {"forks", "stale", "by_outcome"}))
 def test_leave_one_out_is_unbiased_up_to_failed_rollouts(task):
-    """Of groups lost at random, the factor is the chance that the three others survive; its own chance is in
-    the objective.
+    """If rollouts fail at random, the factor is the chance that the three others survive. The rollout's own
+    chance is in the objective.
     """
     found = certified("rloo", task).advantage
     expected = 0.8**3 if task == "by_chance" else 1.0
@@ -81,7 +81,7 @@ def test_leave_one_out_is_unbiased_up_to_failed_rollouts(task):
 
 
 def test_token_weights_are_in_the_gradient_of_the_loss():
-    """Turns inside rows weigh one each, where all actions but the first are in a second turn."""
+    """Turns inside rows have weight 1 each. All actions but the first are in a second turn."""
     task = TASKS["stop_or_continue"]
     words = ("pipeline.stages.weight.unit=turn", "pipeline.stages.weight.turn_index_key=turn_index")
     batch, probability = all_outcomes(task, 2, turns_paid_apart=False)
@@ -124,7 +124,7 @@ def test_truncation_bias_vanishes_as_the_bound_grows():
     biases = [certified("tis", "stale", *UNBIASED, word).advantage.relative_bias for word in bounds]
     assert biases == sorted(biases, reverse=True)
     assert biases[1] > 0.05
-    assert biases[-1] < 1e-12  # beyond the greatest weight, 4.1
+    assert biases[-1] < 1e-12  # above the largest weight, 4.1
 
 
 def test_token_weights_are_biased_for_several_tokens():
@@ -137,7 +137,7 @@ def test_token_weights_are_biased_for_several_tokens():
 
 def test_groups_lost_by_outcome_bias_its_direction():
     found = certified("rloo", "by_outcome").advantage
-    assert found.ratio[0] < 0.75 * found.ratio[1]  # the prompt that is solved more often fails more often
+    assert found.ratio[0] < 0.75 * found.ratio[1]  # prompts that are solved more often fail more often
     assert found.cosine < 0.99
 
 
@@ -149,14 +149,14 @@ def test_a_users_gate_option_is_kept():
 
 
 def test_a_loss_with_components_has_no_certificate():
-    """A certificate is of `loss_weight` and the advantage, and would not see the factor."""
+    """A certificate uses `loss_weight` and the advantage, and would not see the factor of a component."""
     refused = certified("rloo", "fan_out", "pipeline.stages.weight.components={objective:{factor:0.5}}")
     assert isinstance(refused, Refused)
     assert "this loss has components" in refused.reason
     keep = "pipeline.stages.gate.on_incomplete=keep"
     kept = ratio("rloo", "by_chance", keep, "pipeline.stages.gate.min_rollouts=2")
     assert kept == pytest.approx([kept[0]] * 2)
-    assert kept[0] == pytest.approx(1 - 0.2**3)  # a lone one has none to be compared with
+    assert kept[0] == pytest.approx(1 - 0.2**3)  # a single rollout has nothing to be compared with
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "dapo"])
@@ -167,7 +167,7 @@ def test_filtering_equal_groups_changes_no_expectation(recipe):
 
 
 def test_a_shift_is_unbiased_only_with_equal_groups():
-    """AsymRE's δ alone changes no expectation; without groups of equal rewards it does."""
+    """AsymRE's δ alone changes no expectation. It does if groups of equal rewards are left out."""
     assert ratio("asymre", "prompts") == pytest.approx([0.75] * 3)
     words = (
         "+pipeline.stages.filter={_target_: headrace.transforms.SampleFilter, "
@@ -189,12 +189,12 @@ def test_counting_rows_is_biased_under_fan_out():
 
 
 def test_a_baseline_with_a_shared_prefix_is_biased_at_the_fork():
-    """One of the three others shares the first action: 2/3 there, and no loss after it."""
+    """One of the three others shares the first action: the ratio is 2/3 there, and 1 after it."""
     assert ratio("rloo", "forks") == pytest.approx([2 / 3, 1, 1], abs=1e-12)
 
 
 def test_a_tree_of_draws_is_unbiased_and_one_of_equal_tokens_is_not():
-    """Two forks with the same first action by chance are one node of four leaves, by their tokens."""
+    """If two forks draw the same first action, equal tokens make them one node with four leaves."""
     drawn = ratio("tree_grpo", "forks", "pipeline.stages.tree.tokens_key=node_id")
     assert drawn == pytest.approx([1, 1, 1], abs=1e-12)
     assert ratio("tree_grpo", "forks")[1] > 1.5
@@ -220,11 +220,11 @@ def test_the_objective_uses_the_recipes_reward_weights():
 
 # -- plain sampling, through the same pipeline -----------------------------------------------------------
 
-GROUPS, ERRORS = {True: 1000, False: 100}, 4.5  # together in a batch, or each by itself; standard errors
+GROUPS, ERRORS = {True: 1000, False: 100}, 4.5  # groups in one batch, or one by one; standard errors
 
 
 def walk(task: SmallTask, prompt, generator: torch.Generator) -> int:
-    """Sample a rollout, an action at a time: which trajectory it took. Each begins with an action."""
+    """Sample a rollout action by action, and return the index of its trajectory."""
     log_probs, left, step = task.log_probs(task.sampler), list(range(len(prompt.trajectories))), 0
     while True:
         going = [number for number in left if len(prompt.trajectories[number].actions) > step]
@@ -239,7 +239,7 @@ def walk(task: SmallTask, prompt, generator: torch.Generator) -> int:
 
 @cache
 def sampled(name: str, groups: int, apart: bool):
-    """So many groups of four rollouts, as the rows of a batch."""
+    """A batch of the rows of `groups` groups of four rollouts."""
     task, generator = TASKS[name], torch.Generator().manual_seed(7)
     prompts = task.prompts()
     table, rows_of_trajectory = rows_of_trajectories(task, prompts, turns_paid_apart=apart)
@@ -274,8 +274,8 @@ def by_autograd(task: SmallTask, trained, groups: int, coefficient) -> torch.Ten
     return torch.stack([torch.autograd.functional.jvp(objective, theta, way)[1] for way in ways], 1)
 
 
-# A recipe for each way to enumerate: rows that are turns, prompts, outcomes one by one, turns that are paid
-# apart, and advantages by rollout, by token and by node. The task is stop_or_continue unless it is named.
+# A recipe for each way to enumerate outcomes: rows that are turns, several prompts, outcomes one by one,
+# rewards per turn, and advantages by rollout, token and node. The default task is stop_or_continue.
 SAMPLED = {"gigpo": "turns_as_rows", "mgpo": "prompts"}
 SAMPLED |= dict.fromkeys(("gdpo", "mt_grpo", "opd", "tis", "tree_grpo"), "stop_or_continue")
 

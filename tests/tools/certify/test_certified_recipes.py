@@ -33,7 +33,7 @@ def test_every_task_file_is_a_task_of_the_command():
 
 
 def test_a_task_without_options_is_that_of_its_file():
-    """Each default is in one of the files that make the task; a class has its own defaults only."""
+    """Each default of a class is in one of the files that make the task."""
     made, checked = defaultdict(list), 0
     for task in tasks().values():
         made[type(task)].append(task)
@@ -49,8 +49,8 @@ def test_a_task_without_options_is_that_of_its_file():
 
 @pytest.mark.parametrize("recipe", BY_RECIPE)
 def test_committed_certificates_are_current(recipe):
-    """Each on one of its tasks, which differ from recipe to recipe; the one of fewest outcomes, if these are
-    taken one by one. A change that was meant is in the changelog.
+    """Each recipe is certified on one of its tasks, which change from recipe to recipe. If outcomes are taken
+    one by one, it is the task with the fewest. An intended change is in the changelog.
     """
     node, mine = configure("load", f"pipeline={recipe}").pipeline, BY_RECIPE[recipe]
     name = list(mine)[list(BY_RECIPE).index(recipe) % len(mine)]

@@ -30,7 +30,7 @@ class Coin(SmallTask):
 
 
 def certified(folder: Path, *words: str) -> tuple[float, str, list[dict]]:
-    """The number of the task, what it prints, and what it writes."""
+    """Run the task. Return its number, its text and its file."""
     value, text = told(certify, configure("config", "task=certify", *words), folder, words)
     return value, text, json.loads((folder / "certificate.json").read_text())["certificates"]
 
@@ -100,7 +100,7 @@ def test_an_unavailable_group_size_is_reported_for_its_task_only(tmp_path):
 
 
 class Unknown(BatchTransform):
-    """An advantage that is not a number."""
+    """A stage whose advantage is NaN."""
 
     def __init__(self):
         super().__init__([], ["advantage"])

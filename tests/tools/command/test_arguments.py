@@ -140,7 +140,7 @@ def test_python_runs_the_command_as_a_module_also_into_a_closed_pipe(module, wor
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == headrace_here(tmp_path, *words).stdout
     with subprocess.Popen(command, cwd=tmp_path, text=True, **pipes) as started:
-        started.stdout.close()  # as `headrace recipes | head` does
+        started.stdout.close()  # like `headrace recipes | head`
         said = started.stderr.read()
     assert (said, started.returncode) == ("", 141)
 
@@ -176,7 +176,7 @@ def test_flags_may_be_mixed_with_overrides():
 
 @pytest.mark.torchrl
 def test_a_node_without_a_target_is_refused(tmp_path):
-    """In its own process, since other tests have registered TorchRL's groups of that name."""
+    """In its own process, because other tests register TorchRL's groups of that name."""
     done = headrace(tmp_path, "sampler=3", check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "headrace: sampler must be a node with a _target_; got 3\n"

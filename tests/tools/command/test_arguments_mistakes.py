@@ -9,7 +9,7 @@ import shutil
 import pytest
 from command import headrace_here
 
-pytestmark = pytest.mark.slow  # most compose a configuration
+pytestmark = pytest.mark.slow  # most cases compose a configuration
 
 REPLAY = "task=replay source.path=dump"
 OF_PROMPT = "source.group_by=prompt source.group_size=2"
@@ -171,7 +171,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("typed", MISTAKES)
 def test_a_mistake_is_refused_with_what_to_type_instead(folder, typed):
-    shutil.rmtree(folder / "outputs", ignore_errors=True)  # the default folder has the second in its name
+    shutil.rmtree(folder / "outputs", ignore_errors=True)  # the name of the default folder has the second
     done = headrace_here(folder, *shlex.split(typed), check=False)
     assert done.returncode == 2
     assert MISTAKES[typed] in done.stderr

@@ -70,7 +70,7 @@ def test_cfg_prints_the_job(tmp_path):
 
 @pytest.mark.parametrize("word", ["pipeline=gprpo", "env.failing=1"])
 def test_a_process_prints_the_error_as_one_paragraph(tmp_path, word):
-    """Errors of Hydra before the task, and of a stage in it; only the paragraph is printed."""
+    """Hydra's errors before the task and a stage's errors in it; only the paragraph is printed."""
     done = headrace(tmp_path, *QUICK, word, "pipeline.stages.gate.on_incomplete=raise", check=False)
     here = headrace_here(tmp_path, *QUICK, word, "pipeline.stages.gate.on_incomplete=raise", check=False)
     assert done.returncode == here.returncode == 2
@@ -87,7 +87,7 @@ def test_a_command_that_fails_leaves_no_folder_and_removes_none_of_a_run(tmp_pat
     ):
         assert headrace_here(tmp_path, *words, check=False).returncode == 2
         assert not [path for path in tmp_path.rglob("*") if path.is_file()], words
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]  # the user's own folder
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]  # a folder of the user
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.csv").write_text("step\n0\n")
@@ -96,7 +96,7 @@ def test_a_command_that_fails_leaves_no_folder_and_removes_none_of_a_run(tmp_pat
 
 
 def test_rewards_are_equal_for_any_micro_batches(tmp_path):
-    """Packed, by tokens or with a loss without weights: one gradient, so the same policy is learned."""
+    """Packed, by tokens or with a loss without weights, the gradient is the same, and so is the policy."""
     packed = "train.transform={_target_: headrace.transforms.pack, _partial_: true}"
     folded = ["pipeline.stages.weight.fold=token_mean", "loss.aggregation=token_mean"]
     by_tokens = "pipeline.stages.split.max_tokens=50"

@@ -35,7 +35,7 @@ def test_a_sound_installation_has_no_findings(tmp_path):
 
 
 def test_golden_numbers_equal_the_equation():
-    """A = (R − mean) / std, ddof 1, over the rollouts of a group; one of equal rewards does not train."""
+    """A = (R − mean) / std, ddof 1, over the rollouts of a group. A group of equal rewards does not train."""
     one, other = (1 - 2) / 2**0.5, (5 - 8) / 18**0.5
     assert pytest.approx([one, -one, -one, other, -other]) == doctor.GOLDEN
     assert doctor.run_golden("cpu") == pytest.approx(doctor.GOLDEN, abs=doctor.TOLERANCE)

@@ -33,7 +33,7 @@ def test_metrics_of_several_tasks_have_separate_names(tmp_path):
 
 
 def table(done):
-    """The cells of the table's lines, and what stands below it."""
+    """The header and the lines of the table as cells, and the text from the table on."""
     after = done.stdout[done.stdout.index("a sweep of ") :].splitlines()
     lines = [line.split() for line in after if line.strip()]
     rule = next(place for place, line in enumerate(lines) if line[0].startswith("──"))
@@ -42,7 +42,7 @@ def table(done):
 
 @pytest.mark.torchrl
 def test_a_sweep_ends_with_the_result_of_each_job_or_why_it_failed(tmp_path, monkeypatch):
-    """An option that is refused, and an unexpected error. The next sweep here has only its own jobs."""
+    """One job has a refused option, and one an unexpected error. A later sweep lists only its own jobs."""
     from headrace.pipeline.tools.command import job
 
     build = job.build_pipeline
@@ -68,7 +68,7 @@ def test_a_sweep_ends_with_the_result_of_each_job_or_why_it_failed(tmp_path, mon
     assert "job 1 failed: KeyError('out of the blue')" in after
     assert "Traceback" not in done.stderr
     assert all(line[4] == "→" and line[-2] == "1" for line in lines[::2])
-    assert lines[0][3] == lines[2][3]  # the first rollouts are those of the seed
+    assert lines[0][3] == lines[2][3]  # the first rollouts depend only on the seed
     assert "written to sweep, a folder for each job" in after
     assert max(map(len, after.partition("job 1 failed")[0].splitlines())) <= 80
     again = headrace_here(tmp_path, "-m", "pipeline=grpo", "seed=4,abc", *words, check=False)

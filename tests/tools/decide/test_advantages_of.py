@@ -81,11 +81,11 @@ def test_all_advantages_are_0_if_no_row_is_kept():
     for number in (0, 1):
         credit = advantages_of(pipeline, rows(seed=6)[:number])
         assert credit.advantage.tolist() == [[0.0]] * number
-        assert credit.in_loss.tolist() == [[False] * 5] * number  # a mask of tokens, as where rows stay
+        assert credit.in_loss.tolist() == [[False] * 5] * number  # a mask of tokens, as if rows stay
 
 
 def test_merged_turns_are_refused():
-    """Another trainer keeps the single turns, and would credit one of them for all."""
+    """Another trainer keeps the single turns, and one of them would get the credit of all."""
     batch = TensorDict({"group_id": [0, 0, 0], "rollout_id": [0, 0, 1]}, [3])
     batch["tokens", "full"] = torch.tensor([[5, 6, 0], [5, 6, 7], [5, 8, 0]])
     batch["masks", "all_attention_mask"] = batch["tokens", "full"] > 0

@@ -15,7 +15,7 @@ from headrace import Decider, Decision, Pipeline, decide, load_pipeline
 from headrace.transforms import BatchError, MissingKeyError, split_microbatches
 
 MASK = ("masks", "all_assistant_mask")
-TOKENS = {  # recipes that read more of a token than whether it is in the loss
+TOKENS = {  # recipes that read more about a token than whether it is in the loss
     "otb",
     "ppo",
     *("gtpo", "high_entropy", "kl_in_advantage", "mis", "mlperf", "mt_grpo", "opd", "opsm", "rlsd", "tis"),
@@ -62,7 +62,7 @@ def batch_of(columns: dict[str, list]) -> TensorDict:
 
 
 def is_same(found: Decision, pipeline: Pipeline, batch: TensorDict) -> None:
-    """As by a loop over the minibatches that the pipeline gathers."""
+    """Compare a decision with a loop over the minibatches that the pipeline gathers."""
     run = pipeline.run(batch)
     minibatches = list(run.minibatches())
     assert [step.tolist() for step in found.steps] == [
@@ -82,7 +82,7 @@ def is_same(found: Decision, pipeline: Pipeline, batch: TensorDict) -> None:
 
 
 def read_by(recipe: str, columns: dict[str, list]) -> dict[str, list]:
-    """Those that a recipe reads."""
+    """The columns that a recipe reads."""
     roles, states = ["role"] * (recipe == "roles"), ["state_id"] * (recipe == "gigpo")
     names = ["group_id", "rollout_id", "reward", "tokens", "done", "length", *roles, *states]
     reward = {} if recipe == "gdpo" else {"reward": [each[0] for each in columns["reward"]]}
@@ -143,12 +143,12 @@ def test_advantages_need_no_tokens_and_weights_do():
 
 
 def test_rows_with_tokens_are_decided_as_their_columns():
-    """A recipe that reads numbers per token gives an advantage per token."""
+    """Recipes that read numbers per token give an advantage per token."""
     for seed in range(3):
         columns = read_by("grpo", columns_of(seed))
         batch = batch_of(columns_of(seed) | columns)
         found, of_rows = [decide(each, group_size=4, minibatches=2, seed=seed) for each in (columns, batch)]
-        assert torch.allclose(found.advantage, of_rows.advantage, atol=1e-6)  # a batch has float32
+        assert torch.allclose(found.advantage, of_rows.advantage, atol=1e-6)  # the batch has float32
         assert torch.equal(found.loss_weight, of_rows.loss_weight)
         assert found.reason == of_rows.reason
         assert torch.equal(of_rows.in_loss, batch[MASK] & found.keep[:, None])
@@ -162,7 +162,7 @@ def test_rows_with_tokens_are_decided_as_their_columns():
 
 
 def batch_of_teacher(seed: int, first: int = 0) -> TensorDict:
-    """One that ``opd`` reads, too, with ids from `first`."""
+    """A batch with the columns of ``opd``, and ids from `first` on."""
     batch = batch_of(columns_of(seed) | read_by("grpo", columns_of(seed)))
     batch["group_id"], batch["rollout_id"] = batch["group_id"] + first, batch["rollout_id"] + first
     torch.manual_seed(seed)
@@ -192,7 +192,7 @@ def test_padding_rows_are_no_input_rows(recipe):
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("recipe", ["grpo", "opd"])
 def test_a_carried_row_trains_its_own_tokens_with_the_advantage_of_its_batch(recipe, ragged):
-    """Ragged rows of one batch are wider than those of another, and the widest ones leave."""
+    """Rows are ragged. One batch is wider than the other, and its widest rows leave."""
     deciders = [
         Decider(
             recipe,
@@ -232,7 +232,7 @@ def test_a_carried_row_trains_its_own_tokens_with_the_advantage_of_its_batch(rec
 
 
 def lazy_row(row: TensorDict, length: int) -> TensorDict:
-    """One without what is behind its tokens."""
+    """The row without the entries after its tokens."""
     short = row.clone(False)
     for key in row.keys(include_nested=True, leaves_only=True):
         if row[key].ndim:
@@ -342,7 +342,7 @@ def test_a_running_baseline_resumes_from_a_state():
     ],
 )
 def test_errors_name_the_columns_and_keywords_of_the_caller(columns, options, says):
-    """Neither the keys of a TensorDict, nor the options that hold them, nor other functions."""
+    """They name no keys of a TensorDict, no options that hold keys, and no other functions."""
     given = {"group_id": [0, 0], "rollout_id": [0, 1], "reward": [1.0, 0.0], "tokens": [3, 2]} | columns
     given = {name: values for name, values in given.items() if values is not None}
     with pytest.raises(ValueError, match=says) as caught:
@@ -419,7 +419,7 @@ def test_groups_of_different_sizes_ask_for_the_column_of_their_sizes():
             BatchError, match=f"{found}.*the column 'expected_rollouts' instead of group_size"
         ):
             decide(columns, "rloo", group_size=size)
-    # By hand: 1 less the mean of the others, 1/4, and 0 less theirs, 2/4; 1 less 0 of 3.
+    # By hand: 1 minus the mean 1/4 of the others, and 0 minus their mean 2/4; 1 minus 0 in the group of 3.
     found = decide(columns | {"expected_rollouts": [5] * 5 + [4] * 4}, "rloo", minibatches=1)
     assert found.advantage[[0, 1, 6]].tolist() == [0.75, -0.5, 1.0]
 

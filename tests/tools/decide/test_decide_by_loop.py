@@ -46,7 +46,7 @@ def drawn_options(rng: random.Random) -> dict[str, Any]:
 
 
 def drawn_lines(rng: random.Random, options: dict[str, Any]) -> list[Line]:
-    """Groups that may lack rollouts; rollouts that failed, have no reward, or no token in the loss."""
+    """Groups that may lack rollouts, with rollouts that failed or lack a reward or tokens in the loss."""
     lines, rollout = [], 0
     for group in rng.sample(range(1000), rng.randint(1, 6)):
         for _ in range(rng.randint(1, options["group_size"])):
@@ -68,7 +68,7 @@ def columns_of(lines: list[Line]) -> dict[str, list]:
 
 
 def looped(lines: list[Line], options: dict[str, Any]) -> tuple[list[str], list[float], list[bool]]:
-    """The reason and the advantage (RLOO) of each row, and whether it stays in the batch."""
+    """For each row the reason, the RLOO advantage, and whether it stays in the batch."""
     of = {line.rollout: [each for each in lines if each.rollout == line.rollout] for line in lines}
     group = {rollout: own[0].group for rollout, own in of.items()}
     why, reward = {}, {}
@@ -143,7 +143,7 @@ def test_reasons_advantages_and_weights_equal_a_loop():
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", ["skip", "mask"])
 def test_carried_rows_are_trained_once_with_the_advantage_of_their_batch(missing):
-    """Also those without a reward, and by a Decider that continues from a saved state."""
+    """This includes rows without a reward, and a Decider that continues from a saved state."""
     split = {"minibatch_size": 3, "remainder": "carry"}
     options = {"group_size": 2, "missing": missing, "reward": "sum", "minibatches": None}
     options |= {"stages": {"split": split, "filter": None}}
@@ -178,4 +178,4 @@ def test_carried_rows_are_trained_once_with_the_advantage_of_their_batch(missing
             other.load_state_dict(decider.state_dict())
             decider, other = other, decider
         assert len(trained) == len({*trained})
-        assert len(every) - len(trained) <= 6  # of two rollouts that are carried at last
+        assert len(every) - len(trained) <= 6  # of two rollouts that are still carried at the end

@@ -111,7 +111,7 @@ def test_text_ids_are_shown_without_a_dump(make_batch):
     assert [row["group"] for row in run.ledger.rows("trained")] == ["left", "left"]
     assert page_data([make_report(run)], title="ids")["steps"][0]["groups"]["id"] == ["left"]
     batch["group_id"] = [7, 7]
-    batch["group_label"] = ["one", "two"]  # names no group: two labels of one id
+    batch["group_label"] = ["one", "two"]  # no group has this name: two labels have one id
     run = composed(*WORDS, "pipeline.stages.gate.group_size=2").run(batch)
     assert [row["group"] for row in run.ledger.rows("trained")] == [7, 7]
 
@@ -149,7 +149,7 @@ FAULTY = [PAIRS, PAIRS[1:], [*PAIRS, *PAIRS[:2]], [PAIRS[0], *PAIRS, PAIRS[0]], 
 
 @pytest.mark.parametrize("write", [prompts_of_verl, prompts_of_trl, prompts_of_nemo_rl, prompts_of_prime_rl])
 def test_a_group_that_was_made_from_a_prompt_is_called_by_it(write, tmp_path):
-    """At step 1 a rollout lacks. At steps 2 and 3 a prompt was drawn twice, and at step 4 both were."""
+    """At step 1 a rollout is missing. At steps 2 and 3 one prompt was drawn twice; at step 4 both were."""
     for step, asked in enumerate(FAULTY):
         write(tmp_path / "dump", step, asked)
     words = ["source.path=dump", "source.group_by=prompt", "source.group_size=2", "report.dump=parquet"]

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_numbers_of_a_dump_have_statistics_and_long_texts_have_none(make_batch, tmp_path):
-    """By which readers skip row groups; a text's statistics would repeat its letters."""
+    """Readers skip row groups by them. Statistics of a text would repeat its letters."""
     file = pq.ParquetFile(write_dump(reported(make_batch, step=12)[1], tmp_path))
     columns = [file.metadata.row_group(0).column(k) for k in range(file.metadata.num_columns)]
     found = {each.path_in_schema: each.is_stats_set for each in columns}
@@ -63,7 +63,7 @@ def test_a_dump_replays_to_the_same_report(format, make_batch, tmp_path):
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl"])
 def test_columns_are_read_back_in_either_format(format, make_batch, tmp_path):
-    """Several rewards; a text that is no UTF-8; a reward that a filter took out; what the gate was told."""
+    """Several rewards, a text that is not UTF-8, a reward that a filter removed, and the expected sizes."""
 
     def again(batch, pipeline, name):
         write_dump(make_report(pipeline.run(batch)), tmp_path / name, format=format)
@@ -171,7 +171,7 @@ def test_steps_with_carried_rows_replay(make_batch, tmp_path):
 
 
 def test_minibatches_with_rows_of_an_earlier_step_are_not_known(tmp_path):
-    """Some of their rows are not read, so weights cannot be checked by them."""
+    """Some of their rows are not in the dump, so weights cannot be checked."""
     columns = {"step": [3] * 3, "row": [0, 1, 2], "group_id": [0] * 3, "rollout_id": [0, 1, 2]}
     columns |= {"reward": [1.0, 0.0, 0.0], "minibatch": [0, None, 1]}
     for carried, minibatches in (([0, 0, 0], [0, -1, 1]), ([0, 0, 1], [-1, -1])):
@@ -208,8 +208,8 @@ def flipped(report):
 def test_a_comparison_finds_the_rows_that_differ(make_batch):
     """Advantages of ±1 in groups 0 and 1, 0 in group 2; the second recipe clips at ½ and filters group 2.
 
-    One weight for all, four tokens in each row of group 0 and two in the others: shares of the gradient go by
-    |advantage| · tokens, in group 0 (4 + 3 · 4) / 20 and (4 + 3 · 2) / 13, in group 1 (2 + 2) / 20 and
+    All rows have one weight, four tokens in group 0 and two in the others. So the shares of the gradient
+    follow |advantage| · tokens: in group 0 (4 + 3 · 4) / 20 and (4 + 3 · 2) / 13, in group 1 (2 + 2) / 20 and
     (2 + 1) / 13.
     """
     batch = make_batch([1.0, 3, 3, 3, 2, 4, 5, 5], [0, 0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 2, 3, 4, 5])
@@ -229,17 +229,17 @@ def test_a_comparison_finds_the_rows_that_differ(make_batch):
     assert numbers["trained_by_both"] == 6
     assert numbers["trained_only_by_first"] == 2
     assert numbers["trained_only_by_second"] == 0
-    assert numbers["differ"] == 4  # the three rows of a rollout that was clipped, and the one of another
+    assert numbers["differ"] == 4  # three rows of one clipped rollout, and one row of another
     assert numbers["sign_flips"] == 0
     assert 0 < numbers["correlation"] < 1
     assert numbers["gradient_moved"] == pytest.approx(16 / 20 - 10 / 13)
     shares = found.shares["segments"]
-    assert shares["1"].tolist() == pytest.approx([8 / 20, 7 / 13, 5])  # rows of rollouts of one segment
+    assert shares["1"].tolist() == pytest.approx([8 / 20, 7 / 13, 5])  # rollouts of one segment
     assert shares["3"].tolist() == pytest.approx([12 / 20, 6 / 13, 3])
     nothing = replace(
         reports[0], columns=reports[0].columns | {"advantage": 0 * reports[0].columns["advantage"]}
     )
-    found.add(nothing, reports[1])  # a step without a gradient is none of the mean
+    found.add(nothing, reports[1])  # a step without a gradient is not in the mean
     assert found.averaged == {"gradient_moved": 2, "gradient_cosine": 1}
     means = found.mean_shares()
     for table in means.values():
@@ -252,7 +252,7 @@ def test_a_comparison_finds_the_rows_that_differ(make_batch):
     found.add(
         reports[0], replace(reports[0], columns={**reports[0].columns, "advantage": flipped(reports[0])})
     )
-    assert found.numbers["sign_flips"] == 6  # all that are not 0
+    assert found.numbers["sign_flips"] == 6  # all rows whose advantage is not 0
     assert found.numbers["differ"] == 4 + 4 + 6
     with pytest.raises(BatchError, match="row by row, over the same batch"):
         found.add(reports[0], reported(make_batch)[1])

@@ -1,4 +1,4 @@
-"""300 random dumps of each format, compared with what the loop that made them has counted."""
+"""300 random dumps of each format, compared with the counts of the loop that made them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MASK = ("masks", "all_assistant_mask")
 
 @dataclass
 class Truth:
-    """What the loop knows of a row."""
+    """The facts about a row that the loop knows."""
 
     group: int
     reward: float
@@ -58,7 +58,7 @@ def word(draw):
 
 
 def call(draw, plain):
-    """A call in one of its forms, its name, and its arguments as JSON."""
+    """A tool call in one of its forms, its name, and its arguments as JSON."""
     arguments = {draw.choice("xyz"): [draw.randint(0, 99), {"k": word(draw)}]}
     text = json.dumps(arguments)
     given = text if plain or draw.random() < 0.5 else arguments
@@ -72,7 +72,7 @@ def call(draw, plain):
 def conversation(draw, *, plain=False):
     """Messages of an assistant, tools and users, and the characters that the assistant sampled.
 
-    `plain`: all messages have the same fields, of one type, as a column of Arrow needs.
+    `plain`: all messages have the same fields with the same types, as an Arrow column needs.
     """
     messages, sampled = [], 0
     for _ in range(draw.randint(1, 4)):
@@ -97,14 +97,14 @@ def conversation(draw, *, plain=False):
             message["reasoning_content"] = thought
             sampled += len(thought)
             if draw.random() < 0.3 and not plain:
-                message["reasoning"] = thought  # the same again
-            if form == "text" and not plain and draw.random() < 0.3:  # the content has it, too
+                message["reasoning"] = thought  # the same text again
+            if form == "text" and not plain and draw.random() < 0.3:  # also in the content
                 message["content"] = f"{thought}</think>{message['content']}"
                 sampled += len("</think>")
         if draw.random() < 0.5:
             calls = [call(draw, plain) for _ in range(draw.randint(1, 2))]
             message["tool_calls"] = [made for made, *_ in calls]
-            if form == "text" and not plain and draw.random() < 0.5:  # the content has the calls, too
+            if form == "text" and not plain and draw.random() < 0.5:  # the calls are also in the content
                 how = draw.choice(
                     ['<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>', "[TOOL_CALLS]{}{}"]
                 )
@@ -118,7 +118,7 @@ def conversation(draw, *, plain=False):
 
 
 def groups_of(draw):
-    """(group, rollout, reward) of some groups."""
+    """The (group, rollout, reward) triples of some groups."""
     return [
         (group, at, draw.choice([0.0, 0.5, 1.0]))
         for group in range(draw.randint(1, 3))
@@ -231,7 +231,7 @@ def of_atropos(draw, path, step):
 
 
 def of_prime_rl(draw, path, step):
-    """Trees of messages: a sampled node counts in the first branch that has it, by leaves in order."""
+    """Trees of messages. A sampled node counts in the first branch that has it, in the order of leaves."""
     rows, truth = [], []
     for group, at, reward in groups_of(draw):
         nodes = [node(None, "user", [1, 2], [False] * 2)]
@@ -287,7 +287,7 @@ def of_nemo_rl(draw, path, step):
         first = mask.index(1)
         change["token_ids"][0][1:first] = [6] * (first - 1)
         rows.append(nemo_row(len(rows), reward, **change))
-        label = (group, first)  # the prompt is what comes before the first token that trains
+        label = (group, first)  # the prompt ends before the first token that trains
         truth.append((label, Truth(0, reward, sum(mask), None, reward, kept)))
     order = list(dict.fromkeys(label for label, _ in truth))
     for label, each in truth:
@@ -352,7 +352,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_sampled_tokens_are_in_the_loss_or_left_out_under_a_reason(name, letters, tmp_path):
-    """And groups, rewards, ends and advantages are those of the loop."""
+    """Groups, rewards, ends and advantages are also those of the loop."""
     write, suffix, options = FORMATS[name]
     draw = random.Random(name)
     truths = [write(draw, tmp_path / f"step{step}.{suffix}", step) for step in range(DUMPS)]
@@ -388,7 +388,7 @@ def test_each_format_has_random_dumps():
 
 
 def test_a_dump_of_headrace_counts_as_the_dump_that_was_replayed(letters, tmp_path):
-    """With a tokenizer in the first replay, in the second, or in both."""
+    """The first replay, the second, or both have a tokenizer."""
     draw = random.Random(0)
     truths = [of_verifiers(draw, tmp_path / "in" / f"step{step}.jsonl", step) for step in range(DUMPS // 10)]
     pipeline = composed("pipeline=grpo", "pipeline.stages.gate=null", "pipeline.empty=exclude")

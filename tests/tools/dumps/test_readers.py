@@ -89,7 +89,7 @@ def test_slime_segments_share_the_rollout_id_or_use_the_index(tmp_path):
     assert plain["rollout_id"].tolist() == [0, 1]
     samples[0]["rollout_id"] = None
     mixed = only(open_dump(slime_dump(tmp_path / "7.pt", 7, samples)))[1]
-    assert list(mixed["rollout_label"]) == ["index/10", "77", "77"]  # no other sample's rollout_id
+    assert list(mixed["rollout_label"]) == ["index/10", "77", "77"]  # this is no other sample's rollout_id
 
 
 def test_slime_removed_samples_are_masked_and_lost_ones_may_lack_columns(tmp_path):
@@ -233,7 +233,7 @@ def test_prime_rl_episodes_are_rollouts_with_tool_output_masked(tmp_path):
 
 
 def test_prime_rl_the_reward_is_the_sum_of_score_times_weight(tmp_path):
-    """The weight 1 if there is none; also with weights of 0 and below."""
+    """A missing weight is 1. Weights may be 0 or negative."""
     rng, rows, expected = random.Random(0), [], []
     for number in range(20):
         parts = [(rng.uniform(-1, 1), rng.choice([None, 0, 0.0, -0.5, 2.0])) for _ in range(3)]
@@ -404,7 +404,7 @@ def test_nemo_gym_rows_are_grouped_by_task_and_their_items_are_messages(letters,
 
 
 def test_nemo_gym_items_with_tokens_are_read_as_tokens(tmp_path):
-    """Two calls that continue one another, and one whose prompt does not: it is another segment."""
+    """Two calls continue one another. The third has another prompt, so it is another segment."""
     row = gym_row(0, 0, 1.0)
     given = [([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6]), ([1, 9], [7, 8])]
     row["response"]["output"] = [
@@ -478,7 +478,7 @@ def test_atropos_a_line_is_a_group(tmp_path):
 
 
 def test_table_is_read_in_each_shape(tmp_path):
-    """A line is a rollout, has a list of rollouts, or has lists of values; numbers may be nested."""
+    """A line is a rollout, or has a list of rollouts, or lists of values. Numbers may be nested."""
     rewards, texts = [[1.0, 0.0], [0.5, 0.25]], [["4", "5"], ["6", "7"]]
     flat = [
         {"problem_id": group, "metrics": {"score": rewards[group][at]}, "output": texts[group][at], "k": at}
@@ -547,7 +547,7 @@ def test_table_has_ends_steps_advantages_and_lengths(tmp_path):
 
 
 def test_table_a_value_of_the_line_replaces_none_of_a_rollout(tmp_path):
-    """It is that of all rollouts where none has the column, and of no rollout where another has it."""
+    """It applies to all rollouts if none has the column, and to none if some rollout has it."""
     columns = {"rollouts": "samples", "reward": "m.score", "response": "output", "status": "end"}
     line = {"m": {"score": 0.75}, "output": "4", "end": "length"}
     for samples, rewards, ends in (
@@ -590,7 +590,7 @@ def test_table_a_failure_is_more_than_a_truncation(tmp_path):
 
 
 def test_table_groups_of_prompts_need_prompts(tmp_path):
-    """Rows without a prompt are no group. A prompt within the response counts as a whole."""
+    """Rows without a prompt are not a group. A prompt within the response counts as a whole."""
     columns = {"reward": "metrics.score", "response": "output"}
     path = write_lines(tmp_path / "a.jsonl", [own_row(0, 1.0, q=None)] * 2)
     for named in (columns, {**columns, "prompt": "q"}):
@@ -770,7 +770,7 @@ def test_invalid_records_are_skipped_and_counted_if_allowed(tmp_path):
     path = tmp_path / "7.jsonl"
     path.write_bytes("\n".join(lines).encode() + b"\n\xff\n")
     source = open_dump(path, skip_bad=True)
-    for _ in range(2):  # each pass counts anew
+    for _ in range(2):  # each pass counts from 0
         assert len(only(source)[1]) == 3
         assert source.skipped == 5
     assert source.messages[0] == f"{path}:2: a line must be one JSON object; found [1]"

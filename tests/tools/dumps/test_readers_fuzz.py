@@ -39,7 +39,7 @@ fuzz = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
 def read(path, name, **options):
-    """Batches that hold what is promised, or a SourceError with the place first; nothing else."""
+    """Check that a dump gives valid batches, or a SourceError that begins with the place."""
     for skip_bad in (False, True):
         with suppress(SourceError):
             source = open_dump(path, name, skip_bad=skip_bad, **options)
@@ -75,7 +75,7 @@ def valid(step, batch):
 
 
 def places(value, path=()):
-    """Where a record can be changed."""
+    """The paths at which a record can be changed."""
     yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
@@ -135,7 +135,7 @@ def good_files(folder):
     path = write_lines(folder / "d.jsonl", [RECORDS["verl"][0]])
     packed = folder / "d.jsonl.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
-    path.write_bytes(path.read_bytes().rstrip())  # a line that ends with its file
+    path.write_bytes(path.read_bytes().rstrip())  # a line without a line break at the end of the file
     yield packed, "verl", {}
     yield path, "verl", {}
 
@@ -170,7 +170,7 @@ class Bomb:
 
 
 def bombs(folder, path):
-    """Pickles that run code where they are loaded carelessly: bare, in torch's file, and inside a field."""
+    """Pickles that run code if they are loaded carelessly: bare, in torch's file, and inside a field."""
     torch.save(Bomb(folder / "ran"), path)
     yield
     torch.save({"rollout_id": 1, "samples": [slime_sample(0, 0, Bomb(folder / "ran"))]}, path)
@@ -181,7 +181,7 @@ def bombs(folder, path):
     yield
     path.write_bytes(pickle.dumps(Bomb(folder / "ran")))
     yield
-    with zipfile.ZipFile(path, "w") as archive:  # what looks like a TorchScript archive
+    with zipfile.ZipFile(path, "w") as archive:  # this looks like a TorchScript archive
         archive.writestr("a/data.pkl", pickle.dumps(Bomb(folder / "ran")))
         archive.writestr("a/constants.pkl", pickle.dumps(Bomb(folder / "ran")))
         archive.writestr("a/version", "3")

@@ -1,4 +1,4 @@
-"""A dump is graded again: a callable from texts to rewards, then the same recipe."""
+"""A dump is graded again by a callable from texts to rewards, then the same recipe runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def by_length(prompts, responses):
 
 
 class Matches:
-    """Right where the response has the truth in it."""
+    """A grader: a response is right if it contains the truth."""
 
     def __init__(self, bonus=0.0):
         self.bonus = bonus

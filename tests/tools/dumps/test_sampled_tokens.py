@@ -46,7 +46,7 @@ MISTRAL = (
     f'[TOOL_CALLS][{{"name": "add", "arguments": {{"a": 2}}}}, {{"name": "find", "arguments": {ARGUMENTS}}}]'
 )
 TAGS = "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n</function>\n</tool_call>"
-# An assistant's message, and the texts that the policy sampled, in order.
+# Messages of an assistant, each with the texts that the policy sampled, in order.
 STRUCTURES = {
     "text": ({"content": "four"}, "four"),
     "null": ({"content": None}, ""),
@@ -229,7 +229,7 @@ def test_what_an_assistant_sampled_is_in_the_loss_and_nothing_else_is(structure,
 
 
 def test_calls_and_reasoning_of_a_table_of_trl_are_read_without_the_nulls_of_arrow(letters, tmp_path):
-    """Arrow gives the arguments of each call the keys of all others, as null."""
+    """Arrow adds the keys of all other calls to the arguments of each call, as null."""
     calls = [
         {"function": {"name": "f", "arguments": {"a": 1}}},
         {"function": {"name": "g", "arguments": {"b": 2}}},
@@ -284,10 +284,10 @@ def test_the_grader_and_the_dump_of_headrace_keep_all_parts(letters, tmp_path):
 
 
 def test_arguments_move_the_shares_of_the_gradient(letters, tmp_path):
-    """15 rows with 1,060 letters of content and 10,511 of arguments, in groups of 3 with rewards 1, 1 and 0.
+    """15 rows have 1,060 letters of content and 10,511 of arguments, in groups of 3 with rewards 1, 1 and 0.
 
-    The advantages of a group are as 1 : 1 : 2, and each token of a step has one weight. By the contents alone
-    the shares of the first group are as 102 : 72 : 2·13, and by all letters as 200 : 1120 : 2·1340.
+    The sizes of the advantages in a group are 1 : 1 : 2, and all tokens of a step have one weight. By
+    contents alone the shares in the first group are 102 : 72 : 2·13, and by all letters 200 : 1120 : 2·1340.
     """
     contents = [102, 72, 13, *[72] * 11, 81]
     arguments = [95, 1045, 1324, *[670] * 11, 677]
@@ -372,7 +372,7 @@ def test_the_mask_of_a_chat_template_decides_and_the_page_says_so(letters, tmp_p
 
 
 def test_a_chat_template_writes_no_text_twice(letters, tmp_path):
-    """Neither the reasoning nor the calls that the content has as text."""
+    """Reasoning and calls are not written again if the content already has them as text."""
     _, folder = chat_folder(letters, tmp_path / "model", TEMPLATE)
     thought = {"reasoning": "Two.", "reasoning_content": "Two."}
     for message, expected in (
@@ -419,7 +419,7 @@ def test_tokens_that_branches_share_train_once(tmp_path):
         node(2, "assistant", [7, 8], [True] * 2),
         node(1, "tool", [9], [False]),
         node(4, "assistant", [10], [True]),
-        node(1, "tool", [11], [False]),  # a branch without tokens of its own is no sample
+        node(1, "tool", [11], [False]),  # a branch without its own tokens is not a sample
     ]
     rows = [episode("g", name, {"r": {"score": 1.0}}, trace={"nodes": fork}) for name in "ab"]
     batch = read_one(write_lines(tmp_path / "traces.jsonl", rows))
@@ -455,7 +455,7 @@ def test_a_chat_template_marks_what_branches_share_in_the_first_of_them(letters,
 
 
 def test_a_branch_out_of_the_loss_takes_no_tokens_from_others(tmp_path):
-    """Its compaction was given up, so the branch behind it trains the turn that both share."""
+    """Its compaction was given up, so the next branch trains the turn that both share."""
     attempt = [{"node": 1, "type": "compaction_attempt"}]
     nodes = [
         node(None, "user", [1], [False]),
@@ -472,7 +472,7 @@ def test_a_branch_out_of_the_loss_takes_no_tokens_from_others(tmp_path):
 
 
 def test_groups_by_order_are_runs_of_rows(tmp_path):
-    """Prompts of equal text, because images are not dumped. It is no default, and divides each step."""
+    """Prompts have equal texts, because images are not dumped. It is not the default; it cuts each step."""
     rows = [verl_row(None, float(at % 3), prompt="What is this?") for at in range(12)]
     path = write_lines(tmp_path / "7.jsonl", rows)
     source = open_dump(path, group_by="order", group_size=4)
@@ -500,7 +500,7 @@ def test_groups_by_order_are_runs_of_rows(tmp_path):
 
 
 def test_groups_by_order_have_the_prompts_of_first_segments(tmp_path):
-    """Of an evaluation of prime-rl, whose rollouts fork: the second branch of each has another prompt."""
+    """Rollouts of a prime-rl evaluation fork: the second branch of each has another prompt."""
     rows = []
     for name in "abcd":
         fork = [node(None, "user", [], [], message={"role": "user", "content": "?"})]

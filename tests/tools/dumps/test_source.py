@@ -1,4 +1,4 @@
-"""A task says where its files are."""
+"""A task prints the paths of its files."""
 
 from __future__ import annotations
 

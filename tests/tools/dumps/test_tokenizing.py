@@ -1,6 +1,6 @@
-"""A text dump: no number depends on a length, and with a tokenizer it equals a dump with tokens.
+"""A dump of texts: no number depends on a length, and with a tokenizer it equals a dump with tokens.
 
-And what one fault in one step does to a replay of many.
+Also the effect of a fault in one step on a replay of many steps.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MASK = ("masks", "all_assistant_mask")
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    """Two tokenizers: a character is a token, or a word is."""
+    """Two tokenizers: of characters and of words."""
     package = pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("tokenizers")
     for name, pattern in (("characters", r"[\s\S]"), ("words", r"\w+|\W")):
@@ -83,7 +83,7 @@ def only(*arguments, **options):
 
 def numbers_of(recipe, batch, *words):
     report = make_report(composed(f"pipeline={recipe}", *words).run(batch), batch=batch)
-    timed = ("time/", "response_characters/")  # characters are no tokens, and known of texts alone
+    timed = ("time/", "response_characters/")  # numbers of characters, which only dumps of texts have
     return {name: value for name, value in report.numbers.items() if not name.startswith(timed)}
 
 
@@ -103,7 +103,7 @@ def test_no_number_of_a_text_dump_depends_on_a_length(texts, tokenizers):
     for recipe in CHAINS:
         try:
             found = numbers_of(recipe, batch)
-        except (MissingKeyError, BatchError):  # it needs other columns, or lengths: see below
+        except (MissingKeyError, BatchError):  # these need other columns, or lengths: see below
             continue
         tried.append(recipe)
         assert not [name for name in found if re.search("length|token|truncated|^weight/", name)], recipe
@@ -178,7 +178,7 @@ def test_no_format_makes_up_a_length(texts, tmp_path):
         assert batch[NO_LENGTHS].all(), name
         assert not [key for key in batch.keys(True) if key in (MASK, "masks", "tokens", "log_probs")], name
     assert report.unsaid == ["response_length/mean", "rollouts/truncated"]
-    for name in ("verl", "headrace parquet", "headrace jsonl"):  # a replay of a replay says no more
+    for name in ("verl", "headrace parquet", "headrace jsonl"):  # a replay of a replay adds no notice
         assert "status" not in of[name].keys()
     rows = [nemo_row(0, 1.0), nemo_row(1, 0.0)]
     batch = only(write_lines(tmp_path / "train_data_step3.jsonl", rows), group_by="prompt")
@@ -216,7 +216,7 @@ def test_a_tokenizer_is_a_local_file_or_folder(texts, tokenizers, tmp_path):
 
 
 def verl_steps(folder, steps, fault=None, *, permuted=False):
-    """A file for each step, of three groups of two; of a `fault`, what is done to the rows of step 2."""
+    """Write a file for each step, with three groups of two. `fault` changes the rows of step 2."""
     for step in range(steps):
         rows = [verl_row(None, float(i), step, prompt) for prompt in ("a", "b", "c") for i in (0, 1)]
         if fault is not None and step == 2:
@@ -249,12 +249,12 @@ def test_groups_of_one_prompt_are_separated_by_order_or_left_out(tmp_path):
     assert draws[:3] == (0, 1, 4)
     assert draws.drawn[0][1] == 4
     assert len(batch) == 4
-    with pytest.raises(SourceError, match="dispatched with 1 rollouts; found 2"):  # of all groups: no draw
+    with pytest.raises(SourceError, match="dispatched with 1 rollouts; found 2"):  # all are too large
         list(open_dump(tmp_path / "kept", group_by="prompt", group_size=1))
 
 
 def test_a_group_whose_advantages_are_those_of_all_its_rollouts_is_left_out(tmp_path):
-    """In training it was one group: its order says nothing. Of the prompt b, the group has its size."""
+    """In training it was one group, so its order says nothing. The group of prompt b has its size."""
     rewards, means = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0], [0.25] * 4 + [0.5] * 2
     columns = {"step": [4] * 6, "prompt": ["a"] * 4 + ["b"] * 2, "completion": ["x"] * 6, "accuracy": rewards}
     own = [reward - mean for reward, mean in zip(rewards, means, strict=True)]
@@ -266,7 +266,7 @@ def test_a_group_whose_advantages_are_those_of_all_its_rollouts_is_left_out(tmp_
 
 
 def test_as_many_rewards_as_rollouts_confirm_no_advantages():
-    """Any advantages of the sum 0 are a combination of as many rewards."""
+    """Any advantages with the sum 0 are a combination of as many rewards."""
     rows = [[Sample(0, i, rewards={"a": i, "b": 3.0 * i}, advantage=0.3 - 0.6 * i)] for i in range(2)]
     assert fits_advantages(rows) is False
     rows.append([Sample(0, 2, rewards={"a": 2, "b": 6.0}, advantage=-0.9)])
@@ -305,7 +305,7 @@ def lost_row(rows):
 
 @pytest.fixture
 def recipes_of_mine(tmp_path):
-    """Two recipes, of which the first keeps a state and accepts a lost row, and the second refuses it."""
+    """Two recipes: the first keeps a state and accepts a lost row, and the second refuses it."""
     (tmp_path / "mine" / "pipeline").mkdir(parents=True)
     drops, remembers = "gate: {on_incomplete: drop}", "running: {start: 0.0, decay: 0.5}"
     for name, recipe, stages in (("accepts", "rae", f"{drops}, {remembers}"), ("refuses", "grpo", "")):
@@ -324,7 +324,7 @@ FILE = {"compare": "compare.json", "plan": "plan.json", "audit": "audit.json"}
     [("replay", *NAN), ("replay", *LOST), ("compare", *LOST), ("plan", *LOST), ("audit", *NAN)],
 )
 def test_one_failing_step_is_left_out_named_and_in_no_number(task, fault, why, recipes_of_mine, tmp_path):
-    """Of six steps the third fails: all else is as if it were not there. An audit finds lost rows."""
+    """The third of six steps fails: all numbers are as if it were absent. An audit finds lost rows."""
     verl_steps(tmp_path / "dump", 6, fault)
     words = [f"task={task}", "source.path=dump", *TWO, "report.dump=parquet"]
     if task == "compare":
@@ -336,7 +336,7 @@ def test_one_failing_step_is_left_out_named_and_in_no_number(task, fault, why, r
     assert re.search(f"step 2: {'refuses refuses it: ' * (task == 'compare')}.*{why}", shown)
     remedy = "With source.skip_bad=true, malformed records are skipped, steps that still fail are left out"
     assert remedy in shown
-    if task != "plan":  # which writes no page
+    if task != "plan":  # a plan writes no page
         page = html.unescape((tmp_path / "out" / "report.html").read_text())
         assert "1 of 6 steps failed, and is in no number here: step 2." in page
         assert re.search(why, page)
@@ -351,7 +351,7 @@ def test_one_failing_step_is_left_out_named_and_in_no_number(task, fault, why, r
         ((step, reason),) = (each.values() for each in found.pop("failed_steps"))
     assert step == 2
     assert re.search(why, reason)
-    if fault is lost_row or task == "replay":  # else the step is there, without its malformed record
+    if fault is lost_row or task == "replay":  # otherwise the step is there without its malformed record
         done = headrace_here(tmp_path, *words, "hydra.run.dir=skipped", "source.skip_bad=true", check=False)
         assert done.returncode == 0
         assert "1 of 6 steps failed" in done.stdout
@@ -386,7 +386,7 @@ def test_python_reads_all_steps_or_raises_at_the_failing_one(tmp_path):
 
 
 def test_an_unreadable_line_between_two_steps_fails_both(tmp_path):
-    """The step of a damaged line is not known: without the line, the other step has a row less."""
+    """Nobody knows the step of a damaged line, and without it one of the two steps lacks a row."""
     lines = [json.dumps(open_instruct_row(0, 0, 1.0, step=step)) for step in range(1, 15)]
     lines[2:2] = ["{"]  # between the steps 2 and 3
     lines[5:14] = [line.replace('"reward": 1.0', '"reward": "x"') for line in lines[5:14]]  # steps 5 to 13

@@ -60,12 +60,12 @@ def read(path, format="auto", **options):
 
 
 def refusal(path, format="auto", **options):
-    """The message of the error that a file is refused with; empty where it is read."""
+    """The message with which a file is refused; empty if it can be read."""
     try:
         read(path, format, **options)
     except SourceError as err:
         shown = "".join(traceback.format_exception(err)).replace(str(err), "")
-        return f"{err}{shown if obeyed(shown) else ''}"  # what a trace shows of another error, too
+        return f"{err}{shown if obeyed(shown) else ''}"  # a trace also shows other errors
     return ""
 
 
@@ -76,7 +76,7 @@ def scored_episode(name, score):
     return episode("g", name, {"r": {"score": score}})
 
 
-AGAIN = {  # a record that differs from that of `RECORDS` in its name alone, and one in its reward alone
+AGAIN = {  # a record that differs from that of `RECORDS` only in its name, and one only in its reward
     "verl": (verl_row("a_0_1", 1.0), verl_row("a_0_0", 0.0)),
     "prime_rl": (scored_episode("b", 1), scored_episode("a", 0)),
     "nemo_rl": (nemo_row(1, 1.0), nemo_row(0, 0.0)),
@@ -93,7 +93,7 @@ AGAIN = {  # a record that differs from that of `RECORDS` in its name alone, and
 
 
 def test_each_format_of_lines_with_ids_is_tried():
-    assert RECORDS.keys() - AGAIN.keys() == {"atropos"}  # whose groups have no names
+    assert RECORDS.keys() - AGAIN.keys() == {"atropos"}  # its groups have no names
 
 
 @pytest.mark.parametrize("name", AGAIN)
@@ -120,7 +120,7 @@ def test_equal_rollouts_without_an_id_are_two(tmp_path, name, row):
 
 @pytest.fixture
 def dump(make_batch, tmp_path):
-    """Writes a step of five rows."""
+    """A function that writes a step of five rows."""
 
     def write(step=0, format="parquet", folder=tmp_path, rows=None):
         pipeline = Pipeline({})
@@ -232,7 +232,7 @@ def repacked(path, change, compression=zipfile.ZIP_STORED):
     return path
 
 
-CALLS = {  # of which the second makes 2^36 of something
+CALLS = {  # the second makes 2^36 objects
     b"__builtin__\nbytearray": b"\x8a\x05\x00\x00\x00\x00\x10",
     b"builtins\nbytearray": b"\x8a\x05\x00\x00\x00\x00\x10",
     b"torch._utils\n_rebuild_qtensor": b"N",
@@ -240,7 +240,7 @@ CALLS = {  # of which the second makes 2^36 of something
     b"torch.storage\nUntypedStorage": b"\x8a\x05\x00\x00\x00\x00\x10",
     b"_codecs\nencode": b"X\x01\x00\x00\x00aX\x06\x00\x00\x00utf-32",
 }
-BEFORE = (b"", b"X\x0e\x00\x00\x00ctorch\nfloat32", b"ctorch\nSize\n")  # what may look like a call, too
+BEFORE = (b"", b"X\x0e\x00\x00\x00ctorch\nfloat32", b"ctorch\nSize\n")  # this may also look like a call
 
 
 def test_a_pickled_call_that_allocates_by_number_is_refused(tmp_path):
@@ -303,12 +303,12 @@ NASTY = "\x1b[31m[bold]\u202e\a\r\x9b:100:\x00"
 
 
 def obeyed(text):
-    """Characters that a terminal or a browser obeys."""
+    """The characters of a text that a terminal or a browser obeys."""
     return {c for c in text if c != "\n" and unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
 
 
 def nasty(value):
-    """The value with one text or key more in it that is nasty, at each place that there is."""
+    """Copies of the value, each with one more text or key that is nasty, at each place in turn."""
     if isinstance(value, dict):
         yield {NASTY: 1, **value}
         for key, inner in value.items():
@@ -324,7 +324,7 @@ def nasty(value):
 
 
 def outcome(function, *arguments):
-    """What a task prints, and the message of its error, as the command would show them."""
+    """The text that a task prints and the message of its error, as the command would show them."""
     console = Console(width=200, file=io.StringIO())
     error = ""
     try:
@@ -380,13 +380,13 @@ TASKS = {"replay": replay_dump, "compare": compare_recipes, "plan": tabulate_gro
 
 
 def files_of_all_formats(folder, dump, step):
-    """Files of each reader with what is nasty in each `step`-th place, and the options to read them with."""
+    """Files of each format with a nasty value at every `step`-th place, and the options to read them."""
     for name, (good, options) in RECORDS.items():
         for bad in islice(nasty(good), 0, None, step):
             yield (
                 lines_of(folder, name, [bad, good]),
                 {"format": name, **options},
-            )  # good: a copy, if bad is read
+            )  # if bad is read, good is a duplicate
     for bad in islice(nasty(slime_sample(0, 0, 1.0)), 0, None, step):
         yield slime_dump(folder / "1.pt", 1, [slime_sample(0, 1, 0.0), bad]), {}
     for name in ("prompt", "completion", NASTY):
@@ -399,7 +399,7 @@ def files_of_all_formats(folder, dump, step):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_values_of_a_file_of_any_format_are_escaped_in_the_terminal(tmp_path, dump, task, monkeypatch):
-    recipes = sys.modules["headrace.pipeline.tools.dumps.source"]  # composed once, and not for each file
+    recipes = sys.modules["headrace.pipeline.tools.dumps.source"]  # composed once for all files
     monkeypatch.setattr(recipes, "compose_config", cache(recipes.compose_config))
     words = [f"task={task}", "source.path=x", "source.skip_bad=true", "report.html=false", "report.dump=null"]
     gate = "pipeline.stages.gate=null"
@@ -442,7 +442,7 @@ def test_the_page_escapes_control_characters(make_batch):
 
 
 def crowds():
-    """Samples of one step by what is wrong with them."""
+    """Steps with many samples that are all wrong in the same way."""
     yield [Sample(i, 0, 1.0) for i in range(MANY)]
     yield [Sample(0, i, 1.0, expected_rollouts=1, where="x" * 300) for i in range(MANY)]
     yield [Sample(0, i, 1.0, policy_version=1 if i == 0 else None, where="x" * 300) for i in range(MANY)]

@@ -1,4 +1,4 @@
-"""``task=plan``: its share of uninformative groups is that of a replay; its chances are enumerated."""
+"""``task=plan``: the share of uninformative groups is that of a replay, and chances equal enumerations."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ SIZES = [2, 4, 8, 16, 32, 64]
 
 
 def simulated(rates, draws, size, seed):
-    """(R, 1) rewards 0 or 1, the group of each rollout and the prompt and step of each group.
+    """(R, 1) rewards of 0 or 1, the group of each rollout, and the prompt and step of each group.
 
     Args:
         rates: (steps, prompts) solve rates; each prompt is drawn in the first `draws` steps.
-        draws: of each prompt.
-        size: rollouts of a group.
-        seed: of the rewards.
+        draws: number of draws of each prompt.
+        size: number of rollouts of a group.
+        seed: seed of the rewards.
     """
     rng = np.random.default_rng(seed)
     pairs = [(step, prompt) for prompt, n in enumerate(draws) for step in range(n)]
@@ -103,7 +103,7 @@ def test_no_chance_rises_with_the_group_size(draws, size, seed):
     pool, _ = pools_of(prompt, step, values[:, 0], group)
     found, known = chances_of_sizes(values, group, pool, range(1, 20))
     own, pooled = found[:size], found[size:]
-    assert all((np.diff(each, axis=0) <= 1e-12).all() for each in (own, pooled))  # of each group
+    assert all((np.diff(each, axis=0) <= 1e-12).all() for each in (own, pooled))  # for each group
     assert ((found >= 0) & (found <= 1)).all()
     assert known[:size].all()
 
@@ -119,7 +119,7 @@ def test_up_to_its_own_size_a_group_is_not_pooled():
         assert found == pytest.approx(np.mean(subsets, 1))
 
 
-RATES = np.random.default_rng(5).beta(0.2, 0.3, 400)  # many prompts that are nearly always or never solved
+RATES = np.random.default_rng(5).beta(0.2, 0.3, 400)  # many prompts are solved nearly always or nearly never
 
 
 def test_the_pooled_chance_equals_that_of_a_simulation():
@@ -177,7 +177,7 @@ RECIPES = {
 
 
 def dumped(make_batch, folder, several):
-    """Groups that are equal, differ, fan out, differ in length alone, by a part alone, and lost a rollout."""
+    """Groups with equal and with different rewards, fan-out, other lengths or parts, and a lost rollout."""
     reward = torch.tensor([1.0, 1, 0, 1, 1, 0, 0, 0.25, 0.75, 0.5, 0.5, 3])
     batch = make_batch(reward.tolist(), [0, 0, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5], [0, 1, 2, 3, 3, *range(4, 11)])
     batch["status"] = torch.tensor([0] * 10 + [3, 0])
@@ -215,9 +215,9 @@ KNOWN = {
 
 
 def printed(rate, steps, size, seed):
-    """The numbers of the table by line, of one step or more with these rates, and the groups of each line."""
+    """By line of the table, its chances for steps with these rates, and the rates of its groups."""
     values, group, prompt, step = simulated(np.tile(rate, (steps, 1)), [steps] * len(rate), size, seed)
-    values = values[np.lexsort((values[:, 0], group))]  # a dump may have its rows in order of their rewards
+    values = values[np.lexsort((values[:, 0], group))]  # some dumps have their rows in order of rewards
     equal = np.array([len(set(values[group == each, 0].tolist())) == 1 for each in range(group[-1] + 1)])
     seen = GroupsSeen(equal, prompt, step, group, values[:, 0], values, np.array([len(equal)]))
     found = show_group_sizes(seen, [2, 4, 8], 1.0, Console(file=io.StringIO()))
@@ -227,12 +227,12 @@ def printed(rate, steps, size, seed):
     return {each["range"]: (each["chance_of_equal"], inside[each["range"]]) for each in found["ranges"]}
 
 
-# 142 numbers: by chance one is beyond 3 standard errors in a third of all draws, and beyond 4 in 1 %.
+# Of 142 numbers, one is by chance beyond 3 standard errors in a third of all runs, and beyond 4 in 1 %.
 @pytest.mark.parametrize(("runs", "within"), [(150, 4), pytest.param(1000, 3, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("steps", "size"), [(1, 8), (2, 8), (1, 5)])
 @pytest.mark.parametrize("name", KNOWN)
 def test_each_printed_chance_is_right_in_the_mean_over_runs(name, steps, size, runs, within):
-    """Its mean error over all runs is within some standard errors of 0; a bound is not below the truth.
+    """The mean error over all runs is within some standard errors of 0; a bound is not below the truth.
 
     The truth of a line is Σ_i p_i^G + (1 − p_i)^G over its prompts, divided by their number.
     """
@@ -244,7 +244,7 @@ def test_each_printed_chance_is_right_in_the_mean_over_runs(name, steps, size, r
                 errors[label, int(each), chance["estimated"]].append(error)
     assert {label for label, _, _ in errors} >= {"0", "all"}
     for (label, each, estimated), found in errors.items():
-        if len(found) < runs / 10:  # a line that few runs have: its error is not normal
+        if len(found) < runs / 10:  # few runs have this line, so its error is not normal
             continue
         error = np.std(found, ddof=1) / len(found) ** 0.5 + 1e-12
         assert np.mean(found) > -within * error, (label, each, np.mean(found) / error)
@@ -253,7 +253,7 @@ def test_each_printed_chance_is_right_in_the_mean_over_runs(name, steps, size, r
 
 
 def test_a_line_has_no_number_for_which_one_of_its_prompts_has_too_few_rollouts():
-    """Of 8 and 4 rollouts, the halves that are counted have 4 and 2: no group of 4 of the second prompt."""
+    """The counted halves of 8 and 4 rollouts have 4 and 2: the second prompt has no group of 4."""
     group = np.repeat([0, 1, 2], [8, 4, 8])
     values = np.repeat([0.0, 0.0, 1.0], [8, 4, 8])[:, None]
     three, step = np.arange(3), np.zeros(3, int)
@@ -267,7 +267,7 @@ def test_a_line_has_no_number_for_which_one_of_its_prompts_has_too_few_rollouts(
 
 
 def test_the_plan_by_hand(make_batch, tmp_path):
-    """Of three groups of two, one is informative: six rollouts for one. A half of two tells of no group."""
+    """One of three groups of two is informative: six rollouts for one. Half of two is not a group."""
     write_dump(make_report(Pipeline({}).run(make_batch([0.0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]))), tmp_path)
     share, text = planned(configured(tmp_path, "plan.group_sizes=[2,4]"), tmp_path)
     assert share == pytest.approx(2 / 3)
@@ -301,7 +301,7 @@ def test_the_advised_group_sizes_have_the_most_informative_groups_and_the_most_r
 
 
 def test_a_prompt_of_several_steps_is_one_prompt(tmp_path):
-    """Solved 2 of 2, then 0 of 2: its four rollouts are not equal. Another ground truth: another prompt."""
+    """2 of 2 are solved, then 0 of 2, so its rollouts differ. Another ground truth is another prompt."""
     for step, rewards in enumerate(([1, 1], [0, 0]), start=1):
         rows = [
             {"input": "1+1", "output": "2", "gts": truth, "score": float(reward), "step": step}
@@ -336,7 +336,7 @@ def test_rollouts_that_are_compared_apart_are_not_pooled_by_their_prompt(make_ba
 
 
 def test_rounding_of_a_mean_moves_no_group_across_a_bound(make_batch, tmp_path):
-    """0.1 + 0.1 + 0.1 is above 0.3: all three are as bad as can be."""
+    """In floats 0.1 + 0.1 + 0.1 is above 0.3, but all three rewards are the lowest."""
     batch = make_batch([0.1] * 3 + [0.7] * 3 + [0.1] * 3, [0] * 3 + [1] * 3 + [2] * 3)
     batch["next", "reward"] = batch["next", "reward"].double().round(decimals=1)
     write_dump(make_report(Pipeline({}).run(batch)), tmp_path)
@@ -362,11 +362,11 @@ def test_solved_is_the_greater_of_two_rewards_or_above_the_option(make_batch, tm
 
 
 def test_the_std_of_rewards_divides_by_one_less_than_their_number(make_batch, tmp_path):
-    """Over the half of the rollouts that chooses the line; ranges end at quartiles of what is above 0."""
+    """Over the half of the rollouts that chooses the line. Ranges end at quartiles of the stds above 0."""
     dice = np.random.default_rng(0)
     rewards, group = 5 + dice.random(16), np.arange(16) // 4
     rewards[:4] = 6.0
-    rewards = rewards.astype(np.float32).astype(float)  # as a batch has them
+    rewards = rewards.astype(np.float32).astype(float)  # as in a batch
     chosen = choosing_half(group, rewards)
     stds = [statistics.stdev(rewards[(group == each) & chosen].tolist()) for each in range(1, 4)]
     ends = [f"{end:.3g}" for end in [0.0, *np.quantile(stds, (0.25, 0.5, 0.75, 1))]]
@@ -376,7 +376,7 @@ def test_the_std_of_rewards_divides_by_one_less_than_their_number(make_batch, tm
     found = json.loads((tmp_path / "out" / "plan.json").read_text())
     assert found["quantity"] == "std of the rewards"
     expected = {"0", *(f"{a} to {b}" for a, b in itertools.pairwise(ends))}
-    shown = {each["range"] for each in found["ranges"]} - {"all"}  # those that hold a prompt
+    shown = {each["range"] for each in found["ranges"]} - {"all"}  # ranges that contain a prompt
     assert {"0", f"{ends[-2]} to {ends[-1]}"} <= shown <= expected
     assert f"{ends[0]} to {ends[1]}" in text
 

@@ -22,12 +22,12 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def no_running_command(monkeypatch):
-    """Another test of this process may have run the command, whose overrides an error repeats."""
+    """Forget the overrides of a command that another test ran in this process: errors would repeat them."""
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
 
 
 def lines(name, record):
-    """Who writes two groups of two into a file of this name, with rewards 1 and 0."""
+    """A function that writes two groups of two, with rewards 1 and 0, into a file with this name."""
     return lambda folder: dumps.write_lines(folder / name, [record(i // 2, i, 1.0 - i % 2) for i in range(4)])
 
 
@@ -41,7 +41,7 @@ def slime(folder):
 
 
 def replayed(config, output, console=None):
-    """As the command does it, with the types of all settings checked."""
+    """Replay as the command does, with the types of all settings checked."""
     return perform(config, output, [], console)
 
 
@@ -110,7 +110,7 @@ def test_one_message_names_all_missing_options_as_a_command_that_runs(name, tmp_
     write(tmp_path / "a dump")
     with pytest.raises(ConfigError, match=f"a dump of {name.split()[0]}: ") as raised:
         replayed(configure("config", "task=replay", f"source.path={tmp_path / 'a dump'}"), tmp_path / "out")
-    assert not (tmp_path / "out" / "rollouts").exists()  # the next command can write there
+    assert not (tmp_path / "out" / "rollouts").exists()  # so that the next command can write there
     first, *words = shlex.split(str(raised.value).splitlines()[-1])
     assert (first, words[2:]) == ("headrace", options)
     trained, _ = told(replayed, configure("config", *words), tmp_path / "out")
@@ -118,7 +118,7 @@ def test_one_message_names_all_missing_options_as_a_command_that_runs(name, tmp_
 
 
 def test_the_size_that_is_proposed_is_that_of_most_groups_of_the_first_step(tmp_path):
-    """Of 2, 3 and 2 rollouts; a later step has groups of 4."""
+    """The first step has groups of 2, 3 and 2 rollouts; a later step has groups of 4."""
     uids = [f"{group}_{at}_0" for group, size in (("a", 2), ("b", 3), ("c", 2)) for at in range(size)]
     rows = [dumps.verl_row(uid, 1.0, 7) for uid in uids]
     rows += [dumps.verl_row(f"{group}_{at}_0", 1.0, 8) for group in "abcd" for at in range(4)]
@@ -127,7 +127,7 @@ def test_the_size_that_is_proposed_is_that_of_most_groups_of_the_first_step(tmp_
 
 
 def test_a_replay_of_which_every_step_failed_leaves_room_for_the_next(tmp_path):
-    """In the same folder. Rows that a stage refused are removed; the rows of a run that passed are not."""
+    """In the same folder. Rows of refused steps are removed; rows of a run without errors are not."""
     rows = [dumps.slime_sample(0, i, 1.0 - i % 2) for i in range(3)]
     for step in (5, 6):
         (tmp_path / "dump").mkdir(exist_ok=True)
@@ -146,7 +146,7 @@ def test_a_replay_of_which_every_step_failed_leaves_room_for_the_next(tmp_path):
 
 
 def test_one_error_names_all_options_that_the_run_set_and_its_rows_need(tmp_path):
-    """Rollouts of the demo fail, and have a reward in each row."""
+    """Some rollouts of the demo fail, and each row has a reward."""
     headrace_here(tmp_path, "train.steps=2", "hydra.run.dir=run", "report.html=false")
     words = ["task=replay", f"source.path={tmp_path / 'run'}"]
     with pytest.raises(BatchError, match="incomplete groups") as raised:
@@ -195,7 +195,7 @@ def test_of_an_unknown_format_the_nearest_is_named_with_the_keys_that_differ(tmp
 
 
 def test_of_an_unknown_format_the_error_ends_with_the_options_of_a_file_of_your_own(tmp_path):
-    """With the names of the columns in it, and the number of rollouts, the second command runs."""
+    """With the names of the file's columns and the number of rollouts, the second command runs."""
     rows = [{"problem": i // 2, "metrics": {"score": 1 - i % 2}, "said": "4"} for i in range(4)]
     dumps.write_lines(tmp_path / "mine" / "a.jsonl", rows)
     words = ["task=replay", f"source.path={tmp_path / 'mine'}"]

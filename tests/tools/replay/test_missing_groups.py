@@ -1,4 +1,4 @@
-"""Holes in the ids of a dump: how many groups are missing, and whether they are those with long rollouts."""
+"""Gaps in the ids of a dump: how many groups are missing, and whether long ones are lost more often."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PROMPTS, STEP = 200, 40
 def planted(
     seed: int, chance: Callable[[float], float], epochs: int = 3
 ) -> tuple[list[list[tuple]], list[int]]:
-    """The steps of a run over shuffled prompts, each group (id, prompt, length); and the ids that were lost.
+    """The steps of a run over shuffled prompts, as groups (id, prompt, length), and the lost ids.
 
-    A prompt has about the same length in each epoch, and `chance` takes its place among all lengths. Groups
-    overtake one another by up to 20.
+    A prompt has about the same length in each epoch. `chance` of the prompt's place among all lengths is the
+    probability of a loss. Groups overtake one another by up to 20.
     """
     dice = Random(seed)
     middle = sorted(dice.lognormvariate(4, 0.7) for _ in range(PROMPTS))
@@ -43,7 +43,7 @@ def planted(
 
 
 def batch_of(groups: list[tuple], texts: bool = True, lengths: bool = True, label=int) -> TensorDict:
-    """Two rollouts for each group, of which the first is the longest."""
+    """A batch with two rollouts for each group; the first is the longest."""
     samples = []
     for number, prompt, length in groups:
         for at in range(2):
@@ -84,7 +84,7 @@ def test_a_loss_of_long_prompts_is_found():
 
 
 def test_each_prompt_counts_once_an_epoch_by_its_length_in_the_next_or_the_one_before():
-    """By independent loops, where the epochs are known."""
+    """Compared with independent loops that know the epochs."""
     steps, _ = planted(3, lambda place: 0.3 * (place > 0.5))
     found, lengths = collected(steps), {}
     for number, prompt, length in (group for step in steps for group in step):
@@ -96,7 +96,7 @@ def test_each_prompt_counts_once_an_epoch_by_its_length_in_the_next_or_the_one_b
             if other is not None:
                 expected["trained" if (epoch, prompt) in lengths else "missing"].append(other)
     for tenth in found.survivors.tenths("length"):
-        # An epoch is seen to end at the first prompt that it has already, which may be a few groups too late.
+        # An epoch is taken to end at the first repeated prompt, which may be a few groups too late.
         for fate, counted in (("trained", tenth.trained), ("missing", tenth.lost.get("missing", 0))):
             assert abs(counted - sum(tenth.least <= each < tenth.below for each in expected[fate])) <= 2
     assert found.table.columns[0].name == "length in another epoch"
@@ -135,7 +135,7 @@ STEPS = planted(0, lambda _: 0.2)[0]
     [
         (STEPS, {"label": str}),  # ids are texts
         (STEPS, {"label": lambda number: f"g{number}"}),
-        ([[(number % STEP, *rest) for number, *rest in step] for step in STEPS], {}),  # they begin anew
+        ([[(number % STEP, *rest) for number, *rest in step] for step in STEPS], {}),  # ids start again
         ([[(5 * number, *rest) for number, *rest in step] for step in STEPS], {}),  # most are missing
         (planted(0, lambda _: 0.0)[0], {}),
         (STEPS[:1], {}),  # any group may have been outstanding
@@ -151,7 +151,7 @@ def test_nothing_is_said_where_ids_say_nothing_or_none_is_missing(steps, how):
 def test_groups_behind_the_first_of_the_last_step_may_be_outstanding():
     groups = {number: (number, number, 9) for number in range(40)}
     steps = [[groups[number] for number in numbers] for numbers in ([0, 1, 3, 4, 7], [5, 8, 11, 12])]
-    assert collected(steps).holes == (1, 0, 4)  # 2; not 6, 9 and 10
+    assert collected(steps).holes == (1, 0, 4)  # 2 is missing; 6, 9 and 10 may be outstanding
 
 
 @pytest.mark.parametrize(("last", "holes"), [(4, (2, 0, 3)), (5, (0, 0, 0))])

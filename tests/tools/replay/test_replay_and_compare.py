@@ -93,7 +93,7 @@ def test_two_recipes_are_compared_on_the_same_rollouts(dump, tmp_path):
     page = (tmp_path / "out" / "report.html").read_text()
     assert '"versus":["grpo","dr_grpo"]' in page
     assert '"difference":"grpo and dr_grpo give another gradient' in page
-    assert '"verdict":""' in page  # that of one recipe is no answer
+    assert '"verdict":""' in page  # the number of one recipe is no comparison
     assert f"the page: {(tmp_path / 'out' / 'report.html').as_uri()}" in " ".join(text.split())
     with pytest.raises(ConfigError, match=r"must name two recipes.*got \['grpo'\]"):
         told(compare_recipes, configured("compare", dump, "pipelines=[grpo]"), tmp_path / "out", COUNTED)
@@ -116,7 +116,7 @@ def test_the_unit_of_the_reward_changes_no_comparison(unit, make_batch):
 
 
 def test_groups_whose_share_moves_most_by_hand(make_batch, tmp_path):
-    """Rewards 0, 2 and 0, 6: by their spread each group has a half, without it ¼ and ¾; a cosine of 2/√5."""
+    """Rewards 0, 2 and 0, 6: over their std each group has a half, without it ¼ and ¾; the cosine is 2/√5."""
     batch = make_batch([0.0, 2, 0, 6], [5, 5, 9, 9])
     batch["masks", "all_assistant_mask"][:] = True
     write_dump(make_report(Pipeline({}).run(batch)), tmp_path / "dump")
@@ -144,7 +144,7 @@ def test_a_comparison_says_first_whether_the_gradient_is_the_same(make_batch, fa
 
 
 ALONE = "They differ in the scale of each group alone: its advantages differ by a factor."
-WHY = {  # what the second recipe does otherwise: its advantage, its loss weight, and the sentence
+WHY = {  # how the second recipe differs: its advantage, its loss weight, and the sentence
     "scale": ({"scale": "none"}, {}, ALONE),
     "one factor": ({"clip": None}, {}, "They differ in the scale of all advantages, by one factor."),
     "baseline": (
@@ -163,7 +163,7 @@ WHY = {  # what the second recipe does otherwise: its advantage, its loss weight
 
 @pytest.mark.parametrize("cause", WHY)
 def test_a_comparison_says_in_one_sentence_why_two_recipes_differ(cause, make_batch):
-    """Groups of rewards 0 2 4 and 0 6 9, with one to four tokens; means over rows, and over tokens."""
+    """Groups with rewards 0 2 4 and 0 6 9, and one to four tokens; means over rows, and over tokens."""
     batch = make_batch([0.0, 2, 4, 0, 6, 9], [5, 5, 5, 9, 9, 9])
     batch["masks", "all_assistant_mask"] = torch.arange(4) >= 3 - torch.arange(6)[:, None] % 4
     advantage, weight, said = WHY[cause]
@@ -185,7 +185,7 @@ def test_a_comparison_says_in_one_sentence_why_two_recipes_differ(cause, make_ba
 
 
 def test_a_comparison_says_which_rows_are_kept(make_batch):
-    """The row of reward 2 is the mean of its group: it has no gradient."""
+    """The reward 2 is the mean of its group, so this row has no gradient."""
     report = make_report(
         Pipeline({"advantage": GroupRelativeAdvantage()}).run(make_batch([0.0, 2, 4, 1], [5, 5, 5, 9]))
     )
@@ -216,7 +216,7 @@ def test_tokens_with_weights_of_their_own_are_not_said_to_be_equal(make_batch):
 
 
 def dump_of_lines(folder, *steps):
-    """The rewards of each step, of groups of two."""
+    """Write a dump with these rewards for each step, in groups of two."""
     for step, rewards in enumerate(steps):
         rows = [
             {
@@ -249,7 +249,7 @@ def test_a_missing_column_is_the_error_also_after_a_malformed_step(tmp_path):
 
 
 def test_a_step_whose_rows_differ_between_two_recipes_is_left_out(tmp_path):
-    """Of the first step, one of them carries two of six rollouts to the second, which has eight then."""
+    """One recipe carries two of six rollouts of the first step to the second, which then has eight."""
     folder = dump_of_lines(tmp_path / "dump", *[[0.0, 1.0] * 3] * 3)
     mine = tmp_path / "mine" / "pipeline" / "carries.yaml"
     mine.parent.mkdir(parents=True)
@@ -282,7 +282,7 @@ def test_the_command_trains_dumps_and_replays(tmp_path):
 
 
 def test_a_flat_replay_of_texts_says_how_to_estimate_larger_groups(tmp_path):
-    """The page is of the recipe; texts that triple in length are noticed."""
+    """The page names the recipe, and an advisory notices that texts triple in length."""
     (tmp_path / "my dump").mkdir()
     for step in range(12):
         text = {"gts": "2", "step": step, "output": "3" * (1 + 2 * (step > 5))}

@@ -57,7 +57,7 @@ def steps_of(key, values, **more):
     ],
 )
 def test_each_rule_fires_beyond_its_bound_and_not_at_it(name, number, bound):
-    """Of fewer than four groups, one may carry the gradient."""
+    """With fewer than four groups, one may carry the gradient."""
     assert names(QUIET | {number: bound}) == []
     assert names(QUIET | {"groups/in": 3.0, "groups/largest_gradient_share": 0.9}) == []
     assert names(QUIET | {number: bound + BEYOND}) == [name]
@@ -74,7 +74,7 @@ def test_an_advisory_uses_the_last_five_steps():
         history = steps_of("rollouts/truncated", [old] * 7 + [new] * 5)
         assert names(history[-1][1], history) == (["rollouts-truncated"] if new else [])
     history = steps_of("rollouts/truncated", [0.0, 0.0, 0.0, 0.0, 1.0])
-    assert names(history[-1][1], history) == []  # one of five is a mean of 0.2
+    assert names(history[-1][1], history) == []  # one of five steps gives a mean of 0.2
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_unchanged_weights_are_reported_only_if_measured(name, number):
 
 
 def test_a_symptom_is_checked_or_names_its_missing_data():
-    """With all numbers every symptom is checked; without one, the symptoms that need it are unchecked."""
+    """With all numbers every symptom is checked. Without one, the symptoms that need it are unchecked."""
     full = QUIET | RANGE | {"reward/all/mean": 0.5, "response_length/mean": 9.0, "tis/least_ess": 0.1}
     text = (ROOT / "pipeline/tools/report/symptoms.yaml").read_text()
     bounds = {name: each["bound"] for name, each in yaml.safe_load(text).items() if "bound" in each}
@@ -146,7 +146,7 @@ def test_lengths_explode_above_twice_their_start(number, unit):
 
 
 def of_rewards(*quarters):
-    """Four steps of each reward, of rollouts between 0 and 1."""
+    """The advisories and the verdict after four steps of each reward, with rollouts between 0 and 1."""
     values = [value for value in quarters for _ in range(4)]
     history = steps_of("reward/all/mean", values, **RANGE)
     return names(history[-1][1], history), verdict(history[-1][1], history)
@@ -174,7 +174,7 @@ def test_flat_stalled_and_falling_follow_their_rules(quarters, found, said):
 
 @pytest.mark.parametrize(("spread", "said"), [(0.06, "is flat"), (0.03, "fell")])
 def test_a_reward_falls_only_beyond_two_standard_errors(spread, said):
-    """Of quarters of 8 steps, alternating: s² = 8/7 · spread², so 2 · √(2 s²/8) = 1.07 · spread."""
+    """In quarters of 8 alternating steps: s² = 8/7 · spread², so 2 · √(2 s²/8) = 1.07 · spread."""
     values = [mean + spread * (-1) ** step for mean in (0.4, 0.4, 0.4, 0.35) for step in range(8)]
     history = steps_of("reward/all/mean", values, **RANGE)
     assert verdict(history[-1][1], history).startswith(f"The mean reward {said}")
@@ -319,7 +319,7 @@ FIRED = [
 
 
 def test_the_options_that_a_report_shows_are_those_of_its_task_and_recipe():
-    """Those of train, or of a stage that the recipe does not have, are said in words."""
+    """Options of train, or of a stage that the recipe lacks, are described in words."""
     for task, recipe in (("replay", "as/verl"), ("audit", "gfpo"), ("replay", "as/nemo_rl")):
         typed = [f"task={task}", f"pipeline={recipe}"]
         config = compose_config("config", *typed)
@@ -378,7 +378,7 @@ def test_thinning_keeps_both_ends_and_even_spacing(most, number):
 
 
 def test_the_terminal_has_few_lines_of_advice():
-    """The first three advisories; what the verdict says, once; what cannot be checked, in one line."""
+    """The first three advisories, nothing of the verdict again, and one line of unchecked symptoms."""
     said = [Advisory(name, f"It is {name}.", "", ()) for name in list(symptoms())[:5]]
     verdict = "The mean reward is flat. It is nothing-trains."
     lines = [text.plain for text in show_advisories(said, verdict, list(symptoms()))]
@@ -394,7 +394,7 @@ def test_the_terminal_has_few_lines_of_advice():
 
 
 def test_rollouts_without_a_reward_are_counted(make_batch):
-    """Of three rollouts the one of two rows has a reward on neither."""
+    """Of three rollouts, the one with two rows has no reward on either."""
     batch = make_batch([0.0, 1, float("nan"), float("nan")], [5, 5, 5, 5], [0, 1, 2, 2])
     numbers = make_report(Pipeline({}).run(batch)).numbers
     assert numbers["rollouts/unrewarded"] == pytest.approx(1 / 3)
@@ -423,7 +423,7 @@ def test_a_divisor_that_no_response_reaches_is_said():
 
 
 def test_steps_that_a_rule_does_not_judge_are_in_no_number_of_it():
-    """Of twenty steps, ten have the four groups that the rule needs: nine of them of 0.75, and one of 0."""
+    """Ten of twenty steps have the four groups that the rule needs: nine with 0.75, and one with 0."""
     key = "groups/largest_gradient_share"
     history = [
         (step, QUIET | {key: 0.75 * (step != 1), "groups/in": 4.0 if step % 2 else 1.0}) for step in range(20)
@@ -433,7 +433,7 @@ def test_steps_that_a_rule_does_not_judge_are_in_no_number_of_it():
 
 
 def test_the_first_remedy_fits_to_which_groups_have_equal_rewards():
-    """Of 90 % equal groups, the 81 % that every rollout solves need harder prompts, and no more rollouts."""
+    """90 % of the groups are equal. If all rollouts solve most of these, more rollouts do not help."""
     told = {}
     for solved, unsolved in ((0.81, 0.09), (0.09, 0.81), (0.45, 0.45)):
         numbers = QUIET | {"frac_reward_zero_std": 0.9, "solve_all": solved, "solve_none": unsolved}

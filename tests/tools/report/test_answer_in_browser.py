@@ -166,9 +166,7 @@ def test_lengths_are_of_all_rollouts_if_some_are_drawn(look):
     page = look(run)
     assert page.texts("#lengths [data-legend=mean]") == ["mean 459 tokens"]
     assert page.texts("#lengths [data-legend=most]") == ["longest 9,000 tokens"]
-    assert page.count("#lengths line.most") == page.count(
-        "#lengths .legend line.most"
-    )  # beyond what is drawn
+    assert page.count("#lengths line.most") == page.count("#lengths .legend line.most")  # more than are drawn
 
 
 def test_the_first_open_group_is_in_the_loss(look):
@@ -209,7 +207,7 @@ def test_a_live_page_updates_until_its_run_ends(look, tmp_path):
     page.choose("number", "15")
     write_page(run | {"run": about(live=None)}, tmp_path / "page.html")
     wait_for(lambda: page.seen("#live") == "")
-    assert page.seen("#verdict") == "The reward rose to step 15."  # the step that was chosen
+    assert page.seen("#verdict") == "The reward rose to step 15."  # the chosen step
     page.driver.execute_script("window.same = true")
     time.sleep(1.5)
     assert page.driver.execute_script("return window.same")
@@ -255,7 +253,7 @@ def test_a_page_of_a_killed_run_shows_when_it_was_written(look):
     assert page.seen("#live") == f"The run is slow, or was stopped: last written {written}."
     page.driver.execute_script("window.same = true")
     time.sleep(1.5)
-    assert page.driver.execute_script("return window.same")  # it asks rarely: after a tenth of its age
+    assert page.driver.execute_script("return window.same")  # it reloads rarely: after a tenth of its age
 
 
 def test_the_footer_has_the_origin_of_the_run_and_text_has_a_contrast_of_4_5(look):

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that pass when a test says so, and while a page is written."""
+    """A clock that the test sets; writing a page takes `writing` seconds."""
 
     class Clock:
         now, writing, pages = 0.0, 0.0, 0
@@ -83,7 +83,7 @@ def test_writing_pages_takes_at_most_two_percent_of_the_time(make_batch, tmp_pat
         folder.add(report)
         clock.now += 1.0
     assert clock.pages > 2
-    assert (clock.pages - 1) * 0.5 <= 0.02 * clock.now  # but for the first, which one waits for
+    assert (clock.pages - 1) * 0.5 <= 0.02 * clock.now  # except the first page, for which a user waits
 
 
 def test_a_long_run_has_a_page_of_bounded_size_with_the_rules_of_all_steps(make_batch, tmp_path):
@@ -120,7 +120,7 @@ def test_a_closed_page_is_written_once_and_again_after_more_steps(make_batch, tm
 
 
 def _with(report, step, numbers):
-    """The report of another step, with other numbers."""
+    """The same report for another step, with other numbers."""
     import dataclasses
 
     other = dataclasses.replace(report, step=step)

@@ -1,4 +1,4 @@
-"""The page after a restart is that of the whole run."""
+"""The page after a restart shows the whole run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def report_of(make_batch):
-    """The report of a step, in which some numbers change from step to step."""
+    """A function that makes the report of a step; some numbers change from step to step."""
     report = reported(make_batch)[1]
 
     def made(step: int):
@@ -36,7 +36,7 @@ def report_of(make_batch):
 
 
 def what_is_said(folder: ReportFolder) -> dict:
-    """Of the whole run."""
+    """The page's data and the advice about the whole run."""
     data = data_of(folder.close())
     del data["run"]
     return data | {"advice": (folder.verdict, folder.advisories, folder.unchecked)}
@@ -45,7 +45,7 @@ def what_is_said(folder: ReportFolder) -> dict:
 @pytest.mark.parametrize("dump", ["parquet", None])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_run_with_restarts_says_the_same_as_one_without(tmp_path, report_of, monkeypatch, seed, dump):
-    """It is killed after some steps, and goes on at the next step, or at one before."""
+    """The run is killed after some steps, and continues at the next step or an earlier one."""
     dice = Random(seed)
     steps = dice.randint(20, 40)
     monkeypatch.setattr("headrace.pipeline.tools.report.folder.POINTS", 16)  # so that curves are thinned

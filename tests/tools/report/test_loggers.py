@@ -75,7 +75,7 @@ class Recorder:
 
 
 def test_trackio_and_mlflow_get_both_tables(make_batch, monkeypatch):
-    """Neither is installed for the tests: their calls are checked against their documentation."""
+    """Neither is installed for the tests, so calls are compared with their documentation."""
     pytest.importorskip("pandas", reason="no pandas")
     _, report = reported(make_batch, step=4)
     names, rows = rollout_rows(report)

@@ -24,7 +24,7 @@ HOSTILE = '<img src=x onerror="alert(1)">&amp;\x1b[31m\u202e<table><script>'
 
 
 class Tables(HTMLParser):
-    """The tables of some HTML as rows of cells; anything but plain tables is an error."""
+    """Reads the tables of some HTML as rows of cells. Anything but plain tables is an error."""
 
     def __init__(self, html: str):
         super().__init__()
@@ -140,7 +140,7 @@ def test_data_are_escaped_in_html():
     run = pipeline.run(batch_of([1.0, 2, 3], [0, 0, 0], [4, 5, 6]))
     for thing in (pipeline, run, run.ledger, make_report(run), make_report(run).groups):
         html = thing._repr_html_()
-        found = Tables(html)  # no tag but those of tables
+        found = Tables(html)  # only tags of tables
         assert "\x1b" not in html
         assert "\u202e" not in html
         if thing in (pipeline, run):

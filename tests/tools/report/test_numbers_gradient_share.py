@@ -38,7 +38,7 @@ def test_unknown_rows_have_no_share():
 
 
 def credit_by_token(batch):
-    """+1 and −1 by turns: a mean of 0 over two tokens, and of ⅓ over three."""
+    """A token advantage of +1 and −1 in turn: its mean is 0 over two tokens, and ⅓ over three."""
     mask = batch["masks", "all_assistant_mask"]
     signs = 1.0 - 2.0 * (torch.arange(mask.shape[1]) % 2)
     return batch.set("advantage", signs.expand(mask.shape).unsqueeze(-1).clone())
@@ -76,7 +76,7 @@ def test_the_cosine_uses_signed_weights():
 @pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize("fold", ["none", "sum", "token_mean"])
 def test_shares_use_the_tokens_and_weights_in_the_loss(make_batch, fold, cut):
-    """A TokenFilter has masked tokens, and the advantage may include the weight."""
+    """A TokenFilter masked some tokens, and the advantage may include the weight."""
     batch = make_batch([1.0, 0, 3, 2.5], [0, 0, 1, 1])
     mask = batch["masks", "all_assistant_mask"]
     mask[:, :4] = torch.arange(4) < torch.tensor([[1], [4], [2], [3]])

@@ -35,7 +35,7 @@ WINDOW = r"steps (\d+) to (\d+)"
 
 @pytest.fixture(scope="module")
 def dump(tmp_path_factory):
-    """Fourteen steps of six groups of four; half of the groups have equal rewards."""
+    """A dump of fourteen steps of six groups of four; half of the groups have equal rewards."""
     folder, chance = tmp_path_factory.mktemp("verl"), random.Random(0)
     for step in range(STEPS):
         rows = []
@@ -50,7 +50,7 @@ def dump(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def replayed(dump, tmp_path_factory):
-    """The page's data, and the terminal's text."""
+    """The data of the page and the text of the terminal after a replay."""
     out, console = tmp_path_factory.mktemp("out"), Console(width=600, record=True, file=io.StringIO())
     words = ("pipeline=dr_grpo", f"pipeline.stages.gate.group_size={SIZE}", "report.steps=50")
     replay_dump(configure("config", "task=replay", f"source.path={dump}", *words), out, console)
@@ -58,7 +58,7 @@ def replayed(dump, tmp_path_factory):
 
 
 def stated(text: str) -> list[tuple[float, int, int]]:
-    """The numbers of a sentence that have a window, with its first and last step."""
+    """The numbers in a sentence that name a window of steps, each with its first and last step."""
     found = re.findall(rf"{NUMBER} (?:\(|in ){WINDOW}", text)
     return [(float(value), int(first), int(last)) for value, first, last in found]
 
@@ -107,7 +107,7 @@ def test_page_and_terminal_have_the_same_verdict_and_advisories(replayed):
     last = data["steps"][-1]
     assert all(sentence in text for sentence in last["verdict"].removesuffix(".").split(". "))
     assert last["advisories"]
-    for at, each in enumerate(last["advisories"][:3]):  # what the verdict says is not said again
+    for at, each in enumerate(last["advisories"][:3]):  # advisories do not repeat the verdict
         assert each["text"].removesuffix(".") in text
         assert f"\n{'first, ' * (at == 0)}{each['name']}: " in text
 
@@ -141,7 +141,7 @@ def test_a_comparison_has_the_mean_over_the_steps_of_its_page(make_batch, tmp_pa
         batch = busy_batch(make_batch)
         batch["next", "reward"][-1] += (
             step % 2
-        )  # the groups that train differ in their std at every second step
+        )  # at every second step, the groups that train differ in their std
         run = Pipeline(stages(weight=LossWeight())).run(batch)
         write_dump(make_report(run, step=step), tmp_path / "dump")
     console = Console(width=600, record=True, file=io.StringIO())

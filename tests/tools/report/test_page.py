@@ -40,7 +40,7 @@ def test_the_page_loads_no_other_file():
             assert attributes.get(key) in (None, "data:,"), (tag, attributes)
         assert not [key for key in attributes if key.startswith("on") or key == "style"]
     assert not re.findall(r"""(?:src|href)\s*=\s*["']?\s*(?:https?:)?//""", page)
-    # A name, and no place.
+    # Names, not addresses.
     assert set(re.findall(r"https?://[^\"'\s)]+", page)) == {"http://www.w3.org/2000/svg"}
     assert not re.findall(r"@import|@font-face|url\((?!#)|fetch\(|XMLHttpRequest|WebSocket|import\(", page)
     # No text is parsed as markup.
@@ -62,7 +62,7 @@ def test_its_policy_allows_only_its_own_style_and_script():
 
 @pytest.mark.parametrize("title", [pages.HOSTILE, "{{script}} {{policy}}", "漢字 \ud800 é \x00"])
 def test_any_text_is_kept_and_is_no_markup(title, tmp_path):
-    """Elements, placeholders, and a lone surrogate, which has no UTF-8."""
+    """Texts are elements, placeholders, and a lone surrogate, which UTF-8 cannot encode."""
     write_page(pages.run_of(title=title), tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert data_of(page)["title"] == title
@@ -72,7 +72,7 @@ def test_any_text_is_kept_and_is_no_markup(title, tmp_path):
 
 
 def test_numbers_fit_a_javascript_double():
-    """2^53 + 1 = 9007199254740993 is no double; 0.1 in float32 is 0.100000001490116."""
+    """2^53 + 1 = 9007199254740993 is not a double; 0.1 in float32 is 0.100000001490116."""
     values = [2**53 + 1, 2**53, 0.10000000149011612, float("nan"), float("-inf"), True, None]
     curves = {"curve_steps": list(range(7)), "curves": {"x": values}}
     read = data_of(render_page(pages.run_of(**curves)))["curves"]["x"]

@@ -1,4 +1,4 @@
-"""The report in a browser: drawn, sorted, opened and read."""
+"""The report in a browser: drawings, sorting, and opened groups."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_funnel_shows_what_left_and_why(look):
     said = page.one("#funnel").text
     for words in ("incomplete, dropped", "failed, dropped", "truncated, excluded", "remainder, carried"):
         assert words in said
-    # Group 5 left for two reasons, and is counted under that of its first row.
+    # Group 5 left for two reasons, and is counted under the reason of its first row.
     gone = page.texts("#funnel tr.out:nth-child(3) td .number")
     assert gone == ["−4", "−4", "−1", "parts of 1", "−393"]
     assert page.texts("#funnel tr.out .parts .unit") == [" group", " rollout", " group", " group"]
@@ -85,7 +85,7 @@ LONG = "What is the sum of all numbers from one to ninety-nine, without the odd 
         (7, None, "group 7", "group 7"),
         (7, "2 + 2?", "2 + 2? · group 7", "2 + 2? | group 7 · 4 of 4"),
         ("2 + 2?", "2 + 2?", "2 + 2?", "2 + 2? | 4 of 4"),  # the id is the prompt
-        ("2 + 2? #495213163c6d03ba", "2 + 2?", "2 + 2?", "2 + 2? | 4 of 4"),  # and which draw of it
+        ("2 + 2? #495213163c6d03ba", "2 + 2?", "2 + 2?", "2 + 2? | 4 of 4"),  # and the number of its draw
         ("2 + 2?", None, "2 + 2?", "2 + 2? | 4 of 4"),
         ("math/7", "2 + 2?", "2 + 2? · group math/7", "2 + 2? | group math/7 · 4 of 4"),
         (7, LONG, "What is the sum of al… · group 7", f"{LONG} | group 7 · 4 of 4"),
@@ -99,7 +99,7 @@ def test_a_group_is_called_by_its_prompt_and_its_id_each_once(look, group, label
     assert page.texts("#strip text.name")[0] == strip
     name, facts = page.texts("#tree details.group > summary span")
     assert f"{name} | {facts}".startswith(tree)
-    assert page.count("#tree p.prompt") == 0  # all of it is in the line above
+    assert page.count("#tree p.prompt") == 0  # the whole prompt is in the line above
 
 
 def test_without_ranks_and_micro_batches_there_is_no_panel_about_them(look):
@@ -149,7 +149,7 @@ def test_an_opened_group_is_drawn_with_the_reason_of_each_row(look):
 
 
 def test_hidden_items_are_shown_by_a_button(look):
-    """Of 60 groups 25 at a time, and the focus goes on with the first new one; of 20 metrics 12, then all."""
+    """60 groups appear 25 at a time, with the focus on the first new one; of 20 metrics 12, then all."""
     rows = [row for group in range(60) for row in pages.rollouts_of(group, [0, 1])]
     curves = {"curve_steps": [0, 1], "curves": {f"metric {k}": [0.0, 1.0] for k in range(20)}}
     page = look(pages.run_of(pages.step_of(rows, size=2), **curves))
@@ -350,7 +350,7 @@ return found;
 
 
 def full_run():
-    """Long ids, prompts, reasons, numbers and responses, of two recipes, with curves."""
+    """A run of two recipes with curves, and long ids, prompts, reasons, numbers and responses."""
     rows = pages.rollouts_of(0, [0.123456, 1, 0.5, 0.5], [1, 2, 1, 9]) + pages.rollouts_of(1, [1.0, 2.0])
     for k, row in enumerate(rows):
         row |= {"group": 2**61 + row["group"], "rollout": 2**61 + row["rollout"], "tokens": 12_345 + 997 * k}
@@ -392,7 +392,7 @@ def test_five_thousand_rows_are_drawn(look):
 
 
 def real_report(batch, step=0, **changes):
-    """Of a real pipeline over a real batch, not a made-up run."""
+    """The report of a real pipeline over a real batch."""
     split = ShuffleSplit(minibatches=2, ranks=2, microbatches=2, balance="tokens", remainder="pad")
     pipeline = Pipeline(stages(split=split, weight=LossWeight(unit="rollout"), **changes))
     pipeline(batch)
@@ -414,7 +414,7 @@ def test_the_page_of_a_real_report_shows_its_rollouts_reasons_and_tapes(look, ma
 
 
 def test_a_page_of_two_recipes_names_the_recipe_of_each_panel(look):
-    """Shares ½, ½ and ⅘, ⅕ of two rows: 0.3 moves. What is said of all rows is a number of the step."""
+    """Two rows have the shares ½, ½ and ⅘, ⅕, so 0.3 moves. Numbers of all rows are shown for the step."""
     rows = pages.rollouts_of(0, [0.0]) + pages.rollouts_of(1, [1.0])
     rows[0] |= {"advantage": -1.0, "advantage_by_row": -2.0, "share": 0.5, "other_share": 0.8}
     rows[1] |= {"advantage": 1.0, "advantage_by_row": -0.5, "share": 0.5, "other_share": 0.2}

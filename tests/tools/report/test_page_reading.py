@@ -25,7 +25,7 @@ def search(page, text: str) -> None:
 
 
 def focus(page, selector: str) -> None:
-    """The last such element; when the page has come to rest, since a tip goes when it scrolls."""
+    """Focus the last such element, after the page has stopped moving: a tip disappears when it scrolls."""
     script = "const all = document.querySelectorAll(arguments[0]); all[all.length - 1].scrollIntoView(); "
     page.driver.execute_async_script(script + "setTimeout(arguments[1], 100)", selector)
     page.driver.execute_script(
@@ -56,7 +56,7 @@ def test_the_page_opens_the_group_of_largest_spread(look):
 
 
 def test_groups_of_equal_rewards_come_last_the_lowest_first(look):
-    """Group 4 alone has a gradient; the means of the others are 1, 0.5 and 0.5."""
+    """Only group 4 has a gradient. The means of the others are 1, 0.5 and 0.5."""
     run = pages.reading_run()
     run["steps"][-1]["groups"]["reward_std"] = [0.0, 0.0, 0.0, 0.1]
     assert found(look(run)) == ["4", "2", "3", "1"]
@@ -133,7 +133,7 @@ def test_a_search_finds_groups_by_id_text_and_reason(look):
         ("NO IDEA", "2"),  # a response
         ("is brief", ""),
         ("be brief", "2"),  # the whole prompt
-        ("zero variance", "1"),  # a reason, in words or as it is
+        ("zero variance", "1"),  # a reason, in words or as stored
         ("filter/zero_variance", "1"),
         ("301", "3"),  # an id
         ("low out <b>high", "3"),  # across tokens

@@ -58,7 +58,7 @@ def test_funnel_by_hand(report):
     assert not gone.in_part
     assert levels["filter"].out[0][:5] == ("zero_variance", "masked", 3, 3, 1)
     silent = levels["pipeline"].out[0]
-    # The rollout of that row has another row in the loss: it did not leave.
+    # The rollout of that row has another row in the loss, so it has not left.
     assert silent[:5] == ("no_loss_tokens", "masked", 1, 0, 0)
     assert silent.in_part == "parts of 1 rollout and 1 group"
     assert report.numbers["rollouts/out/gate/incomplete"] == 2
@@ -77,7 +77,7 @@ def test_groups_by_hand(report):
     assert groups["reward_mean"] == [3.0, 1.5, 4.0]
     assert groups["reward_std"] == pytest.approx([2.0, 0.5**0.5, 0.0])
     assert groups["trained"] == [3, 0, 0]
-    # Rollout 1 has a row that trains nothing, and one that trains.
+    # Rollout 1 has one row that trains and one that does not.
     assert [report.names[code] for code in report.rollouts["reason"][:3]] == ["trained"] * 3
 
 
@@ -103,7 +103,7 @@ def test_solve_rates_use_the_reward_that_solves(make_batch):
 
 
 def test_staleness_is_the_age_against_the_trainer_that_took_the_rows():
-    """A batch of which all rows are equally old is as stale as any other."""
+    """A batch is stale even if all its rows are equally old."""
     for versions, mean in (([3, 3, 3, 3], 2.0), ([2, 3, 5, 4], 1.5)):
         assembler = GroupAssembler(groups=2, group_size=2, max_staleness=9)
         ids = {"group_id": [0, 0, 1, 1], "rollout_id": [0, 1, 2, 3], ("next", "done"): [True] * 4}
@@ -118,7 +118,7 @@ def test_staleness_is_the_age_against_the_trainer_that_took_the_rows():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_staleness_per_token_is_that_of_a_loop(layout):
-    """Behind the trainer after an assembler, else behind the newest sampled token; also of rows that left."""
+    """Relative to the trainer after an assembler, else to the newest token. Rows that left count, too."""
     for seed in range(8):
         batch = with_versions(seed, layout)
         assembler = GroupAssembler(groups=4, group_size=2, max_staleness=9)
@@ -142,7 +142,7 @@ def test_staleness_per_token_is_that_of_a_loop(layout):
 
 
 def test_carried_rows_keep_the_staleness_of_their_tokens():
-    """A row waits for the next batch, whose report has its versions, too."""
+    """A row waits for the next batch, and the report of that batch has its versions."""
     pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=6, unit="sample", remainder="carry")})
     first, second = with_versions(1), with_versions(2)
     second["rollout_id"], second["group_id"] = second["rollout_id"] + 100, second["group_id"] + 100
@@ -191,7 +191,7 @@ def test_kept_and_removed_rows_sum_up_at_every_stage(rows, action, remainder):
     try:
         pipeline(batch)
     except BatchError as err:
-        assume("than were dispatched" not in str(err))  # a group has more rollouts than that
+        assume("than were dispatched" not in str(err))  # a group has more rollouts
         assume("no optimiser step is left" not in str(err))
         raise
     report = make_report(pipeline)
@@ -199,7 +199,7 @@ def test_kept_and_removed_rows_sum_up_at_every_stage(rows, action, remainder):
         for unit in ("rows", "rollouts", "groups", "tokens"):
             left = sum(getattr(gone, unit) for gone in after.out)
             assert getattr(before, unit) == getattr(after, unit) + left, (after.name, unit)
-        for gone in after.out:  # of all that lost a row for this reason
+        for gone in after.out:  # of all groups that lost a row for this reason
             touched = report.columns["reason"] == report.names.index(f"{after.name}/{gone.reason}")
             for unit, key in (("rollouts", "rollout_id"), ("groups", "group_id")):
                 counted = getattr(gone, unit) + getattr(gone, f"{unit}_in_part")
@@ -237,7 +237,7 @@ def test_the_advantage_by_row_accepts_a_single_row():
 
 
 def test_the_advantage_by_row_shows_the_double_count(make_batch):
-    """Rewards 1 and 3, the second fanned out into three rows: by rollout −1 and 1, by row −1.5 and 0.5."""
+    """Rewards 1 and 3, the second with a fan-out of three rows: −1 and 1 by rollout, −1.5 and 0.5 by row."""
     batch = make_batch([1.0, 3, 3, 3], [0] * 4, [0, 1, 1, 1])
     credit = GroupRelativeAdvantage(scale="none")
     columns = report_of(batch, collapse=FanOutCollapse(), advantage=credit).columns
@@ -263,7 +263,7 @@ def test_a_folded_weight_does_not_hide_the_advantage(make_batch):
 
 
 def test_carried_rows_are_in_the_report_of_the_step_that_trains_them(make_batch):
-    """What is noted of a row when it comes (`note_collected`) is noted of a carried one (`note_carried`)."""
+    """A carried row keeps (`note_carried`) what was noted when it came (`note_collected`)."""
     pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=2, remainder="carry", shuffle=False)})
     run = pipeline.run(make_batch([1.0, 2, 3], [0] * 3, [0, 1, 2], status=[0, 0, 1]))
     assert make_report(run).funnel[1].out[0][:3] == ("carried", "carried", 1)
@@ -328,7 +328,7 @@ def test_a_group_without_rewards_has_no_spread(make_batch):
 
 
 def test_a_drafts_reward_is_not_reported_for_a_rollout_dropped_before_the_collapse(make_batch):
-    """A draft of 0 and a revision of 1, in a group that the gate drops; and beside it a rollout of 1."""
+    """The gate drops a group that has a draft of 0 with a revision of 1, and another rollout of 1."""
     gate, collapse = CompletenessGate(group_size=3, on_incomplete="drop"), FanOutCollapse(reward="sum")
     report = report_of(make_batch([0.0, 1, 1], [0, 0, 0], [0, 0, 1]), gate=gate, collapse=collapse)
     assert str(report.rollouts["reward"].tolist()) == "[nan, 1.0]"

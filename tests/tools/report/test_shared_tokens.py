@@ -49,7 +49,7 @@ def test_counts_equal_those_of_tries_built_by_loops(rows, data, build, cells):
             for one in set(home)
         ]
         assert found.tokens.get(unit, 0) == sum(len(trie.paths) for trie in tries)
-        # A token pays for those that it sees, there and back: 2 · depth + 1.
+        # A token costs twice the tokens that it sees, and one for itself: 2 · depth + 1.
         squares = sum(2 * len(path) - 1 for trie in tries for path in trie.paths)
         assert found.squares.get(unit, 0) == squares
 

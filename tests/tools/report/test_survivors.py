@@ -1,4 +1,4 @@
-"""What a report says of the groups that a stream lost."""
+"""What a report says about the groups that a stream lost."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from headrace.pipeline.tools.report import advise, page_data, show_report, unche
 from headrace.pipeline.tools.report.survivors import OPTIONS, WORDS, lost_groups
 from headrace.transforms.streams import Survivors
 
-SLOW, FAST = 48, 0  # bins: 64 s and 1 s
+SLOW, FAST = 48, 0  # the bins of 64 s and 1 s
 KINDS = ["stale", "timeout", "failed", "evicted", "lost"]
 
 
 def survivors(reason: str, *, value: str = "latency", lost: int = 20, slow: int = SLOW) -> Survivors:
-    """80 fast groups that were trained, and lost ones."""
+    """Counts of 80 trained fast groups, and of lost fast and slow ones."""
     trained, known = {("trained", True, FAST): 80}, reason != "timeout"
     fates = {"latency": {(reason, known, FAST): lost}} | {value: {(reason, known, slow): lost}}
     return Survivors({name: trained | (each if lost else {}) for name, each in fates.items()}, outstanding=3)
@@ -82,7 +82,7 @@ def test_a_length_of_zero_is_shown_as_zero():
 
 @pytest.mark.parametrize("quiet", [{"lost": 0}, {"slow": FAST}, {"lost": 2}])
 def test_nothing_is_said_where_no_slow_groups_are_lost(quiet):
-    """None is lost; they took as long; or two are no evidence."""
+    """None is lost, the lost ones are as fast, or two are too few."""
     assert advise(report(survivors("stale", **quiet)).numbers) == []
 
 

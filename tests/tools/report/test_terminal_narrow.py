@@ -40,7 +40,7 @@ RECIPES = ("as/prime_rl_with_lengths", "dr_grpo_without_a_baseline")
 
 
 def printed(width: int, show, *arguments) -> str:
-    """What a function returns for a console, or prints to the one that it gets."""
+    """The text that a function prints to its console, or of the object that it returns."""
     out = io.StringIO()
     console = Console(file=out, width=width)
     if "console" in inspect.signature(show).parameters:
@@ -62,7 +62,7 @@ def below_the_least_reward_that_was_asked_for(batch):
 
 @pytest.fixture
 def reports(make_batch):
-    """Two of one batch: ids of 62 bits, long reasons, prompts, numbers and names."""
+    """Two reports of one batch, with ids of 62 bits, and long reasons, prompts, numbers and names."""
     batch = make_batch([0.123, 1.5, -0.75, 0.25, 1, 2], [0, 0, 0, 0, 1, 1], [0, 1, 1, 2, 3, 4])
     for name in ("group_id", "rollout_id"):
         batch[name] = batch[name] + 2**62 - 9
@@ -105,7 +105,7 @@ def test_the_training_table_counts_rollouts_and_groups_by_reason(reports, width)
 def test_a_comparison_breaks_no_word(reports, width):
     comparison = Comparison(RECIPES)
     second = dict(reports[1].columns)
-    second["advantage"] = second["advantage"] + np.arange(6)  # else it is a multiple
+    second["advantage"] = second["advantage"] + np.arange(6)  # otherwise it is a multiple
     comparison.add(reports[0], replace(reports[1], columns=second))
     text = printed(width, show_comparison, comparison)
     assert_whole(text, *RECIPES, "trained by both", "cosine of the rows' gradient shares")
@@ -153,7 +153,7 @@ CELL = st.lists(WORD, max_size=5).map(" ".join)
 
 @given(st.lists(st.tuples(CELL, CELL, st.integers(0, 10**6)), max_size=4), st.integers(38, 90))
 def test_a_table_breaks_no_word_if_the_longest_fits(rows, width):
-    """Two of nine letters that wrap, one of ten that is cut and may leave, and seven digits: 38 with gaps."""
+    """Two columns of nine letters wrap, one of ten is cut or left out, and one has seven digits: 38 wide."""
     columns = [FittedColumn("one", gives="wrap"), FittedColumn("two", gives="wrap")]
     columns += [FittedColumn("cut", gives="cut", leaves=1), FittedColumn("count", right=True)]
     table = FittedTable(columns, "a title")

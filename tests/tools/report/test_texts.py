@@ -78,7 +78,7 @@ def letters(ids: list[int]) -> list[str]:
 
 
 def tokens_batch(groups: int = 3, size: int = 2, width: int = 6) -> TensorDict:
-    """Rows of two tokens of a prompt, behind one of padding, and a response; rewards 0 and g + 1."""
+    """Rows of one padding token, two tokens of a prompt, and a response; group g has rewards 0 and g + 1."""
     rows = groups * size
     tokens = 1 + torch.arange(rows)[:, None] % 20 + torch.arange(width)
     mask = torch.zeros(rows, width, dtype=torch.bool)
@@ -92,13 +92,13 @@ def tokens_batch(groups: int = 3, size: int = 2, width: int = 6) -> TensorDict:
 
 
 def ragged(batch: TensorDict) -> TensorDict:
-    """The same rows without their padding, the first with a token less at its end."""
+    """The same rows without their padding; the first row lacks its last token."""
     keys = [key for key in batch.keys(True, True) if batch[key].ndim > 1 and batch[key].shape[1] > 1]
     return cut_rows(batch, [slice(1, None if row else -1) for row in range(len(batch))], keys)
 
 
 def with_terms(batch: TensorDict) -> TensorDict:
-    """Each token with an advantage of its own."""
+    """The batch with a different advantage for each token."""
     return batch.set("advantage", batch[FULL].unsqueeze(-1) / 10)
 
 
@@ -117,7 +117,7 @@ def test_without_texts_prompts_and_responses_are_decoded():
 
 
 def test_dropped_rows_have_texts_only_with_the_batch():
-    """Group 1 lacks a rollout; a run alone keeps the rows that stay."""
+    """Group 1 lacks a rollout. A run keeps only the rows that stay."""
     batch = torch.cat([tokens_batch()[:3], tokens_batch()[4:]])
     run = Pipeline({"gate": CompletenessGate(group_size=2, on_incomplete="drop")}).run(batch)
     assert make_report(run, batch=batch, decode=letters).texts["response"][2] == "fgh"
@@ -192,7 +192,7 @@ def test_a_number_per_row_is_not_a_number_per_token():
 
 
 def test_only_groups_of_largest_spread_have_token_numbers(monkeypatch):
-    """Groups 2, 1 and 0 have decreasing spreads; rows have 3 tokens each."""
+    """Groups 2, 1 and 0 have decreasing spreads, and rows have 3 tokens each."""
     monkeypatch.setattr(STEP, "TOKENS_READ", 10)
     report = make_report(Pipeline({}).run(with_terms(tokens_batch())))
     assert sorted(report.by_token) == [2, 4, 5]
@@ -241,7 +241,7 @@ def texts_report(groups: int, letters_each: int, letter: str = "x", step: int = 
 
 @pytest.mark.parametrize("letter", ["漢", "<"])
 def test_texts_of_all_steps_take_at_most_three_megabytes(letter):
-    """Without the texts a page has labels, which are short."""
+    """Without texts a page has only labels, which are short."""
     reports = [texts_report(150, 5000, letter, step) for step in range(4)]
     data = page_data(reports, title="long")
     without = page_data([texts_report(150, 80, letter, step) for step in range(4)], title="short")
@@ -253,7 +253,7 @@ def test_texts_of_all_steps_take_at_most_three_megabytes(letter):
 
 @pytest.mark.parametrize("equal", [1, 3, 6])
 def test_groups_of_equal_rewards_have_as_many_responses_as_others(equal, monkeypatch):
-    """Of eight groups some have equal rewards, and there is room for the responses of four groups at most."""
+    """Some of eight groups have equal rewards, and there is room for the responses of at most four groups."""
     batch = tokens_batch(8, size=4)
     rewards = torch.arange(32.0).reshape(8, 4)
     rewards[torch.arange(equal)] = 0.0

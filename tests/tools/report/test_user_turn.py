@@ -10,12 +10,12 @@ from headrace.pipeline.tools.report import last_user_turn
 
 
 def special(head: str, tail: str) -> tuple[str, str, str, str]:
-    """Turns whose role stands in a head: of the system, the user, the assistant, and one that begins."""
+    """A format with the role in a head: turns of system, user and assistant, and the start of the last."""
     system, user, assistant = (head.format(role) for role in ("system", "user", "assistant"))
     return system + "{}" + tail, user + "{}" + tail, assistant + "{}" + tail, assistant
 
 
-# How each family writes a turn of the system, of the user, of the assistant, and where the next one begins.
+# The formats of each family for system, user and assistant turns, and for the start of an assistant turn.
 FAMILIES = {
     "chatml": special("<|im_start|>{}\n", "<|im_end|>\n"),
     "llama 3": special("<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>"),
@@ -75,11 +75,11 @@ def test_a_llama_2_system_prompt_in_the_first_turn_is_left_out():
         (
             "<|im_start|>system\nOnly this<|im_end|>",
             "<|im_start|>system\nOnly this<|im_end|>",
-        ),  # without a turn of the user
+        ),  # without a user turn
         ("<|im_start|>user\nWhat is [INST]?<|im_end|>\n", "What is [INST]?"),  # the outermost format counts
-        ("user: 2?\nassistant: <|im_start|>user\n3?<|im_end|>", "2?"),  # so do messages
+        ("user: 2?\nassistant: <|im_start|>user\n3?<|im_end|>", "2?"),  # as do messages
         ("<|im_start|>user\ncut in the mid", "cut in the mid"),
-        (  # Qwen has what tools say in turns of the user
+        (  # Qwen writes tool outputs as user turns
             "<|im_start|>user\nRoot of 2?<|im_end|>\n<|im_start|>assistant\nCall.<|im_end|>\n"
             "<|im_start|>user\n<tool_response>\n1.41\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
             "Root of 2?",

@@ -1,4 +1,4 @@
-"""``headrace view`` shows what the files have and nothing else."""
+"""``headrace view`` shows the contents of the files and nothing else."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def without_step(rows):
 
 
 def shown(answer):
-    """The rows of an answer by column, texts as text and large numbers as numbers."""
+    """The rows of an answer by column, with large numbers, which are sent as texts, as numbers."""
     names = [name for name, _ in answer["columns"]]
     kinds = dict(answer["columns"])
     rows = [dict(zip(names, cells[1:], strict=True)) for cells in answer["rows"]]
@@ -101,7 +101,7 @@ def test_the_lowest_reward_comes_first_and_rows_without_one_last(client, run, tm
 
 @pytest.mark.parametrize("order", ["ascending", "descending"])
 def test_the_groups_that_teach_come_first_the_widest_spread_of_rewards_before_all(client, run, order):
-    """By a loop: of the rows in the loss of each group, the largest reward less the smallest."""
+    """By a loop: in each group, the largest reward minus the smallest, over rows in the loss."""
     for step in range(4):
         rows, spread = table_of(run, step), {}
         for row in rows:
@@ -138,7 +138,7 @@ def test_a_run_is_called_by_its_recipe_if_it_has_one(tmp_path, run, make_batch):
 
 
 def test_one_prompt_has_the_reward_and_the_advantage_of_each_rollout(client, run):
-    """By a loop over the rows of all steps; a rollout counts with its first row."""
+    """Compared with a loop over the rows of all steps. A rollout counts with its first row."""
     for line in client.ask("prompts")["prompts"]:
         answer = client.ask("prompt", key=line["key"])
         wanted = []
@@ -201,7 +201,7 @@ def test_a_prompt_is_found_in_all_steps_of_both_runs_as_by_a_loop(client, run, o
 
 
 def write_rows(folder, steps):
-    """Files of rows (group, rollout, reward, prompt), by step."""
+    """Write a file for each step, with rows (group, rollout, reward, prompt)."""
     (folder / "rollouts").mkdir()
     for step, rows in steps.items():
         names = ("group_id", "rollout_id", "rollout_reward", "prompt")
@@ -259,7 +259,7 @@ def test_of_two_files_of_a_step_one_is_shown_and_the_other_named(tmp_path):
 
 
 def test_prompts_are_found_in_any_case_like_rows(tmp_path):
-    """At the end of a word, a small sigma is another letter."""
+    """Lower-case sigma is another letter at the end of a word."""
     with served(write_rows(tmp_path, {0: [(1, 1, 0.5, "ΟΔΟΣΑ")]})) as client:
         assert client.ask("prompts", text="ΟΔΟΣ")["found"] == 1
         assert client.ask("rows", run=0, step=0, text="ΟΔΟΣ")["found"] == 1
@@ -410,7 +410,7 @@ def test_every_response_forbids_foreign_scripts_and_declares_its_type(client):
 
 
 class Touch:
-    """What a pickle would run."""
+    """An object whose pickle runs code."""
 
     def __init__(self, path):
         self.path = path
@@ -502,7 +502,7 @@ def test_the_command_prints_what_to_do(tmp_path, run):
 
 
 def test_without_pyarrow_it_names_what_to_install(tmp_path, run, monkeypatch):
-    # The package, too: it keeps the names that were asked for.
+    # Also remove names from the package, which keeps those that were imported.
     for name in [name for name in sys.modules if name.startswith("headrace.pipeline.tools.view")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pyarrow", None)

@@ -42,7 +42,7 @@ return [...document.querySelectorAll("input, select, button")].filter(
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Two runs, the second without the last step; in the first, step 0 has hostile texts."""
+    """Two runs. The second lacks the last step, and step 0 of the first has hostile texts."""
     folder = tmp_path_factory.mktemp("runs")
     first, second = write_run(folder / "first"), write_run(folder / f"second{pages.HOSTILE[:1]}b>", 3, 0.25)
     responses = [LARGE, pages.HOSTILE, "\u202eturned", "", *[pages.HOSTILE] * 5]
@@ -61,7 +61,7 @@ def client(folders):
 
 @pytest.fixture
 def open_view(driver, client):
-    """Opens the viewer of both runs; at the end of the test its console must be empty."""
+    """A function that opens the viewer of both runs. At the end of the test the console must be empty."""
 
     def opened(address="", *, width=1280):
         page = Page(driver)
@@ -269,7 +269,7 @@ def test_a_row_opens_its_prompt_in_all_steps_of_both_runs(open_view):
     assert page.texts("#prompt svg.rewards text.title") == ["step", "reward"]
     assert page.count("#prompt svg.rewards circle.dot") == 3 * (
         4 + 3
-    )  # of each rollout, in the steps of both
+    )  # each rollout in the steps of both runs
     fills = {dot.value_of_css_property("fill") for dot in page.all("#prompt svg.rewards circle.dot")}
     assert len(fills) > 2  # coloured by their advantages
 
@@ -304,7 +304,7 @@ def test_it_is_readable_on_narrow_and_wide_screens_in_light_and_dark(open_view, 
 
 
 def scrolled(page):
-    """What has to be moved sideways to be read."""
+    """The labels of elements that must be scrolled sideways."""
     script = "return [...document.querySelectorAll('.across, .scroll')].filter((e) => e.checkVisibility() "
     return page.driver.execute_script(script + "&& e.scrollWidth > e.clientWidth).map((e) => e.ariaLabel)")
 

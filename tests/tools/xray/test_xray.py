@@ -244,7 +244,7 @@ def of_torchrl(kind, **options):
 
 
 def by_ratio(coefficient):
-    """A loss by hand: `coefficient` of the ratio and of the advantage's sign is held constant."""
+    """A loss by hand. Its `coefficient` follows from ratio and advantage, and has no gradient."""
 
     def step(model, batch, cut):
         log_probs = model.get_dist(batch).log_prob(batch[FULL])
@@ -270,7 +270,7 @@ CURVES = {
     "GRPO": (of_torchrl("GRPOLoss", clip_epsilon=0.2), clipped(0.2, 0.2)),
     "clip higher": (of_torchrl("GRPOLoss", clip_epsilon=(0.2, 0.28)), clipped(0.2, 0.28)),
     "CISPO": (by_ratio(lambda r, a, m: r.clamp(0.8, 1.28)), lambda r, up: min(max(r, 0.8), 1.28)),
-    # Its gradient ends where the ratio is clipped, for either sign; the paper's (arXiv:2506.13585) goes on.
+    # Its gradient is 0 where the ratio is clipped, for both signs; the paper's (arXiv:2506.13585) is not.
     "TorchRL's CISPO": (
         of_torchrl("CISPOLoss", clip_epsilon=(0.2, 0.28)),
         lambda r, up: r if 0.8 < r < 1.28 else 0.0,
@@ -355,7 +355,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("step", FAULTS)
 def test_with_a_pipeline_a_fault_is_named_as_without(step):
-    """Two rows, of 10 and 4 tokens, have the advantage 0, and the weight of their prompts is 0, too."""
+    """Two rows, of 10 and 4 tokens, have the advantage 0, and the tokens of their prompts the weight 0."""
     pipeline = load_pipeline("grpo", "pipeline.stages.split.minibatches=1", loss_unit="token")
     rewards = (1.0, 0.0, 0.25, 0.5, 0.0, 1.0, 0.75, 0.1, 0.2, 0.6, 0.4, 0.4)
     xray(mean_of_step, pipeline, rewards=rewards).assert_uniform()
@@ -370,7 +370,7 @@ EQUAL_IN_THE_LAST = (1.0, 0.0, 0.25, 0.5, 0.0, 1.0, 0.75, 0.1, 0.4, 0.4, 0.4, 0.
 
 
 def test_a_micro_batch_without_an_advantage_hides_no_fault_of_another():
-    """The last of four micro-batches of three rows has equal rewards only."""
+    """The last of four micro-batches of three rows has only equal rewards."""
     pipeline = load_pipeline("grpo", "pipeline.stages.split.minibatches=1")
     for says in (None, pipeline):
         found = xray(with_the_first_twice, says, rewards=EQUAL_IN_THE_LAST, cuts=(1, 4))
@@ -380,7 +380,7 @@ def test_a_micro_batch_without_an_advantage_hides_no_fault_of_another():
 @pytest.mark.parametrize("shift", [1, -1], ids=["last", "first"])
 @pytest.mark.parametrize("unit", ["token", "sample"])
 def test_tokens_to_which_the_pipeline_gives_no_weight_are_no_shifted_mask(unit, shift):
-    """The last or the first token of each response, by a filter of tokens or by an advantage of 0."""
+    """A token filter or an advantage of 0 takes out the last or the first token of each response."""
 
     def others(batch):
         mask = batch[LOSS]
@@ -403,14 +403,14 @@ def test_tokens_to_which_the_pipeline_gives_no_weight_are_no_shifted_mask(unit, 
 
 
 def with_turns_inside_rows(batch: TensorDictBase) -> None:
-    """Turns of two tokens, each with an index over its rollout."""
+    """Add turns of two tokens, which are numbered within each row."""
     place = batch[LOSS].cumsum(1) - 1
-    row = torch.arange(len(batch))[:, None]  # so that each row's turns are its own
+    row = torch.arange(len(batch))[:, None]  # so that no two rows share a turn
     batch["turn_index"] = torch.where(batch[LOSS], place // 2 + 100 * row, -1)
 
 
 def mean_of_turns(model, batch, cut):
-    """By a loop: each turn counts the same, and in it each token."""
+    """By a loop: all turns have equal weights, and so have the tokens within each."""
     turns = batch["turn_index"]
     numbers = [turn for turn in turns.unique().tolist() if turn >= 0]
     for part in batch.chunk(cut):
@@ -421,7 +421,7 @@ def mean_of_turns(model, batch, cut):
 
 
 def test_a_mean_over_turns_inside_rows_is_uniform_and_no_other_mean_is():
-    """A row's last turn may have one token, which then weighs twice as much as another."""
+    """The last turn of a row may have one token, with twice the weight of others."""
     words = "pipeline.stages.split.minibatches=1", "pipeline.stages.weight.turn_index_key=turn_index"
     pipeline = load_pipeline("grpo", *words, loss_unit="turn")
     options = {"cuts": (1, 3), "prepare": with_turns_inside_rows, "pad": ("right", "left")}
@@ -517,7 +517,7 @@ def test_a_pipeline_without_weights_and_a_step_that_moves_the_table_are_refused(
         xray(moves)
 
 
-# -- what pulls towards another policy ----------------------------------------------------------------------
+# -- terms that pull towards another policy -----------------------------------------------------------------
 
 
 def kl_to(model, reference, batch):

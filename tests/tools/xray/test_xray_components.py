@@ -23,7 +23,7 @@ WITH_KL = "{objective:{},kl:{unit:sample,factor:0.1},seen:{unit:group,loss_mask_
 
 
 def prepare(batch: TensorDictBase) -> None:
-    """Tokens of a response that are not in the loss mask are those that the environment wrote."""
+    """Add a mask of the tokens of the environment: tokens in the response that are not in the loss mask."""
     batch[SEEN] = batch[REAL] & ~batch[LOSS] & (batch[LOSS].cumsum(1) > 0)
 
 
@@ -34,7 +34,7 @@ def pipeline_of(components: str, cut: int, *more: str):
 
 
 def loss_of(model: nn.Module, doubled: str):
-    """The policy gradient at the ratio 1; other terms are cross entropies, defined at all tokens."""
+    """The policy gradient at the ratio 1, and cross entropies at all tokens as the other terms."""
 
     def loss(batch: TensorDictBase) -> TensorDict:
         tokens = batch["tokens", "full"]
@@ -77,7 +77,7 @@ def test_each_component_trains_its_declared_weights_in_any_number_of_micro_batch
 
 
 def by_rollout(run, tokens: torch.Tensor) -> Sequence[float]:
-    """The sum of the coefficients of some tokens by rollout, of rollouts with such tokens."""
+    """For each rollout that has some of these tokens, the sum of their coefficients."""
     sums = torch.zeros(12, dtype=torch.float64).index_add(
         0, run.tokens.rollout, (run.coefficient * tokens).sum(1)
     )
@@ -86,7 +86,7 @@ def by_rollout(run, tokens: torch.Tensor) -> Sequence[float]:
 
 
 def test_the_tokens_of_a_masked_group_train_in_the_component_that_has_them():
-    """A mean over rollouts, times 0.05: all rollouts with such tokens have equal shares, also masked ones."""
+    """It is a mean over rollouts, times 0.05: rollouts with such tokens have equal shares, even if masked."""
     run = measure(ECHO, cuts=(3,)).runs[0]
     masked = (run.tokens.group == 1)[:, None]
     own = run.tokens.inside & (run.advantage == 1)

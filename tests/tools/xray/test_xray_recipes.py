@@ -25,17 +25,17 @@ LENGTHS = (3, 9, 5, 4, 8, 2, 6, 7, 5, 3, 10, 4, 2, 6)
 
 
 def measure(step, recipe: str, declares: Pipeline, *, votes: bool = False, **options) -> XRay:
-    """A step, compared with a second pipeline of the same recipe, since running baselines move.
+    """Measure a step against a second pipeline of the recipe, because running baselines change.
 
     With `votes`, one rollout of each group votes only.
     """
 
     def prepare(batch: TensorDictBase) -> None:
-        """All that any recipe reads. The trainer's policy is the one of equal logits."""
+        """Add the columns that any recipe reads. The trainer's policy has equal logits."""
         tokens = batch["tokens", "full"]
         place = torch.arange(tokens.shape[1]).expand(tokens.shape)
         batch[OLD] = torch.where(batch["masks", "all_attention_mask"], batch[FULL], 0.0)
-        batch[FULL] = batch[OLD] + 0.0005 * (tokens * 7 % 5 - 2)  # the sampler is a little off
+        batch[FULL] = batch[OLD] + 0.0005 * (tokens * 7 % 5 - 2)  # the sampler differs a little
         for number, name in enumerate(("teacher_log_probs", "ref_log_probs", *POSITIVE), 1):
             sign = 1 if name in POSITIVE else -1
             batch[name, "full"] = sign * (tokens * number % 7 + 1).double() / 8
@@ -62,7 +62,7 @@ def measure(step, recipe: str, declares: Pipeline, *, votes: bool = False, **opt
 
 
 def of_voters(batch: TensorDictBase) -> torch.Tensor:
-    """Rows of the third rollout of each group: five rows, since two of these rollouts have two."""
+    """The rows of the third rollout of each group: five rows, because two of these rollouts have two."""
     return batch["rollout_id"].flatten() % 4 == 2
 
 
@@ -78,7 +78,7 @@ def plain(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("transform", [None, "pack", "tree"])
 def test_every_recipe_trains_its_declared_weights(transform):
-    """In one micro-batch, and in three: of two ways to transform, one has the other number."""
+    """Recipes alternate between one and three micro-batches, and so do the ways to transform a batch."""
     recipes = {None: ADVANTAGES, "pack": FEW, "tree": CHAINS}[transform]
     for number, recipe in enumerate(recipes):
         for microbatches in (1, 3)[(number + bool(transform)) % 2 :][:1]:
@@ -124,7 +124,7 @@ def test_a_rollout_that_votes_only_has_no_weight_and_is_in_no_denominator(recipe
 
 
 class OneBatch:
-    """The collector of a trainer, whose one batch is the one to measure."""
+    """A collector for a trainer that yields only the batch to measure."""
 
     init_random_frames = 0
 
@@ -135,10 +135,10 @@ class OneBatch:
         yield self.batch
 
     def update_policy_weights_(self, *_, **__) -> None:
-        """Nothing else has the weights."""
+        """No worker has a copy of the weights."""
 
     def shutdown(self) -> None:
-        """Nothing runs."""
+        """No worker runs."""
 
 
 @pytest.mark.parametrize("recipe", FEW)

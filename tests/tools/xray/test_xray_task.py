@@ -56,7 +56,7 @@ def step(model, batch, cut):
 
 
 def measured(folder: Path, *words: str) -> dict[str, dict]:
-    """The settings in the JSON of the command, by name."""
+    """Run the command, and return the settings in its JSON by name."""
     headrace_here(folder, "task=xray", *words, "hydra.run.dir=out")
     assert "<svg" in (folder / "out" / "report.html").read_text()
     found = json.loads((folder / "out" / "xray.json").read_text())["settings"]
@@ -64,7 +64,7 @@ def measured(folder: Path, *words: str) -> dict[str, dict]:
 
 
 def as_kept(found: dict[str, dict], trainer: str, version: str) -> None:
-    """What was measured is what docs/xray.json has of this version, to float32's rounding."""
+    """Check that the numbers are those of docs/xray.json for this version, up to float32's rounding."""
     kept = KEPT[trainer]
     if not kept["trainer"].endswith(f" {version}"):
         pytest.skip(f"docs/xray.json is of {kept['trainer']}, and here is {version}: run tools/make_xray.py")
@@ -92,7 +92,7 @@ def test_the_settings_that_have_a_curve_are_those_of_the_page(trainer):
 
 
 def test_a_curve_goes_from_the_least_to_the_greatest_ratio():
-    """The axis is of the logarithm of the ratio, and has 0 at the bottom."""
+    """The horizontal axis has the logarithm of the ratio, and the vertical one begins at 0."""
     curve = {0.1: (0.1, 0.0), 1.0: (1.0, 1.0), 10.0: (2.0, 0.0), 100.0: (9.0, 3.0)}
 
     def step(model, batch, cut):
@@ -149,7 +149,7 @@ def test_torchrl_takes_its_documented_means_and_curves(tmp_path):
         assert close(each["over_documented"], 1.0), name
         assert uniform(each) == ("token_mean" not in name), name
     as_kept(found, "torchrl", torchrl.__version__)
-    name = "DAPO(aggregation=token_mean), MCAdvantage"  # the curves of other losses: test_xray.py
+    name = "DAPO(aggregation=token_mean), MCAdvantage"  # test_xray.py has the curves of other losses
     curve = measured(tmp_path, "xray=torchrl", f"xray.only='{name}'")[name]["curve"]
     assert len(curve) == 17
     for ratio, both in curve.items():
@@ -254,7 +254,7 @@ def test_verl_takes_the_mean_of_each_loss_agg_mode_for_any_micro_batches(tmp_pat
     found = measured(tmp_path, "xray=verl")
     assert sum("vanilla" in name for name in found) == 5
     for name, each in found.items():
-        if name.startswith("geo_mean"):  # its mean is over each micro-batch, and the engine adds them up
+        if name.startswith("geo_mean"):  # the loss is a mean per micro-batch, and the engine sums these
             assert close(each["over_one_micro_batch"]["4"], 4.0)
         else:
             assert close(each["over_documented"], 1.0), name
@@ -265,7 +265,7 @@ def test_verl_takes_the_mean_of_each_loss_agg_mode_for_any_micro_batches(tmp_pat
         assert down == pytest.approx(r if 0.8 < r < 3.0 else 0.0, rel=1e-3, abs=1e-5)  # clip_ratio_c
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own imports
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from its own imports
 def test_openrlhf_normalizes_over_the_window_of_micro_batches(tmp_path):
     pytest.importorskip("openrlhf", reason="OpenRLHF is not installed")
     found = measured(tmp_path, "xray=openrlhf")
