@@ -264,6 +264,7 @@ def test_micro_batches_have_the_rows_of_those_that_a_pipeline_gathers(options):
             ValueError,
             r"statuss \(did you mean 'status'\?\).*rollout_id, status,",
         ),
+        ("gdpo", {"all_assistant_mask": [1] * 4}, ValueError, "does not read the columns all_assistant_mask"),
         ("grpo", {"reward": [1.0] * 3}, BatchError, "one entry for each row.*'reward': 3"),
         ("grpo", {"group_id": ["a", "a", "b", "a"]}, BatchError, "group 'a' has 3 of 2"),
         ("grpo", {"reward": [1.0, float("nan"), 0.0, 1.0]}, BatchError, "row 1"),
