@@ -24,7 +24,7 @@ _in_python = ContextVar("in_python", default=False)
 
 @contextmanager
 def said_in_python() -> Iterator[None]:
-    """Let errors about options speak Python. Without it they are for YAML and the command line.
+    """Let errors about options use the words of Python. Without it they use those of YAML and the command.
 
     Functions enter it whose options are Python's keywords. What they call is shared with the command.
     """

@@ -17,7 +17,6 @@ import headrace
 from headrace.pipeline import ConfigError, TaskResult, load_pipeline, make_report, write_dump
 from headrace.pipeline.tools.audit import audit_dump
 from headrace.pipeline.tools.dumps.readers import SourceError
-from headrace.pipeline.tools.dumps.readers.open import OWN_FILE
 from headrace.pipeline.tools.plan import tabulate_group_sizes
 from headrace.pipeline.tools.replay import compare_recipes, replay_dump
 
@@ -185,7 +184,7 @@ def test_the_same_errors_of_the_command_have_its_words(tmp_path):
     write_lines(tmp_path / "own.jsonl", [{"id": 0, "score": 1.0, "text": "4"}] * 2)
     columns = "'source.columns={group: id, reward: score, response: text}'"
     for words, said in {
-        "task=replay source.path=own.jsonl": f"{OWN_FILE}\n",
+        "task=replay source.path=own.jsonl": "\n'source.columns={group: ID, reward: NUMBER, response: TEXT}' source.group_size=",
         f"task=replay source.path=own.jsonl {columns}": "type:\nheadrace task=replay source.path=own.jsonl",
         "pipeline=RLOO": "headrace recipes lists all",
         "pipeline.stages.split.shuffle=null": "must be true or false; got null",
