@@ -184,7 +184,7 @@ def test_the_same_errors_of_the_command_have_its_words(tmp_path):
     write_lines(tmp_path / "own.jsonl", [{"id": 0, "score": 1.0, "text": "4"}] * 2)
     columns = "'source.columns={group: id, reward: score, response: text}'"
     for words, said in {
-        "task=replay source.path=own.jsonl": "\n'source.columns={group: ID, reward: NUMBER, response: TEXT}' source.group_size=",
+        "task=replay source.path=own.jsonl": "\n'source.columns={group: ID, reward: NUMBER, response: TEXT}'",
         f"task=replay source.path=own.jsonl {columns}": "type:\nheadrace task=replay source.path=own.jsonl",
         "pipeline=RLOO": "headrace recipes lists all",
         "pipeline.stages.split.shuffle=null": "must be true or false; got null",
