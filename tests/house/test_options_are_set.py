@@ -59,9 +59,10 @@ def kinds_by_place() -> dict[str, set[str]]:
         for place, name in re.findall(r" /\w+@stages\.([\w.]+): (\w+)", file.read_text()):
             found[place].add(TARGETS[name].rpartition(".")[2])
     for page in PAGES:
-        for place, name in re.findall(r"\w+@pipeline\.stages\.([\w.]+)=(\w+)", (ROOT / page).read_text()):
-            found[place].add(TARGETS[name].rpartition(".")[2])
-    for name, target in TARGETS.items():  # users name a stage as its file
+        for place, name in re.findall(r"\bpipeline\.stages\.([\w.]+)=(\w+)", (ROOT / page).read_text()):
+            if name in TARGETS:  # not a value, or a file of one's own
+                found[place].add(TARGETS[name].rpartition(".")[2])
+    for name, target in TARGETS.items():  # a user gives a stage the name of its file
         found[name].add(target.rpartition(".")[2])
     return found
 
@@ -80,7 +81,8 @@ class Found(set):
         """Add the options of a YAML node, or of a mapping in Python."""
         if not isinstance(node, dict):
             return
-        if kind := str(node.get("_target_", "")).rpartition(".")[2]:
+        named = str(node.get("_target_", ""))
+        if kind := TARGETS.get(named, named).rpartition(".")[2]:
             self.update((kind, option) for option in node)
         for option, value in node.items():
             self.at(place, str(option))
