@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -81,4 +82,60 @@ def recipes_in_verl() -> list[Setting]:
         words = (f"pipeline.stages.{word}" for word in (weight, "split.minibatches=1"))
         name = f"adv_estimator=headrace, HEADRACE_RECIPE={recipe}, loss_agg_mode={mode}"
         found.append(Setting(name, step_of(recipe, mode), RECIPE, pipeline=load_pipeline(recipe, *words)))
+    return found
+
+
+# By recipe, OpenRLHF's ``actor.loss_agg_mode``, and the recipe's options with its weights.
+OF_OPENRLHF = {
+    "as/openrlhf": ("token-mean", "weight.unit=token"),
+    "rloo": ("seq-mean-token-mean", "weight.unit=sample"),
+    "dr_grpo": ("token-mean", "weight.unit=token weight.length=null"),
+}
+DYNAMIC = "train.dynamic_batch_enable"
+
+
+def recipes_in_openrlhf() -> list[Setting]:
+    """Return recipes in OpenRLHF's whole step, each with the `loss_agg_mode` that has its weights.
+
+    With dynamic batches, ZeRO 1 and 2 train the last micro-batch alone, and ZeRO 3 trains all.
+    """
+    from headrace.pipeline.tools.xray.of_openrlhf import openrlhf_step
+
+    from .openrlhf import compute_advantages_and_returns
+
+    def of(recipe: str, **arguments: Any) -> Setting:
+        def advantages(maker: Any, experiences: list[Any]) -> list[Any]:
+            with patch.dict(os.environ, {"HEADRACE_RECIPE": recipe}):
+                return compute_advantages_and_returns(maker, experiences)
+
+        mode, weight = OF_OPENRLHF[recipe]
+        words = [f"pipeline.stages.{word}" for word in (*weight.split(), "split.minibatches=1")]
+        given = {"actor.loss_agg_mode": mode} | arguments
+        name = ", ".join([f"HEADRACE_RECIPE={recipe}", *(f"{key}={value}" for key, value in given.items())])
+        step, pipeline = openrlhf_step(advantages, **given), load_pipeline(recipe, *words)
+        return Setting(name, step, RECIPE, pipeline=pipeline, dtype=torch.float32)
+
+    dynamic = [of("as/openrlhf", **{DYNAMIC: True, "ds.zero_stage": stage}) for stage in (2, 3)]
+    return [*(of(recipe) for recipe in OF_OPENRLHF), *dynamic]
+
+
+# By recipe, the `loss_type` of ms-swift, and the recipe's option with its weights.
+OF_MS_SWIFT = {
+    "as/trl": ("grpo", "weight.unit=sample"),
+    "rloo": ("dapo", "weight.unit=token weight.length=null"),
+    "dr_grpo": ("dr_grpo", f"weight.length={LONGEST}"),
+}
+
+
+def recipes_in_ms_swift() -> list[Setting]:
+    """Return recipes in ms-swift's GRPOTrainer, each with the `loss_type` that has its weights."""
+    from headrace.pipeline.tools.xray.of_ms_swift import ms_swift_step
+
+    found = []
+    for recipe, (loss_type, weight) in OF_MS_SWIFT.items():
+        words = [f"pipeline.stages.{word}" for word in (*weight.split(), "split.minibatches=1")]
+        name = f"attach(GRPOTrainer(loss_type={loss_type}), {recipe})"
+        step = ms_swift_step(partial(attach, recipe=recipe), loss_type=loss_type)
+        pipeline = load_pipeline(recipe, *words)
+        found.append(Setting(name, step, RECIPE, pipeline=pipeline, dtype=torch.float32))
     return found

@@ -64,6 +64,12 @@ def peer(name: str) -> str:
     return f"-W ignore tests/support/peer_checks.py {name}"
 
 
+def measured(name: str) -> str:
+    """The weights of the adapter's recipes in the whole step of a trainer."""
+    return f"-m pytest -q tests/adapters/test_measured.py -k {name}"
+
+
+OF_OPENRLHF = "deepspeed==0.19.6 transformers==5.15.0 ray accelerate datasets peft torchdata pylatexenc"
 OF_TRL = ("coming_from_trl", "over_generation", "trl_async")
 BESIDE = {
     "oldest": Beside("no TorchRL, oldest versions", "tensordict==0.10.0 numpy==1.26.* pyarrow<22", (QUICK,)),
@@ -86,7 +92,9 @@ BESIDE = {
         (f"-m pytest -q {' '.join(f'tests/adapters/test_{name}.py' for name in OF_TRL)}",),
     ),
     "unsloth": Beside("Unsloth 2026.10.9", "unsloth==2026.10.9 trl==1.15.0", (peer("unsloth"),)),
-    "swift": Beside("ms-swift 4.6.0", "ms-swift==4.6.0 trl==0.29.1 msgspec", (peer("swift"),)),
+    "swift": Beside(
+        "ms-swift 4.6.0", "ms-swift==4.6.0 trl==0.29.1 msgspec", (peer("swift"), measured("ms_swift"))
+    ),
     "trinity": Beside("Trinity-RFT 0.6.0", "trinity-rft==0.6.0 pyarrow<22", (peer("trinity"),)),
     "nemo_rl": Beside(
         "NeMo RL 7ea279abfb, its samplers",
@@ -105,10 +113,9 @@ BESIDE = {
         for version in ("3.10", "3.12", "3.13")
     },
     "openrlhf": Beside(
-        "OpenRLHF 0.11.2",
-        # Its flash-attn asks torch for its version when pip reads what it requires.
-        "setuptools wheel packaging psutil ninja ; --no-build-isolation openrlhf==0.11.2",
-        asks_only=True,
+        "OpenRLHF 0.11.2, without flash-attn and vLLM",
+        f"{OF_OPENRLHF} ; --no-deps openrlhf==0.11.2",
+        (peer("openrlhf"), measured("openrlhf")),
     ),
     "areal": Beside("AReaL 1.0.4", "areal==1.0.4", asks_only=True),
 }

@@ -2,6 +2,9 @@
 
 python tools/make_xray.py           # trainers that are not installed keep their last results
 python tools/make_xray.py ms_swift  # only this one, which needs another TRL
+python tools/make_xray.py openrlhf  # only this one, which needs DeepSpeed
+
+`headrace task=xray xray=ms_swift` says what to install, and in which folder, without another torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""In TRL's whole step, each token has the weight that the attached recipe declares."""
+"""In a trainer's whole step, each token has the weight that the attached recipe declares."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Ray state API:DeprecationWarning"),  # of verl's imports
 ]
+MODULES = {"ms_swift": "swift.rlhf_trainers.grpo_trainer", "openrlhf": "deepspeed"}
+LOST = "with 3 micro-batches, micro-batch 0, 1 (from 0) has no gradient"
 
 
-@pytest.mark.parametrize("trainer", ["trl", "verl"])
+@pytest.mark.parametrize("trainer", ["trl", "verl", "openrlhf", "ms_swift"])
 def test_a_recipe_in_a_trainer_trains_its_declared_weights_in_any_number_of_micro_batches(trainer):
-    pytest.importorskip(trainer, reason=f"{trainer} is not installed")
+    pytest.importorskip(MODULES.get(trainer, trainer), reason=f"{trainer} is not installed")
     from headrace.adapters import measured
 
     settings = getattr(measured, f"recipes_in_{trainer}")()
-    assert len(settings) == len(getattr(measured, f"OF_{trainer.upper()}"))
+    recipes = [setting for setting in settings if measured.DYNAMIC not in setting.name]
+    assert len(recipes) == len(getattr(measured, f"OF_{trainer.upper()}"))
     for setting in settings:
         found = setting.measure((1, 3)).xray
+        if setting.name.endswith(f"{measured.DYNAMIC}=True, ds.zero_stage=2"):  # as its page says
+            assert found.verdict.endswith(LOST), found.verdict
+            continue
         assert found.verdict == "the weights of the pipeline, in 2 of 2 runs", setting.name
         found.assert_uniform()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,15 +136,7 @@ def test_over_generation_is_an_option_for_trl():
 @pytest.mark.parametrize("kind", ["GRPOTrainer", "RLOOTrainer"])
 def test_in_trl_each_step_trains_full_batches_of_informative_groups(tmp_path, kind):
     trl = pytest.importorskip("trl", reason="TRL is not installed")
-    from small_trl import small_trainer
-
-    def some_equal(prompts, completions, **others):
-        """A reward function that gives equal rewards to the groups of four of the eight prompts."""
-        found = [completion.count("1") + 0.1 * len(completion) for completion in completions]
-        return [
-            0.0 if prompt in ("34", "78", "0", "2") else each
-            for prompt, each in zip(prompts, found, strict=True)
-        ]
+    from small_trl import small_trainer, some_equal
 
     settings = {"gradient_accumulation_steps": 2} | ({"beta": 0.0} if kind == "RLOOTrainer" else {})
     trainer = small_trainer(tmp_path, getattr(trl, kind), (some_equal,), 4, **settings)
@@ -173,3 +166,30 @@ def test_in_trl_each_step_trains_full_batches_of_informative_groups(tmp_path, ki
     assert len(trainer.last_run.ledger.reason) == 8  # TRL's evaluation batch: no row is left over
     assert "over_generation/left_over" not in trainer.last_run.ledger.counts()
     assert own_size["eval_headrace/rows/in"] == 8
+
+
+@pytest.mark.slow
+@pytest.mark.llm
+def test_on_two_ranks_each_trains_its_own_groups_over_the_tokens_of_both(tmp_path):
+    pytest.importorskip("trl", reason="TRL is not installed")
+    from any_rank import results_of
+    from small_trl import over_generating
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = results_of(over_generating, 2, tmp_path, str(tmp_path), port)
+    assert all(each["ranks"] == [2] for each in ranks)
+    for each in ranks:
+        for at, counts in enumerate(each["counts"]):  # 16 rows are generated for a step, and 8 are trained
+            assert sum(counts.values()) == 16
+            assert counts["trained"] == min(8, 16 - counts["filter/zero_variance"])
+            mine = each["advantages"][2 * at : 2 * at + 2]
+            assert [len(part) for part in mine] == [4, 4]
+            assert sum(value != 0 for part in mine for value in part) <= counts["trained"]
+    for at in range(2):  # both divide by the tokens of both
+        steps = slice(2 * at, 2 * at + 2)
+        tokens = sum(sum(each["tokens"][steps]) for each in ranks)
+        assert [each["denominators"][steps] for each in ranks] == [[tokens, tokens]] * 2
+    assert ranks[0]["weights"] == ranks[1]["weights"]
+    assert ranks[0]["advantages"] != ranks[1]["advantages"]

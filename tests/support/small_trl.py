@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from headrace.adapters import attach
 
 GROUP_SIZE, ROWS = 4, 8
 PROMPTS = ["12", "34", "56", "78", "9", "0", "1", "2"]
@@ -62,3 +65,32 @@ def small_trainer(
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         processing_class=digits(),
     )
+
+
+def some_equal(prompts: Sequence[str], completions: Sequence[str], **others: Any) -> list[float]:
+    """Equal rewards in the groups of four of the eight prompts."""
+    found = [completion.count("1") + 0.1 * len(completion) for completion in completions]
+    return [
+        0.0 if prompt in ("34", "78", "0", "2") else each for prompt, each in zip(prompts, found, strict=True)
+    ]
+
+
+def over_generating(rank: int, world: int, folder: str, port: int) -> dict[str, list[Any]]:
+    """Two steps of a GRPOTrainer on each rank, which trains half of the groups that it generates."""
+    found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {name: str(value) for name, value in (found | {"MASTER_PORT": port}).items()}
+    trainer = small_trainer(Path(folder), trl.GRPOTrainer, (some_equal,), 2, gradient_accumulation_steps=2)
+    attach(trainer, "grpo", over_generation=2, scale="none")
+    own, steps, runs = trainer._compute_loss, [], []
+    trainer._compute_loss = lambda model, inputs: steps.append(inputs) or own(model, inputs)
+    generate = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda each: (generate(each), runs.append(trainer.last_run))[0]
+    trainer.train()
+    return {
+        "ranks": [trainer.accelerator.num_processes],
+        "counts": [dict(run.ledger.counts()) for run in runs],
+        "advantages": [each["advantages"].flatten().tolist() for each in steps],
+        "tokens": [int(each["tool_mask"].sum()) for each in steps],
+        "denominators": [int(each["num_items_in_batch"]) for each in steps],
+        "weights": [each.detach().flatten()[:5].tolist() for each in trainer.model.parameters()],
+    }

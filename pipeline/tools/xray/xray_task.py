@@ -21,14 +21,17 @@ from headrace.pipeline.wording import printable, shown_range
 from headrace.spelling import suggest
 
 # The package of each trainer, and how to install it. Three of them require other versions of torch or TRL,
-# but their losses do not, so they are installed without dependencies.
+# but what is measured does not, so they are installed without dependencies. None of it compiles CUDA code.
 ASIDE = "PYTHONPATH=FOLDER in front of the command, after pip install --no-deps --target FOLDER"
-SWIFT = "ms-swift 'trl<1.0' peft modelscope modelscope_hub json_repair einops dacite"
+SWIFT = "ms-swift 'trl<1.0' peft modelscope modelscope_hub json_repair einops dacite msgspec"
+OPENRLHF = (
+    "openrlhf==0.11.2 deepspeed==0.19.6 einops hjson msgpack ninja peft py-cpuinfo pylatexenc torchdata"
+)
 TRAINERS = {
     "torchrl": ("torchrl", "pip install 'headrace[torchrl]'"),
     "trl": ("trl", "pip install 'headrace[llm]' trl"),
     "verl": ("verl", f"{ASIDE} verl codetiming"),
-    "openrlhf": ("openrlhf", f"{ASIDE} openrlhf"),
+    "openrlhf": ("openrlhf", f"{ASIDE} {OPENRLHF}"),
     "ms_swift": ("ms-swift", f"{ASIDE} {SWIFT}"),
 }
 
