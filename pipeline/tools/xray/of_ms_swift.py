@@ -71,7 +71,7 @@ def ms_swift_step(change: Callable[[Any], object] = lambda _: None, *, steps: in
 
     def train(model: Any, batch: TensorDictBase, cut: int, folder: str) -> None:
         rows, size, reward = len(batch), int(batch["expected_rollouts"][0]), batch["next", "reward"].sum(-1)
-        groups, scaled = batch["group_id"].flatten(), {"baseline": "mean", "scale": "group", "eps": 1e-4}
+        groups, scaled = batch["group_id"].flatten(), dict[str, Any](baseline="mean", scale="group", eps=1e-4)
         batch["advantage"] = group_relative_advantage(reward, groups, **scaled)[:, None, None]
         prompts, completions = [], []
         for row in batch.unbind(0):
@@ -80,7 +80,7 @@ def ms_swift_step(change: Callable[[Any], object] = lambda _: None, *, steps: in
             completions.append(tokens[start:])
         old = float(batch["log_probs", "full"][batch[LOSS]][0])
 
-        class Replays(GRPOTrainer):  # type: ignore[misc]
+        class Replays(GRPOTrainer):
             def _generate_completions(self, samples: Any) -> Any:
                 for at, sample in enumerate(self._preprocess_inputs(samples)):
                     prompt, ids = prompts[at % rows], completions[at % rows]
