@@ -57,7 +57,7 @@ def test_a_term_and_a_whole_stage_are_replaced_in_the_same_way():
         (NotTruncated, r"filter.criterion: NotTruncated is a class; give NotTruncated\(...\)"),
         ("NotTruncated", r"unknown criterion 'NotTruncated' .*'not_truncated'.* Or give an object"),
         (object(), "must be a value that YAML has, or a callable; got <object"),
-        (5, "filter.criterion must be a node with a _target_; got 5"),
+        (5, "filter.criterion must be a callable; got 5"),
     ],
 )  # fmt: skip
 def test_what_is_no_criterion_is_refused_with_the_right_form(criterion, message):

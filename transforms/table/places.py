@@ -8,10 +8,7 @@ from torch import Tensor
 from .checks import require_turns
 from .ids import Ids
 from .rows import Rows
-from .schema import SEGMENTS
-
-INTO = "merged into"
-"""Column of the table: (N,) int64, table index of the row that a row was merged into; −1: it was not."""
+from .schema import INTO, SEGMENTS
 
 
 def places_on_arrival(rows: Rows, *, checked: bool = True) -> tuple[Ids, Tensor]:

@@ -77,6 +77,7 @@ from .schema import (
     COUNTED,
     FLOAT,
     IN_LOSS,
+    INTO,
     LENGTH,
     OF_LENGTHS,
     REWARD,
@@ -714,7 +715,7 @@ class Rows:
             return
         (owner, declared), key = self.reads, self.key(role)
         of_the_table = isinstance(key, tuple) and (type(key) is not tuple or key[0] == "headrace")
-        if key is None or of_the_table or key in declared:
+        if key is None or key == INTO or of_the_table or key in declared:
             return
         kind = type(owner).__name__
         how = f"{key!r} must be in its in_keys"

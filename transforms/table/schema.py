@@ -84,6 +84,7 @@ __all__ = [
     "FLOAT",
     "FOLDED_WEIGHT",
     "INIT",
+    "INTO",
     "IN_LOSS",
     "IS_FIRST_SEGMENT",
     "LENGTH",
@@ -134,6 +135,8 @@ COMPARED = "compared"
 (N, 2) float64: how many rollouts the advantage compared with the row's, itself included; and the baseline,
 or NaN.
 """
+INTO = "merged into"
+"""Column of the table: (N,) int64, table index of the row that a row was merged into; −1: it was not."""
 IN_LOSS = ("headrace", "in_loss")
 SEGMENTS = ("headrace", "segments")
 LENGTH = ("headrace", "length")

@@ -12,10 +12,10 @@ from typing_extensions import Unpack
 
 from headrace.transforms.table import BatchError, BatchTransform, ColumnNames, Effect, Ids, Rows, Table
 from headrace.transforms.table.checks import require_turns
-from headrace.transforms.table.places import INTO
 from headrace.transforms.table.schema import (
     IN_LOSS,
     INIT,
+    INTO,
     IS_FIRST_SEGMENT,
     LENGTH,
     MINIBATCH,
