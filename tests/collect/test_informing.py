@@ -10,6 +10,7 @@ from saving import as_saved
 from tensordict import TensorDict, lazy_stack
 
 from headrace.pipeline import informative, load_pipeline
+from headrace.pipeline.collect.informing import Informative
 from headrace.transforms import BatchError, GroupAssembler, IncompleteGroupsError, StalledError
 
 pytestmark = pytest.mark.slow
@@ -124,6 +125,47 @@ def test_leftover_groups_wait_for_the_next_batch_also_over_a_restart():
     assert (again.ready, again.held, again.found) == (3, 6, 5)
     assert [batch["group_id"].tolist() for batch in again] == [[2, 2, 3, 3], [4, 4]]
     assert [batch["group_id"].tolist() for batch in batches] == [[2, 2, 3, 3], [4, 4]]
+
+
+def assembled_of(kinds: str) -> tuple[GroupAssembler, Informative]:
+    """An assembler with whole groups, v with rewards that differ and f without; and batches of two groups."""
+    assembler = GroupAssembler(groups=2, group_size=2)
+    for rows in many(kinds):
+        rows["next", "done"] = torch.ones(len(rows), 1, dtype=torch.bool)
+        assembler.put(rows)
+    return assembler, informative((), groups=2, max_batches=3, assembler=assembler)
+
+
+def test_an_assembler_is_asked_for_at_most_so_many_groups():
+    """For each batch anew."""
+    assembler, stream = assembled_of("fffvfv" * 3)
+    for first in (0, 6, 12):
+        found = stream.take_from(assembler, last=False)["group_id"].tolist()
+        assert found == [first + 3, first + 3, first + 5, first + 5]
+    for kinds in ("ffffff", "fffffffvv"):
+        assembler, stream = assembled_of(kinds)
+        with pytest.raises(StalledError, match="3 batches had 6 groups, of which 0 are informative"):
+            stream.take_from(assembler, last=False)
+        assert assembler.ready == len(kinds) - 6
+
+
+@pytest.mark.parametrize(("kinds", "expected"), [("fv", [1, 1]), ("v", [0, 0]), ("ff", None), ("f", None)])
+def test_the_last_groups_of_an_assembler_are_a_batch_only_if_no_more_can_come(kinds, expected):
+    assembler, stream = assembled_of(kinds)
+    assert stream.take_from(assembler, last=False) is None
+    found = stream.take_from(assembler, last=True)
+    assert (None if found is None else found["group_id"].tolist()) == expected
+
+
+def test_a_group_of_before_a_restart_is_refused_as_one_of_two_batches():
+    stream = informative([batch_of({0: [0.0, 1.0], 1: [1.0, 1.0]})], groups=1)
+    next(iter(stream))
+    for group in (0, 1):
+        again = informative([batch_of({group: [0.0, 1.0]})], groups=1)
+        again.load_state_dict(as_saved(stream.state_dict()))
+        assert (again.seen, again.found, again.counts) == (2, 1, {"uninformative": 2})
+        with pytest.raises(BatchError, match=rf"in two batches: {group}\."):
+            next(iter(again))
 
 
 def test_the_recipe_decides_whether_its_filter_masks_or_drops():
