@@ -69,7 +69,9 @@ def measured(name: str) -> str:
     return f"-m pytest -q tests/adapters/test_measured.py -k {name}"
 
 
-OF_OPENRLHF = "deepspeed==0.19.6 transformers==5.15.0 ray accelerate datasets peft torchdata pylatexenc"
+OF_OPENRLHF = (
+    "deepspeed==0.19.6 transformers==5.15.0 ray accelerate aiohttp datasets peft pylatexenc torchdata"
+)
 OF_TRL = ("coming_from_trl", "over_generation", "trl_async")
 BESIDE = {
     "oldest": Beside("no TorchRL, oldest versions", "tensordict==0.10.0 numpy==1.26.* pyarrow<22", (QUICK,)),
