@@ -93,18 +93,18 @@ def attach(
 ) -> Trainer:
     """Make the advantages of a trainer of TRL or ms-swift those of a recipe.
 
-    The trainer's class becomes a subclass of itself, so everything else that the trainer, or your subclass of
-    it, does stays the same. `trainer.pipeline` is the recipe. You may change it between steps. If it has a
-    state, save `trainer.pipeline.state_dict()`. `trainer.last_run` is the last batch's :class:`Run`, and its
-    report has the trainer's global step. Its metrics are logged among the trainer's own, under ``headrace/``.
-    With several reward functions, each is a column of rewards.
+    The trainer's class becomes a subclass of itself. So the trainer, or your subclass of it, does everything
+    else as before. `trainer.pipeline` is the recipe. You may change it between steps. If it has a state, save
+    `trainer.pipeline.state_dict()`. `trainer.last_run` is the last batch's :class:`Run`, and its report has
+    the trainer's global step. Its metrics are logged among the trainer's own, under ``headrace/``. With
+    several reward functions, each is a column of rewards.
 
     Args:
         trainer: a ``GRPOTrainer``, also as Unsloth patches it, or TRL's ``RLOOTrainer`` or
             ``AsyncGRPOTrainer``, before ``train()``.
         recipe: its name, or a pipeline. By default the recipe that computes what the trainer computes: for
             RLOOTrainer with the leave-one-out baseline, for others by its `scale_rewards`. Your options
-            change only themselves.
+            change nothing else.
         overrides: as of :func:`load_pipeline`.
         over_generation: k ≥ 1, for TRL. Of the completions that TRL generates, 1/k are trained: the first
             groups that pass the recipe's filter. The others have the reason ``over_generation/left_over``.
@@ -226,7 +226,7 @@ def check_recipe(trainer: Any, recipe: Any, gives: frozenset[NestedKey | None] |
         gives: columns that the recipe gets; None: not known.
 
     Raises:
-        TypeError: it is no pipeline.
+        TypeError: the recipe is not a pipeline.
         ValueError: its `group_size` is not the trainer's `num_generations`, or a stage reads another column.
     """
     if not isinstance(recipe, Pipeline):

@@ -232,7 +232,7 @@ def queue_rates(options: argparse.Namespace, tokens: int, ragged: bool) -> list[
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    """Those of Ray and of TransferQueue."""
+    """The tables of Ray and of TransferQueue."""
     import ray
     import transfer_queue
 

@@ -72,7 +72,7 @@ def table_of(world: World, policy: str) -> Mapping[str, float]:
     if world.rows > 1:
         options = {"on_failure": "refill", "refill": None, "max_refills": 8} | options
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", StreamWarning)  # that there is no slack, which is shown here
+        warnings.simplefilter("ignore", StreamWarning)  # "no slack", which this table shows
         return Run(world, dict(options), paced=paced, announces=paced).go().table()
 
 

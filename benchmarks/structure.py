@@ -119,7 +119,7 @@ def spanned(node: ast.expr | ast.stmt) -> set[int]:
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    """What runs, and what there is to read."""
+    """The tables of code that runs, and of text to read."""
     small = grpo_loop(collected(*SMALL), MINIBATCHES)
     found = entered(small)
     numbers = {

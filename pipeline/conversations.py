@@ -216,7 +216,7 @@ def _is_in(call: Part, other: Part | str) -> bool:
 
 
 def _plain(arguments: str) -> Any:
-    """Arguments with all values as texts, without nulls: servers convert types, and spell numbers anew."""
+    """Arguments with all values as texts, without nulls: servers convert types, and write numbers anew."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -468,7 +468,7 @@ def _string(value: Any) -> str | None:
 
 
 def labels_of_ids(texts: Any, ids: Sequence[int]) -> Sequence[str] | None:
-    """Return N labels of N ids; None if they are no texts, equal the ids, or are not one for each id.
+    """Return N labels of N ids; None if they are not texts, equal the ids, or are not one for each id.
 
     Example:
         >>> labels_of_ids(["a", "b", "a"], [5, 7, 5]), labels_of_ids(["5", "7"], [5, 7])

@@ -325,7 +325,7 @@ class Named(NamedTuple):
     stage: Callable
 
     def has(self, trait: str) -> Any:
-        """What the stage declares of itself."""
+        """The value of a trait that the stage declares; None if it has none."""
         return getattr(self.stage, trait, None)
 
     def keys(self, trait: str) -> set:

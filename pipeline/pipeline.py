@@ -179,7 +179,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         ids = {"rollouts": self.rollout_key, "groups": self.group_key}
         self._keys = Keys.of(arranged.values(), self.loss_mask_key, self.log_prob_key, ids, self.report_keys)
         self.asked = Asked.of([self, *arranged.values()], self._keys)
-        self._half: Half | None = None  # None: this pipeline is no half
+        self._half: Half | None = None  # None: this pipeline is not a half
         LastRun.__init__(self)
 
     def run(self, batch: TensorDictBase, epochs: int = 1) -> Run:
@@ -434,7 +434,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
             trains = torch.logical_and(trains, reduce(torch.logical_or, weights))
         masked = ~trains
         if table.masking.no_lengths and not bool((masked & (table.fates.reason == 0)).any()):
-            return  # which rows have no token is not known, and 0 would be wrong
+            return  # it is not known which rows have no token, and 0 would be wrong
         table.fates.note(masked, "pipeline/no_loss_tokens", "masked")
 
 

@@ -37,7 +37,7 @@ def drained(buffer: ReplayBuffer, *, wait: float = 0.05, patience: float = 60.0)
 
     Raises:
         BatchError: while iterating: rows were overwritten before they were read; the buffer was emptied, or
-            is not that of the state; a write failed; or a shared buffer has columns that are no tensors.
+            is not that of the state; a write failed; or a shared buffer has columns that are not tensors.
         StalledError: while iterating: the buffer stays locked.
         ValueError: the buffer has no round-robin writer, or is shared and has no :class:`DrainWriter`; or an
             option has an invalid value.
@@ -132,7 +132,7 @@ class DrainWriter(RoundRobinWriter):
 
 
 def _widths(rows: TensorDictBase) -> dict[NestedKey, torch.Size | None]:
-    """The shape of each column in a row; None for columns that are no tensors."""
+    """The shape of each column in a row; None for columns that are not tensors."""
     leaves = rows.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
     return {key: leaf.shape[rows.batch_dims :] if isinstance(leaf, Tensor) else None for key, leaf in leaves}
 

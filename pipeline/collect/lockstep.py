@@ -32,7 +32,7 @@ def on_every_rank(
 
     Raises:
         OtherRankError: while iterating: the source of another rank raised, or had no batch in time.
-        ValueError: `patience` is no finite number; while iterating: torch.distributed is not initialised.
+        ValueError: `patience` is not a finite number; while iterating: torch.distributed is not initialised.
 
     Example:
         >>> import torch.distributed as dist

@@ -112,7 +112,7 @@ class AssemblerActor:
         self.workers = WorkerWatch(None, None)
         self.handed: dict[int, Handed] = {}  # by ticket; their references are held until they are fetched
         self.tickets = count()
-        self.saved: StoredGroups | None = None  # of the last state
+        self.saved: StoredGroups | None = None  # rows of the last state
 
     async def watch(self, patience: float | None, worker_patience: float | None) -> None:
         """Watch the workers for silence. Groups that were not fetched for long may go to any taker."""

@@ -95,8 +95,8 @@ class StampIds(Transform):
     the same numbers, the gate and the assembler refuse their rollouts as duplicates.
 
     A collector may reset rows and never step them; LLMCollector does so with its first reset. If their number
-    is no multiple of G, a group has lost rollouts and never becomes whole. The gate refuses or drops it, and
-    an assembler with a `timeout` closes it.
+    is not a multiple of G, a group has lost rollouts and never becomes whole. The gate refuses or drops it,
+    and an assembler with a `timeout` closes it.
 
     After ``load_state_dict`` the environment continues with the next group.
 

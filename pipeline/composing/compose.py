@@ -46,7 +46,7 @@ DOTTED = re.compile(r"[+~]*\w+(\.\w+)+(=|$)")  # the override of a value, as in 
 # The options of a stage that are parts of their own, and the folder of conf/ that has nodes for them.
 PARTS = {"criterion": "criterion", "also": "criterion", "term": "term"}
 NODE = re.compile(rf"\+*(pipeline\.stages\.\w+(?:\.(?:{'|'.join(PARTS)}))?)=(.*)", re.DOTALL)
-OF_HYDRA = ("hydra.run.dir", "hydra.sweep.dir", "hydra.searchpath", "hydra.verbose")  # those of use here
+OF_HYDRA = ("hydra.run.dir", "hydra.sweep.dir", "hydra.searchpath", "hydra.verbose")  # only the useful ones
 # Names that other commands have for an option.
 ALIASES = {
     "recipe": "pipeline",
@@ -87,7 +87,7 @@ def for_hydra(given: Sequence[str]) -> list[str]:
         override = re.sub(r"^~(pipeline\.stages\.\w+)$", r"\1=null", override)
         key, value = "", ABSENT
         if found := NODE.fullmatch(override):
-            with suppress(HydraException):  # which Hydra raises again, with its place
+            with suppress(HydraException):  # Hydra raises it again, with its place
                 key, value = found[1], OverridesParser.create().parse_override(override).value()
         if isinstance(value, str) and re.fullmatch(r"[\w.]+", value):
             value, override = {"_target_": value}, f"{key}={{_target_: {value}}}"
@@ -161,7 +161,7 @@ def _from_known(config_name: str, overrides: Sequence[str]) -> DictConfig | None
 
 @cache
 def usual_stage(name: str) -> DictConfig | None:
-    """The node of a stage as grpo has it, or else as ``conf/stage`` has it; None: there is none."""
+    """The node of a stage in grpo, or else in ``conf/stage``; None if neither has it."""
     known = compose_config("load", "pipeline=grpo").pipeline.stages
     if known.get(name) is None:
         if not name.isidentifier() or not (files("headrace.conf") / "stage" / f"{name}.yaml").is_file():

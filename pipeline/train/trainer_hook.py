@@ -52,8 +52,8 @@ class PipelineHook(TrainerHookBase):
             stepper, which adds up mean losses. It is only for pipelines that write no weights.
 
     Raises:
-        ValueError: at registration. The trainer has a replay buffer and the pipeline is no second half; the
-            trainer has none and sets its own number of steps; its stepper would ignore the pipeline's
+        ValueError: at registration. The trainer has a replay buffer and the pipeline is not a second half;
+            the trainer has none and sets its own number of steps; its stepper would ignore the pipeline's
             weights; or it uses mixed precision or gradient accumulation, which `weighted` does not support.
 
     Example:

@@ -1,9 +1,10 @@
 """RL post-training steps between a TorchRL collector and the loss.
 
-:mod:`headrace.transforms` has what happens to a batch, :mod:`headrace.pipeline` how it is chained, run and
-shown, :mod:`headrace.conf` the recipes, and :mod:`headrace.adapters` how other trainers get one. The public
-names of the first two are here as well, each imported when it is first used: ``import headrace`` needs no
-torch, which takes seconds. ``dir(headrace)`` shows those that you need, by task:
+:mod:`headrace.transforms` has the stages that process a batch. :mod:`headrace.pipeline` chains them, runs
+them and shows the results. :mod:`headrace.conf` has the recipes, and :mod:`headrace.adapters` attaches them
+to other trainers. The public names of the first two are also here. Each is imported when it is first used:
+``import headrace`` needs no torch, which takes seconds. ``dir(headrace)`` shows the names that most users
+need, by task:
 
 ============================ =========================================================================
 from a recipe to minibatches recipes, load_pipeline, Pipeline, Run
@@ -17,8 +18,8 @@ parts of your own            BatchTransform, RewardShaping, Criterion, TokenTerm
 errors                       ConfigError, BatchError, MissingKeyError, IncompleteGroupsError, StageError
 ============================ =========================================================================
 
-The others are those of ``dir(headrace.transforms)`` and ``dir(headrace.pipeline)``. Each stage of a recipe
-is a class, and beside it is a function of tensors, such as ``GroupRelativeAdvantage`` and
+The other names are in ``dir(headrace.transforms)`` and ``dir(headrace.pipeline)``. Each stage of a recipe is
+a class with a function of tensors beside it, such as ``GroupRelativeAdvantage`` and
 ``group_relative_advantage``.
 
 Example:

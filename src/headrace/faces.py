@@ -1,6 +1,6 @@
 """Faces: the public names of a package, each imported when it is first used.
 
-To import a package may bring torch along. So its names are read from its text.
+To import a package may also import torch. So its names are read from its text.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def exported(package: str) -> list[str]:
 
 @cache
 def _modules_of(package: str) -> dict[str, str]:
-    """The module of each name that a package imports from its own, for type checkers."""
+    """By name, the relative module from which a package imports it for type checkers."""
     imports = [node for node in ast.walk(_text_of(package)) if isinstance(node, ast.ImportFrom)]
     return {alias.name: f".{node.module or ''}" for node in imports if node.level for alias in node.names}
 
 
 def hint(name: str) -> str:
-    """What :mod:`headrace.pipeline.public_names` says of an unknown name.
+    """The hint of :mod:`headrace.pipeline.public_names` for an unknown name.
 
     `headrace` imports that module before any other, so no package has to import it.
     """
@@ -55,7 +55,7 @@ def lazy(
     Args:
         package: its full name. It imports its names under ``TYPE_CHECKING``.
         names: its `__all__`.
-        hint: what the error says behind an unknown name.
+        hint: the end of the error about an unknown name.
     """
 
     def get(name: str) -> Any:
@@ -64,7 +64,7 @@ def lazy(
         try:
             value = getattr(import_module(_modules_of(package)[name], package), name)
         except ImportError as err:
-            if (explained := lacking(name, err)) is err:  # which keeps the cause that it has
+            if (explained := lacking(name, err)) is err:  # it keeps its own cause
                 raise
             raise explained from err
         setattr(import_module(package), name, value)

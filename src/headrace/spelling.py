@@ -60,8 +60,8 @@ def suggest(word: str, words: Iterable[str], most: int = 2, least: float = 0.6) 
 
     Args:
         word: as it was typed.
-        words: those that there are.
-        most: matches at most.
+        words: the known words.
+        most: largest number of matches.
         least: similarity of a match, from 0 to 1.
 
     Example:

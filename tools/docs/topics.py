@@ -30,7 +30,7 @@ SHOWN = (  # in this order
     *("stages", "functions", "criteria", "loss-rows", "pipeline", "collect", "reports", "sources", "certify"),
     "own-parts",
 )
-WITHOUT_MEMBERS = ("stages", "criteria", "loss-rows")  # which are those of their contract, in "own-parts"
+WITHOUT_MEMBERS = ("stages", "criteria", "loss-rows")  # members are those of the contract in "own-parts"
 
 
 def _of(*modules: str) -> Callable[[Any, str], bool]:

@@ -397,7 +397,7 @@ def _is_ragged(batch: TensorDictBase) -> bool:
 
 
 def _split(values: Tensor, sizes: list[int]) -> Sequence[Tensor]:
-    """Split values into pieces that are no views for autograd, as the caller may write to them."""
+    """Split values into pieces that are not views for autograd, as the caller may write to them."""
     return (values,) if len(sizes) == 1 else values.unsafe_split_with_sizes(sizes)
 
 

@@ -50,7 +50,7 @@ def shuffle_split(
         unit_id: (N,) integers ≥ 0 on any device; None: each row is a unit.
         minibatches: K ≥ 1; give this or `minibatch_size`.
         minibatch_size: n ≥ 1 units.
-        remainder: for leftover units, when U is no multiple of K or n. ``raise`` an error. ``drop`` and
+        remainder: for leftover units, when U is not a multiple of K or n. ``raise`` an error. ``drop`` and
             ``carry`` leave the last of the permutation in `left`. ``uneven``: sizes differ by one unit
             (`minibatches`), or the last is shorter (`minibatch_size`). ``pad`` cuts like ``uneven``;
             :class:`ShuffleSplit` pads later.

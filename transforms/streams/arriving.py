@@ -134,7 +134,7 @@ def columns_to_send(rows: TensorDictBase, options: Mapping[str, Any]) -> dict[Ne
 def _numbers_of(
     piece: RowPiece, found: Mapping[str, NestedKey], options: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """The numbers of the rows by name. Versions per token are the oldest, and in `newest` the newest."""
+    """The numbers of the rows by name. For versions per token: the oldest, and in `newest` the newest."""
     versions = None
     if "version" in found:
         versions = piece.versions(found["version"], options["loss_mask_key"])
@@ -157,7 +157,7 @@ def measures(rows: TensorDictBase, loss_mask_key: NestedKey, reward_key: NestedK
 
     Returns:
         ``lengths``, (N,) int64: the tokens in the loss mask. ``rewards``, (N,) float64: the sum, if a row has
-        several. Both are where the rows are.
+        several. Both are on the device of the rows.
 
     Raises:
         BatchError: the loss mask is not bool, or only some rows have a column.

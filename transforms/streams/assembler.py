@@ -150,7 +150,7 @@ class GroupAssembler(
         names: other names of columns, such as `group_key` (:class:`ColumnNames`).
 
     Raises:
-        ValueError: an option has an invalid value or needs another option; or the file is no journal, has
+        ValueError: an option has an invalid value or needs another option; or the file is not a journal, has
             other options, or is damaged before its end.
 
     Example:
@@ -507,7 +507,7 @@ class GroupAssembler(
         A batch has groups of one partition: the one that had enough whole groups first.
 
         Raises:
-            ValueError: `n` is no integer ≥ 1.
+            ValueError: `n` is not an integer ≥ 1.
             IncompleteGroupsError: a group exceeds `timeout_seconds`, under ``on_timeout="raise"``.
         """
         n = at_least("n", n, 1)

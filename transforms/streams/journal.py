@@ -97,7 +97,7 @@ class Journal:
         """Write an event. It survives a crash of the process as soon as this returns.
 
         Raises:
-            BatchError: a detail is no text, number, list, tuple, dict, tensor or None.
+            BatchError: a detail is not a text, number, list, tuple, dict, tensor or None.
             RuntimeError: another assembler has opened the file.
             OSError: the event could not be written.
         """
@@ -184,7 +184,7 @@ class Journal:
         """Replay all events with a new assembler, and open the file to append to it.
 
         Raises:
-            ValueError: the file is no journal, is damaged before its end, or has other options.
+            ValueError: the file is not a journal, is damaged before its end, or has other options.
             FileNotFoundError: the folder of the file does not exist.
         """
         if not (folder := self.path.parent).is_dir():

@@ -119,7 +119,7 @@ class Rollout:
         return row.begins == 1 and sum(each.begins == 1 for each in self.rows.values()) >= self.ends
 
     def add(self, row: Row) -> None:
-        """Add a row that is no duplicate."""
+        """Add a row that is not a duplicate."""
         self.rows[row.segment if self.by_segment else row.arrival] = row
         self.dones += row.done
         self.failed |= row.status >= Status.ABORTED

@@ -81,7 +81,7 @@ class RowPiece:
         return version_range(*versions_of_tokens(self.batch, key, loss_mask_key, reader=READER), UNSAMPLED)
 
     def numbers(self, key: NestedKey, name: str) -> Tensor:
-        """(n · K,) the numbers of a column, K = 1 per row except for `WIDTHS`; where the batch is.
+        """(n · K,) the numbers of a column, on the batch's device. K = 1 per row except for `WIDTHS`.
 
         Raises:
             MissingKeyError: the column is missing.
@@ -222,7 +222,7 @@ def let_go(rows: Iterable[Place]) -> list[RowPiece]:
 
 
 def kinds_of(batch: TensorDictBase, above: tuple[str, ...] = ()) -> Kinds:
-    """The dtype, width and device of each column; of ragged rows the dtype. Rows of equal kinds can join."""
+    """The dtype, width and device of each column; for ragged rows the dtype. Rows of equal kinds can join."""
     if isinstance(batch, LazyStackedTensorDict):
         rows = batch.tensordicts
         kinds: Kinds = {above: () if _have_same_names(rows) else (object(),)}  # equal to no other kind
@@ -282,7 +282,7 @@ def _joined(parts: Sequence[Any]) -> Any:
         return first
     if type(first) is Tensor:
         return torch.cat(parts)
-    if is_non_tensor(first):  # one text for each row or for all: TensorDict 0.10 joins no two that differ
+    if is_non_tensor(first):  # one text for each row or for all: TensorDict 0.10 cannot join different kinds
         return stack_of_texts(*chain.from_iterable(part.unbind(0) for part in parts))
     if isinstance(first, LazyStackedTensorDict):
         return stack_of_rows(*chain.from_iterable(part.tensordicts for part in parts))

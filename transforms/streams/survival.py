@@ -171,7 +171,7 @@ class Survivors:
         ``latency/slow_trained`` the trained share of the groups that took at least that long, and
         ``latency/others_trained`` the trained share of the others. ``turns`` and ``length`` have the same
         numbers if groups differ in them. Rewards have no z: long groups often have small rewards, so a loss
-        of groups with small rewards is no fault by itself.
+        of groups with small rewards is not a fault by itself.
         """
         found: dict[str, float] = {}
         for value in self.fates:

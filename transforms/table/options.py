@@ -376,7 +376,7 @@ def options_of(kind: type) -> list[str]:
 
 @cache
 def option_names(kind: type) -> frozenset[str]:
-    """:func:`options_of`, to look one up."""
+    """:func:`options_of` as a set, for lookups."""
     return frozenset(options_of(kind))
 
 

@@ -620,7 +620,7 @@ class Rows:
 
         Raises:
             MissingKeyError: the column is missing.
-            BatchError: its rows are ragged, it is no column, or the criterion has not declared it.
+            BatchError: its rows are ragged, it is not a column, or the criterion has not declared it.
         """
         column = column_of(self.tokens(), self.key(role))
         if column is None:

@@ -115,7 +115,7 @@ class BatchTransform(TakesColumns, Transform):
         return []
 
     def __getattr__(self, name: str) -> Any:
-        """Say which call is missing in the class, instead of that `_forward_hooks` is."""
+        """Name the missing call of ``super().__init__`` instead of a missing `_forward_hooks`."""
         kind = type(self)
         if name.startswith("_") and not name.startswith("__") and "_modules" not in self.__dict__:
             owner = next(each for each in kind.__mro__ if "__init__" in vars(each))

@@ -139,7 +139,7 @@ def tree_mask(packed: TensorDictBase, dtype: torch.dtype | None = None) -> Tenso
         (1, 1, M, M), query by key: bool, True where the query attends to the key; or `dtype`.
 
     Raises:
-        MissingKeyError: `packed` is no tree.
+        MissingKeyError: `packed` is not a tree.
 
     Example:
         >>> from headrace.transforms import pack
@@ -172,7 +172,7 @@ def tree_mask_mod(packed: TensorDictBase) -> Callable[[Tensor, Tensor, Tensor, T
         A function of batch, head, query and key, int64 each: True where the query attends to the key.
 
     Raises:
-        MissingKeyError: `packed` is no tree.
+        MissingKeyError: `packed` is not a tree.
 
     Example:
         >>> from headrace.transforms import pack
@@ -208,7 +208,7 @@ def tree_log_probs(logits: Tensor, packed: TensorDictBase) -> Tensor:
         ``found[:, packed["packed_node"][0]]`` to packed columns, (1, L).
 
     Raises:
-        MissingKeyError: `packed` is no tree.
+        MissingKeyError: `packed` is not a tree.
         BatchError: the logits have another number of nodes.
 
     Example:
@@ -240,7 +240,7 @@ def logits_of_tokens(logits: Tensor, packed: TensorDictBase) -> Tensor:
         (1, L, V), the logits of the node before each token. Those of the first token of a row are arbitrary.
 
     Raises:
-        MissingKeyError: `packed` is no tree.
+        MissingKeyError: `packed` is not a tree.
 
     Example:
         >>> from headrace.transforms import pack

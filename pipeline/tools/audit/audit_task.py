@@ -193,7 +193,7 @@ def checks_demanded(strict: Any) -> list[str]:
 
 
 def verdict_of(results: Mapping[str, CheckResult], format: str) -> str:
-    """What the audit found, in a sentence; and where no step has advantages, how to get them.
+    """Say in a sentence what the audit found, and if no step has advantages, how to get them.
 
     Args:
         results: by check.

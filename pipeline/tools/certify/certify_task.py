@@ -58,7 +58,7 @@ def certify(
         The greatest relative bias of an advantage.
 
     Raises:
-        ConfigError: a task is too large, or is no SmallTask; or a recipe does not have an option; or each
+        ConfigError: a task is too large, or is not a SmallTask; or a recipe does not have an option; or each
             recipe refuses the rows of each task.
     """
     console = console or Console()
@@ -101,7 +101,7 @@ def small_tasks(config: DictConfig) -> dict[str, SmallTask]:
     """Build the tasks of a configuration, by name.
 
     Raises:
-        ConfigError: a name is unknown, or its node cannot be built, or is no SmallTask.
+        ConfigError: a name is unknown, or its node cannot be built, or is not a SmallTask.
     """
     nodes = config.certify.tasks
     only = config.certify.only

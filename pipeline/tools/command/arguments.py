@@ -73,11 +73,11 @@ def answer(arguments: Sequence[str]) -> int | None:
     """
     first, alone = arguments[0] if arguments else "", len(arguments) == 1
     if first == "view":
-        from headrace.pipeline.tools.view import view  # which needs pyarrow
+        from headrace.pipeline.tools.view import view  # needs pyarrow
 
         return view(arguments[1:])
     if first == "doctor" and alone:
-        from .doctor import examine  # which imports torch, if it can
+        from .doctor import examine  # imports torch if possible
 
         return examine()
     if first == "help" or any(each in ("--help", "-h") for each in arguments):

@@ -127,8 +127,8 @@ def fail(err: Exception, *, expected: bool, go_on: bool = False) -> str:
         go_on: for a sweep: return what was printed, and do not exit.
 
     Raises:
-        Exception: the error itself, where HYDRA_FULL_ERROR is 1.
-        SystemExit: else.
+        Exception: the error itself, if HYDRA_FULL_ERROR is 1.
+        SystemExit: otherwise.
     """
     if expected and isinstance(
         err, BrokenPipeError

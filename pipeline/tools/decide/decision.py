@@ -483,7 +483,7 @@ class Decider:
             of_tokens = {*columns_of_tokens(self.pipeline), self.pipeline.log_prob_key}
             readable = [
                 *COUNTS,
-                *(name for name in ("status",) if self.reads(name)),  # which has no default key
+                *(name for name in ("status",) if self.reads(name)),  # it has no default key
                 *(n for n, key in self._keys.items() if self.reads(n) and key not in of_tokens),
             ]
             raise ValueError(

@@ -180,7 +180,7 @@ def sizes_of_groups(config: DictConfig, path: str) -> list[int]:
     """Read ``certify.group_sizes`` or ``plan.group_sizes``.
 
     Raises:
-        ConfigError: there is no size, or one is no integer ≥ 1.
+        ConfigError: there is no size, or one is not an integer ≥ 1.
     """
     given = OmegaConf.select(config, path)
     sizes = list(given) if OmegaConf.is_list(given) else [given]

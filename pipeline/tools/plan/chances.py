@@ -122,8 +122,8 @@ def pools_of(
 ) -> tuple[np.ndarray, int]:
     """Choose which groups are pooled: those of one prompt within a window of steps.
 
-    The window has all steps, if the rewards of a prompt differ between its groups no more than by chance.
-    Else it is halved until they do, or until it has one step.
+    The window has all steps if the rewards of a prompt differ between its groups only by chance. Otherwise it
+    is halved until they do so, or until it has one step.
 
     Args:
         prompt: (P,) integers, equal for equal prompts; -1: unknown, never pooled.

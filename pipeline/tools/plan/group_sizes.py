@@ -279,7 +279,7 @@ def advised(sizes: Sequence[int], chances: Sequence[float], bound: Sequence[str]
 
 
 def _said_of_pools(steps: int, width: int, pooled: bool) -> str:
-    """What the columns with a star are made of."""
+    """Explain the columns with a star."""
     if not pooled:
         return "* upper bounds: a prompt has too few rollouts for an estimate."
     if width == 1:
@@ -297,8 +297,8 @@ def lines_of(
     """Return the name of the quantity in the table's first column, and for each line a label and (P,) bool.
 
     The quantity is the solve rate of the prompt if rewards have two values, where the greater one is solved,
-    or if at least a tenth of the rollouts are on each side of `solved`. Else it is the standard deviation of
-    its rewards; then there are no lines if two rollouts do not choose for each prompt.
+    or if at least a tenth of the rollouts are on each side of `solved`. Otherwise it is the standard
+    deviation of its rewards. This needs two rollouts per prompt to choose the line, or there are no lines.
 
     Args:
         seen: the groups.

@@ -89,7 +89,7 @@ def compare_recipes(
         output,
         title=f"{names[0]} and {names[1]}",
         steps=config.report.steps,
-        dump=None,  # rows have one advantage in a dump: a replay of each recipe writes them
+        dump=None,  # its rows have one advantage: replay each recipe for a dump
         page=config.report.html,
         every=config.report.every,
         versus=names,
@@ -113,7 +113,7 @@ def compare_recipes(
         for first, second, apart in steps.results(reported):
             differ = {f"versus/{name}": value for name, value in apart.items()}
             differ |= {f"second/{name}": value for name, value in second.numbers.items()}
-            # The report of the first recipe, with what the second one has beside it.
+            # The report of the first recipe, with the numbers of the second beside them.
             other = second.columns.get("advantage", np.full(len(second), np.nan))
             beside = {"advantage_by_row": other, "other_share": gradient_share(second.columns)}
             columns, metrics = {**first.columns, **beside}, {**first.metrics, **differ}
@@ -194,7 +194,7 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def short_id(label: int | str) -> str:
-    """An id as a table has it: of a long text, as a hash is, the beginning.
+    """Shorten an id for a table: of a long text, such as a hash, only the beginning.
 
     Example:
         >>> short_id(2**62), short_id("prompt/bcfa1ad62952453f3229f6ebe9b0cba5")

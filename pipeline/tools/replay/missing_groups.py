@@ -30,9 +30,9 @@ class GroupHoles:
     An **epoch** ends before the first group, in the order of the ids, whose prompt it has already. It must
     have at least half of all prompts; otherwise prompts were not drawn in epochs. In each epoch but the last,
     a prompt is ``trained`` or ``missing``. Its length is that of its group in the next epoch, or else in the
-    epoch before. A mean over more epochs would vary less for prompts that are rarely lost. So a loss that
-    does not depend on the length gives ``trained`` and ``missing`` the same distribution of lengths, and z
-    the bound of :func:`headrace.transforms.streams.survival.slow_loss`. A prompt that is in neither of these
+    epoch before. A mean over more epochs would vary less for prompts that are rarely lost. So if a loss does
+    not depend on the length, ``trained`` and ``missing`` have the same distribution of lengths, and the bound
+    on z holds (:func:`headrace.transforms.streams.survival.slow_loss`). A prompt that is in neither of these
     epochs is not counted.
     """
 
@@ -103,7 +103,7 @@ class GroupHoles:
 
     @property
     def table(self) -> FittedTable | None:
-        """The prompts by the tenth of their length; None where none is missing, or it cannot be told."""
+        """Counts of prompts by tenths of their length; None if none is missing, or lengths are not known."""
         if self.survivors is None or len(tenths := self.survivors.tenths("length")) < 2:
             return None
         return tenths_table(tenths, OTHER) if any(tenth.lost for tenth in tenths) else None

@@ -30,7 +30,7 @@ def numbers_of(
     ``frac_reward_zero_std``                share of groups of two or more whose rewards are all equal (TRL)
     ``groups/informative``                  share of groups of two or more whose rewards differ
     ``groups/incomplete``                   share of groups with fewer counted rollouts than were dispatched,
-                                            of those of which that is known
+                                            among those for which it is known
     ``groups/largest_gradient_share``       greatest share of a group of the step's gradient
                                             (:func:`gradient_share`)
     ``group_size/mean``, ``min``, ``max``   counted rollouts per group

@@ -60,12 +60,13 @@ class StepReport:
             `microbatch`, `rank`, `empty` (1: it arrived without a token in the loss, and is in no statistic),
             `logged_advantage` (that of a dump), `compared` (rollouts that the advantage compared with that of
             the row, itself included), `baseline` (that it was compared with), `peers` (ids of the rows that
-            the advantage compares, if these are no group). An unknown float is NaN, an unknown integer -1.
+            the advantage compares, if these are not a group). An unknown float is NaN, an unknown integer -1.
         names: ``stage/reason`` by code; 0 is ``trained``.
         actions: what happened to those rows, by code.
         texts: N strings by name, ``prompt``, ``response``, ``ground_truth``; ``response_parts``, what of a
-            response without tokens was sampled, as JSON; ``other_columns``, JSON objects of what else a dump
-            has; ``group_label`` and ``rollout_label`` where ids have labels that are not the ids themselves.
+            response without tokens was sampled, as JSON; ``other_columns``, JSON objects of a dump's other
+            columns; ``group_label`` and ``rollout_label`` where ids have labels that are not the ids
+            themselves.
         by_token: the numbers of each token, for some rows: the first of :func:`rows_to_read`.
         group_size: rollouts that each group was dispatched with, if the gate says so.
         solved: least reward of a solved rollout.
@@ -133,7 +134,7 @@ class StepReport:
         return replace(self, columns={**self.columns, "group_id": ids}, group_size=None)
 
     def asked(self, row: int) -> str | None:
-        """What the user asked last in the prompt of a row (:func:`last_user_turn`); None: not known."""
+        """The last user turn in the prompt of a row (:func:`last_user_turn`); None: not known."""
         prompts = self.texts.get("prompt")
         return None if prompts is None else last_user_turn(prompts[row])
 
@@ -242,8 +243,8 @@ def make_report(
     Raises:
         RuntimeError: there was no batch, or a stage refused it.
         TypeError: `processed` is something else.
-        ValueError: a value of `numbers` is no number, or its name is that of another number of the report; a
-            name in `texts` is unknown, or it has not one text for each row.
+        ValueError: a value of `numbers` is not a number, or its name is that of another number of the
+            report; a name in `texts` is unknown, or it has not one text for each row.
 
     Example:
         >>> from tensordict import TensorDict

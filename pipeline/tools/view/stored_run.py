@@ -80,7 +80,7 @@ class StoredStep:
         stamp: time and size of the file when it was read.
         rows: number of its rows.
         kinds: ``number``, ``integer``, ``numbers`` (a list) or ``text`` of each column that can be shown.
-        funnel: of the step, as the page has it.
+        funnel: funnel of the step, as on the page.
         numbers: of the step, likewise.
         prompts: by the column that identifies prompts, each prompt in this step; filled at the first request.
     """

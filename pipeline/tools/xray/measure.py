@@ -351,7 +351,7 @@ def xray(
 
 
 class Declared(NamedTuple):
-    """What a pipeline says of the tokens of a batch, float64, 0 for tokens that do not train.
+    """A pipeline's numbers for the tokens of a batch, float64, 0 for tokens that do not train.
 
     Attributes:
         advantage: (N, 1) or (N, T) advantages.
@@ -515,7 +515,7 @@ def _cause(run: Measured, first: Measured, close: float) -> str:
 
 
 def _neighbour(run: Measured, means: Sequence[TokenMean] | None, close: float) -> str:
-    """Describe rows that have the advantage of the row beside them; empty if they have not."""
+    """Describe rows that have the advantage of the row beside them; empty if there are none."""
     for shift, words in ((1, "before"), (-1, "after")):
         other_advantage = run.advantage.amax(1) + run.advantage.amin(1)
         neighbour = other_advantage.roll(shift)[:, None]

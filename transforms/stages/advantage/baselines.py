@@ -101,7 +101,7 @@ class Grouped:
     def sum(self, values: Tensor) -> Tensor:
         """(P,) float64, Σ_{j∈g} values_j of (V,) values."""
         if self.even:
-            return values.double().view(len(self.count), -1).cumsum(1).select(1, -1)  # which adds in order
+            return values.double().view(len(self.count), -1).cumsum(1).select(1, -1)  # cumsum adds in order
         return torch.bincount(self.of, weights=values, minlength=len(self.count))
 
     @cached_property

@@ -210,7 +210,7 @@ def advantage_of(
         value: (M,) float64, the baseline of each row's rollout, for ``column``.
 
     Returns:
-        (M,) float64, the advantage; and what each row was compared with, which only a report computes.
+        (M,) float64, the advantage; and a function for what each row was compared with, which reports call.
 
     Raises:
         BatchError: as :func:`group_relative_advantage`.
@@ -582,7 +582,7 @@ class GroupRelativeAdvantage(
             group_id: (N,) int.
 
         Returns:
-            (N,), or None where it needs other columns, and if the rewards are invalid.
+            (N,), or None if the equation needs other columns or the rewards are invalid.
         """
         of_rewards = self.baseline not in ("length_weighted", "column") and self.baseline_of == "group"
         if not of_rewards or self.several != "sum":

@@ -56,7 +56,7 @@ def generalized_advantage(
     """Compute generalised advantage estimates (arXiv:1506.02438, eq. 16) of the sampled tokens of rollouts.
 
     The sampled tokens of a rollout are its steps k = 0 … K − 1: those of its first row, then those of its
-    second, and so on. Tokens in between, such as the output of a tool, are no steps. With V_K = 0, and the
+    second, and so on. Tokens in between, such as the output of a tool, are not steps. With V_K = 0, and the
     reward R of the rollout at its last step::
 
         δ_k = r_k + γ V_{k+1} − V_k          r_{K−1} = R, else 0
@@ -221,7 +221,7 @@ class GAE(
     is that of the rollout, at its last step. The rows of a rollout follow each other in the order of
     `turn_key`, or in that of the batch. A row that was dropped or excluded before is passed over: the step
     before it is followed by the step after it, so exclude whole rollouts (``unit="rollout"``) if the critic
-    should see each step. Tokens that are no steps, and excluded rows, get 0.
+    should see each step. Tokens that are not steps, and excluded rows, get 0.
 
     No rollout is compared with another. A group may be one rollout.
 

@@ -106,8 +106,9 @@ def pack(
 
     Raises:
         MissingKeyError: tokens or attention mask are missing.
-        BatchError: the batch has no rows; a row has no token, has its first token in the loss, or has padding
-            in the loss; a mask is not bool; a per-token column has another width; or an input is no tensor.
+        BatchError: the batch has no rows; a row has no token, has its first token in the loss, or has
+            padding in the loss; a mask is not bool; a per-token column has another width; or an input is
+            not a tensor.
 
     Example:
         >>> tokens = torch.tensor([[0, 5, 6], [7, 8, 9]])
@@ -194,7 +195,7 @@ def unpack(packed: TensorDictBase) -> TensorDict:
         token.
 
     Raises:
-        MissingKeyError: `packed` is no output of :func:`pack`.
+        MissingKeyError: `packed` is not an output of :func:`pack`.
 
     Example:
         >>> tokens = torch.tensor([[0, 5, 6], [7, 8, 9]])
@@ -222,7 +223,7 @@ def unpack_tokens(values: Tensor, packed: TensorDictBase) -> Tensor:
         (n, T, ...), 0 or False at padding.
 
     Raises:
-        MissingKeyError: `packed` is no output of :func:`pack`.
+        MissingKeyError: `packed` is not an output of :func:`pack`.
         BatchError: the values have another number of tokens or nodes.
 
     Example:

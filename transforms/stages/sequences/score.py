@@ -143,7 +143,7 @@ class ScoreRows(
         self.max_rows = at_least("max_rows", max_rows, 1)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "actor":  # not registered as a submodule: its weights are no state of this stage
+        if name == "actor":  # not registered as a submodule: its weights are not state of this stage
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)

@@ -108,7 +108,7 @@ def read_components(
     Args:
         given: the options of each component by its name.
         of_stage: `unit`, `length` and `power` of a component that does not give its unit.
-        loss_mask_key: key of the loss mask, which is no mask of a component.
+        loss_mask_key: key of the loss mask, which is not a mask of a component.
 
     Raises:
         ValueError: an option is unknown or has a wrong value.

@@ -637,7 +637,7 @@ def terms_of(terms: TensorDictBase) -> dict[str, Tensor]:
     """The entries ``loss_*`` of a loss, by their names.
 
     Raises:
-        BatchError: there are none, or the loss is no TensorDict.
+        BatchError: there are none, or the loss is not a TensorDict.
     """
     if not hasattr(terms, "items"):
         kind = type(terms).__name__

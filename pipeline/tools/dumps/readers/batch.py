@@ -50,7 +50,7 @@ class Sample:
         response_parts: the texts of the response's messages, in order, each with whether the policy sampled
             it: contents, reasoning, names and arguments of tool calls. None if the response is one text.
         chat: the messages of the prompt and of the response, each with whether the policy sampled it and it
-            is in the loss, for a tokenizer with a chat template; None if they are no messages.
+            is in the loss, for a tokenizer with a chat template; None if they are not messages.
         ground_truth: the text by which the response is graded.
         other_columns: further columns of the record, as a JSON object; empty: none. None: all columns that
             the reader of the format has not read.
@@ -367,7 +367,7 @@ def separate_draws(
     1. the logged advantages are those of the runs (:func:`draws_by_advantages`), in any format; or
     2. groups were made from prompts, not all groups of the step are too large, the dump has the order of
        arrival, and each run has 8 consecutive places. Other groups are left out. A group whose advantages
-       were computed over all of its rollouts is no group of several draws, so it is left out, too.
+       were computed over all of its rollouts is not a group of several draws, so it is left out, too.
 
     If all groups of a step are too large, and advantages confirm no split, `expected_rollouts` may be wrong.
     Then nothing is split, and :func:`to_batch` raises an error.

@@ -34,9 +34,9 @@ LFS = (
     b"version https://git-lfs.github.com/spec/"  # how a pointer of Git LFS begins; it has at most 1,024 bytes
 )
 MAX_LINE = 2**28  # bytes; one line is in memory at a time
-ROWS = 256  # of a Parquet file, in memory at a time
+ROWS = 256  # rows of a Parquet file in memory at a time
 MESSAGES_KEPT = 8
-STEPS_KEPT = 4096  # whose first error is kept until their step is read
+STEPS_KEPT = 4096  # number of steps whose first error is kept until they are read
 MAX_VALUES = 2**28  # most values of a table that is read as a whole
 # The calls that plain data and tensors need in a pickle. torch allows more calls, and with some of them a
 # small file can claim much memory: bytearray(2**40), torch.LongTensor(2**40), nested hexadecimal encodings.
@@ -262,7 +262,7 @@ def read_jsonl(
 def read_lines(path: Path, reading: Reading) -> Iterator[Record]:
     """The records of a file; blank lines are skipped.
 
-    It notes a line that is no JSON object, and a file that is cut off or has no records.
+    It notes a line that is not a JSON object, and a file that is cut off or has no records.
     """
     empty = True
     try:

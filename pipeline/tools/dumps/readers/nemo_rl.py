@@ -5,7 +5,7 @@ in ``nemo_rl/utils/logger.py``. It was read in forks of the main branch of late 
 PyPI is empty. Each line is one sample, sliced out of the batch: every value except ``idx`` is a list of one.
 The reader uses ``token_ids``, ``input_lengths``, ``token_loss_mask``, ``sample_loss_mask``, ``advantages``,
 ``generation_logprobs``, ``content``, and ``filtered_rewards``, which dynamic sampling writes, or else
-``rewards``. Releases that do not log the masks cannot be read. A ``content`` that is no string is ignored.
+``rewards``. Releases that do not log the masks cannot be read. A ``content`` that is not a string is ignored.
 
 - Rows are padded on the right. ``input_lengths`` is the length without padding.
 - The response begins at the first token that trains.

@@ -330,7 +330,7 @@ class Source:
                 rows, draws = separate_draws(rows, by_prompt=by_prompt, leave_out=not self.keeps_oversized)
                 if draws.drawn:
                     self.draws[step] = draws
-                if self.keeps_oversized and self._options.group_size:  # which would refuse them
+                if self.keeps_oversized and self._options.group_size:  # a size would refuse them
                     rows = [replace(row, expected_rollouts=None) for row in rows]
                 if self._options.group_by and len({row.rollout for row in rows}) > LARGE_GROUP:
                     self._note_one_prompt(step, rows)

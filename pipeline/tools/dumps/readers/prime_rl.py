@@ -10,9 +10,9 @@ pull requests 3329 and 3444). The reader uses ``group.id``, ``run.work`` (``step
   An episode with several trainable agents is refused, because it is not settled how their rewards compare.
 - The samples of an episode are the branches of its graph of messages, from a root to a leaf. Each has the
   tokens that the policy sampled on it. Tokens that several branches share are in the loss of the first of
-  them, and are context of the others; a branch without tokens of its own is no sample (prime-rl at 559b44772,
-  ``iter_trainable_branches``). A compaction from which the harness did not continue is out of the loss, and
-  shares no tokens.
+  them, and are context of the others. A branch without tokens of its own is not a sample (prime-rl at
+  559b44772, ``iter_trainable_branches``). A compaction from which the harness did not continue is out of the
+  loss, and shares no tokens.
 - The reward is the sum of score × weight, or that of `reward_key` alone. A null reward is missing.
 - The step is that of a folder ``step_<N>`` above the file. Without such a folder it is the step at which the
   episode was dispatched. Annotations in other files are not read.
@@ -122,7 +122,7 @@ class _Node(NamedTuple):
 def _segments(trace: Record, row: Sample) -> list[Sample]:
     """What prime-rl trains on: branches on which the policy sampled something, in the order of their leaves.
 
-    Where some branches have tokens, those without are omitted.
+    If some branches have tokens, branches without are omitted.
 
     Raises:
         SourceError: a node is not as documented, or its parent does not come before it.
@@ -195,7 +195,7 @@ def _segment(row: Sample, path: list[tuple[_Node, bool]], *, in_loss: bool) -> S
     segment.tokens = [token for node, _ in path for token in node.tokens]
     segment.loss_mask = [bit * own for node, own in path for bit in node.mask][begin:]
     segment.response_length = len(sampled) - begin
-    if all(len(node.log_probs) == sum(node.mask) for node, _ in path):  # else they are incomplete
+    if all(len(node.log_probs) == sum(node.mask) for node, _ in path):  # otherwise they are incomplete
         values = iter([value for node, _ in path for value in node.log_probs])
         segment.log_probs = [next(values) if bit else math.nan for bit in sampled][begin:]
     return segment

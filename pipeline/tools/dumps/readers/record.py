@@ -426,7 +426,7 @@ def conversation(
     """The fields `response_parts` and `chat` of a sample whose response is messages.
 
     Args:
-        asked: the messages of the prompt, of which none was sampled in this rollout; None: it is no messages.
+        asked: the messages of the prompt, none of which was sampled in this rollout; None: not messages.
         answered: those of the response.
     """
     own = [(each["role"] == "assistant", each) for each in answered]
@@ -439,7 +439,7 @@ def read_json(record: Record, key: str) -> str | None:
     """A string as it is, any other value as JSON; None if there is no value.
 
     Raises:
-        SourceError: a string that is no valid Unicode, or a value that JSON cannot hold.
+        SourceError: a string that is not valid Unicode, or a value that JSON cannot hold.
 
     Example:
         >>> read_json(Record({"gts": ["4"]}, "a:1"), "gts"), read_json(Record({"gts": "4"}, "a:1"), "gts")

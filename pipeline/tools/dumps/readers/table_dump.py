@@ -79,7 +79,7 @@ def check_columns(columns: Mapping[str, str] | None) -> dict[str, str]:
     """Check the names of columns, and return them.
 
     Raises:
-        ValueError: a name is unknown, a value is no text, or a required one is missing.
+        ValueError: a name is unknown, a value is not a text, or a required one is missing.
 
     Example:
         >>> check_columns({"reward": "score", "response": "output"})

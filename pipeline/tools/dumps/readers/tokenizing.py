@@ -5,10 +5,10 @@ assistant's tokens with ``{% generation %}``. The marked tokens are in the loss.
 these are.
 
 Otherwise texts are counted one by one. Prompt and response are encoded separately, without special tokens.
-Of messages, each text is encoded alone: contents, reasoning, and names and arguments of tool calls. Those of
-an assistant are in the loss, those of tools and users are not. The tokens of a chat template around the
-texts are missing. The result may differ from the sampled tokens by a few: frameworks may drop special tokens
-when they decode, and a text may have several encodings.
+Each text of a message is encoded alone: contents, reasoning, and names and arguments of tool calls. Texts of
+an assistant are in the loss, texts of tools and users are not. The tokens of a chat template around the texts
+are missing. The result may differ from the sampled tokens by a few: frameworks may drop special tokens when
+they decode, and a text may have several encodings.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ and what the reward function added.
 
 - The trainer of ``v1`` adds ``uid``, a key ``{uid}_{session}_{index}`` (``v1/replay_buffer.py``): prompt,
   rollout, segment. It is split from the right, because a uid may have underscores. Two rows with the same
-  key are an error. It fills its batch with rows of the uid ``pad`` + 32 hexadecimal digits, which are no
+  key are an error. It fills its batch with rows of the uid ``pad`` + 32 hexadecimal digits. These are not
   rollouts and are left out.
 - The other trainer writes no uid: set ``group_by="prompt"``. Without keys, a row that occurs twice looks like
   two equal rollouts. ``group_size`` may detect it.
@@ -28,7 +28,7 @@ from .batch import Label, Sample
 from .file_kinds import Format, Reading, read_jsonl
 from .record import Record, read_json
 
-# Rows that the v1 trainer adds to fill its batch, trainer/ppo/padding_utils.py; they are no rollouts.
+# Rows that the v1 trainer adds to fill its batch, trainer/ppo/padding_utils.py; they are not rollouts.
 PADDING = re.compile(r"pad[0-9a-f]{32}(_\d+_0)?")
 
 
