@@ -25,7 +25,7 @@ def browser() -> Any:
     """A chromium without a window.
 
     Raises:
-        SystemExit: there is none.
+        SystemExit: no chromium is installed.
     """
     from selenium import webdriver
 

@@ -181,7 +181,7 @@ def comment_of(path: Path) -> str:
     """The comment at the head of a recipe, with its paragraphs.
 
     Raises:
-        SystemExit: there is none.
+        SystemExit: the recipe has no comment.
     """
     lines = []
     for line in path.read_text().splitlines():

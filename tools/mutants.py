@@ -69,7 +69,7 @@ class Mutant(NamedTuple):
 
     @property
     def is_equivalent(self) -> bool:
-        """Whether it is listed as one that changes nothing."""
+        """Whether it is listed as a fault that changes nothing."""
         return self[:1] + self[2:4] in equivalent()
 
 

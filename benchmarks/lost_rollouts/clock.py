@@ -73,7 +73,7 @@ class System:
         self.version += 1
 
     def has(self, group: Group) -> bool:
-        """Whether it still knows a group."""
+        """Whether it still holds a group."""
         return self.held.get(group.number) is group
 
     def reason(self, group: Group) -> str:
@@ -170,11 +170,11 @@ class Account:
             raise RuntimeError(f"prompts {lost[:5]} left without a reason")
 
     def tokens(self) -> Counter[str]:
-        """By fate."""
+        """The number of tokens by fate."""
         return _sums((group.fate or "open", group.spent) for group in self.groups)
 
     def rollouts(self) -> Counter[str]:
-        """By fate."""
+        """The number of rollouts by fate."""
         return _sums((group.fate or "open", group.started) for group in self.groups)
 
     def counts(self) -> dict[str, Any]:

@@ -272,7 +272,7 @@ class BoundedCalls:
                     left -= 1
                 except Empty:
                     self._check()
-                    if time.monotonic() >= end:  # go on: others may have answered meanwhile
+                    if time.monotonic() >= end:  # go on: others may have answered
                         self._late[scheme, worker] = left
                         silent.append(worker)
                         break

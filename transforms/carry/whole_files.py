@@ -1,4 +1,4 @@
-"""Write a file as a whole, so that no reader sees half of it, also if the process dies."""
+"""Write a file as a whole, so that no reader sees half of it, even if the process dies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def write_whole(path: Path, write: Callable[[Path], Any], *, durable: bool = Fal
     Args:
         path: of the file; its folder must exist. An existing file is replaced.
         write: gets the path of the temporary file, and writes it. If it raises, `path` is not changed.
-        durable: the file is on the disk when this returns, also if the machine dies.
+        durable: the file is on the disk when this returns, even if the machine dies.
 
     Example:
         >>> import tempfile

@@ -47,8 +47,8 @@ class ByColumn(BatchTransform):
         ValueError: at construction. The stages are not of one class, name different columns, keep a state,
             need tokens or the whole batch, or take rows out for one reason in two ways.
         MissingKeyError: the column is missing.
-        BatchError: a value has no stage, also that of an excluded row, or the rows of a group differ in it;
-            or a stage refuses its rows.
+        BatchError: a value, even of an excluded row, has no stage; rows of a group have different values; or
+            a stage refuses its rows.
 
     Example:
         >>> from tensordict import TensorDict

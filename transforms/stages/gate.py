@@ -291,7 +291,7 @@ class CompletenessGate(
     """Let only complete groups pass, which are groups with all their rollouts (:func:`incomplete_groups`).
 
     The gate counts unique rollouts, never rows. Rollouts that failed, were aborted or are unfinished do not
-    count. The gate always takes them out, also if ``on_incomplete="keep"`` keeps the others of their group.
+    count. The gate always takes them out, even if ``on_incomplete="keep"`` keeps the others of their group.
     The gate does not see other batches: a group that is split over two batches is incomplete in both.
 
     A rollout is finished if its last row is done. A rollout that ends twice is an error. Segments may have

@@ -302,7 +302,7 @@ class GroupAssembler(
 
     @property
     def lost_groups(self) -> dict[str, int]:
-        """Number of groups that left without being taken, by reason; also those without rows."""
+        """Number of groups that left without being taken, by reason, including groups without rows."""
         return {reason: number for reason, number in self._stream.lost_groups.items() if number}
 
     _refused: tuple[int, str] = (0, "")  # puts that raised, and the error of the last

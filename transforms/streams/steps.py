@@ -89,7 +89,7 @@ class Steps:
         return max(group.born, self.oldest(group)) if group.is_ready and not group.refills else group.born
 
     def in_order(self, groups: Iterable[Group]) -> list[Group]:
-        """Groups by deadline. Those that were never announced are last, as they became whole."""
+        """Groups by deadline. Groups that were never announced come last, in the order of completion."""
         return sorted(
             groups, key=lambda group: (self.born(group) if group.announced else math.inf, group.order)
         )

@@ -548,7 +548,7 @@ class Rows:
 
     @property
     def lengths(self) -> Tensor:
-        """(M,) int64: tokens that the row had in the loss mask on arrival, also if it is masked now."""
+        """(M,) int64: tokens that the row had in the loss mask on arrival, even if it is masked now."""
         return self.count("loss_mask", arrived=True)
 
     def count(self, role: Any, *, finite: bool = False, arrived: bool = False) -> Tensor:

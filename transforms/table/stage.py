@@ -211,7 +211,7 @@ class BatchTransform(TakesColumns, Transform):
         return out if len(out) else None
 
     def set_container(self, container: Transform | EnvBase) -> None:
-        """Accept a Compose or a replay buffer. Refuse an environment, also one that contains the Compose."""
+        """Accept a Compose or a replay buffer. Refuse an environment, even one that contains the Compose."""
         super().set_container(container)
         outermost = container
         while (

@@ -33,7 +33,7 @@ class Trajectory:
         turn_rewards: the reward of each action, for a rollout of one row. They are included in `returns`; the
             rest of `returns` is the outcome.
         states: the state from which each row starts; None: no states.
-        chance: probability of the trajectory given its actions, if it does not depend on the policy alone.
+        chance: probability of the trajectory given its actions, if it depends on more than the policy.
         status: how the rollout ended.
     """
 

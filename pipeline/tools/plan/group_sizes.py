@@ -107,8 +107,8 @@ def groups_seen(report: StepReport) -> GroupsSeen:
 def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | None = None) -> TaskResult:
     """Print the share of uninformative groups by group size, from the rewards of a dump under a recipe.
 
-    It runs the recipe as ``task=replay`` does, and compares rewards after its shaping and weights, also those
-    of groups that it leaves out. If the dump has tokens, it also prints the cost of its rows as prefix trees.
+    It runs the recipe as ``task=replay`` does, and compares rewards after its shaping and weights, even in
+    groups that it leaves out. If the dump has tokens, it also prints the cost of its rows as prefix trees.
 
     Args:
         config: composed with ``task=plan``.

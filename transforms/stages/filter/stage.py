@@ -33,7 +33,7 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
     Only the statistics of later stages change. A filter after the advantage changes no baseline.
 
     A row that is masked or excluded has False in its loss mask and NaN in its behaviour log-probabilities.
-    TorchRL's GRPOLoss then leaves it out exactly under each of its masking strategies, also from the token
+    TorchRL's GRPOLoss then leaves it out exactly under each of its masking strategies, even from the token
     count. Later stages still see the row's original length. GRPOLoss's ``prompt_mean`` and its KL terms
     divide by all rows. To leave masked rows out of these too, add a second filter with
     ``LengthWithin(low=1)`` and ``drop`` after the advantage. If no row stays, the batch is empty.

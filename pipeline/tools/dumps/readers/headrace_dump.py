@@ -199,7 +199,7 @@ def _batch(table: pa.Table, path: Path, reading: Reading) -> TensorDict:
 
 
 def _samples_of_texts(table: pa.Table, path: Path, reading: Reading) -> list[Sample]:
-    """Samples that have the texts of rows, and by a tokenizer their tokens."""
+    """Samples with the texts of the rows and, with a tokenizer, their tokens."""
     none = [None] * len(table)
     texts = [table[name].to_pylist() if name in table.column_names else none for name in TEXTS_OF_TOKENS]
     where = (f"{path}, row {row}" for row in range(len(table)))

@@ -313,7 +313,7 @@ class Source:
                     last, greatest = step, max(step, greatest)
             except SourceError as err:  # of the file, and not of one of its records
                 reading.note(err)
-            name = path.name.partition(".")[0]  # 41.jsonl is of step 41, also where it has no record
+            name = path.name.partition(".")[0]  # 41.jsonl is of step 41, even if it has no record
             of_name = int(name) if last is None and re.fullmatch(r"\d{1,18}", name, re.ASCII) else -1
             for named, fault in reading.take(last, of_name if of_name > greatest else None):
                 yield named, fault, path
@@ -345,7 +345,7 @@ class Source:
         return batch
 
     def _note_one_prompt(self, step: int, rows: list[Sample]) -> None:
-        """Note a step whose rollouts are all of one group, and of one prompt as far as the dump has it."""
+        """Note a step whose rollouts are all of one group and, if the dump has prompts, of one prompt."""
         if len({row.group for row in rows}) == 1:
             self.one_group.setdefault(step, len({row.rollout for row in rows}))
 

@@ -5,7 +5,7 @@ Schema: prime-rl, ``SAMPLE_SCHEMA`` in ``monitors/prime.py``, which it uploads: 
 ``info``, ``reward``, ``advantage``, ``metrics``, ``timing``, ``num_input_tokens``, ``num_output_tokens`` and
 ``created_at``, in some releases also ``is_truncated`` and ``error``.
 
-- Prompts and completions are messages, also where they are written as JSON.
+- Prompts and completions are messages, even if they are written as JSON.
 - A group is a problem of an environment in a step. Two samples of a step with the same ``sample_id`` are an
   error.
 - A sample with an ``error`` failed. One with ``is_truncated`` was truncated. In releases without these,
