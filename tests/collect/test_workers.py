@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -255,3 +256,38 @@ def test_a_group_has_the_number_of_a_worker_only_if_it_waits_for_one_and_all_are
         other = WorkerWatch(None, None, workers=workers)
         other.saw(rows, GroupAssembler(group_size=2))
         assert other.numbered([1]) is None
+
+
+def test_a_worker_is_silent_for_too_long_by_its_own_pauses_and_the_rows_of_the_others(monkeypatch):
+    """By a loop over the times of all rows. A worker without any counts from the first row of another on."""
+    clock, assembler, raised = [0.0], GroupAssembler(), 0
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    for seed in range(300):
+        dice = random.Random(seed)
+        patience, own = dice.choice([(1.0, None), (40.0, None), (None, 15.0), (None, None)])
+        watch, clock[0] = WorkerWatch(patience, own, workers=3), 100.0
+        watch.begin()
+        times: list[list[float]] = [[100.0], [100.0], [100.0]]
+        paused = [0.0] * 3
+        for _ in range(20):
+            clock[0] += dice.choice([0.5, 1.0, 7.0])
+            now, worker = clock[0], dice.choice([0, 0, 0, 1, 1, 2])
+            origin = torch.tensor([Origin(0, worker, 3, 0, 1)])
+            watch.saw(TensorDict({"group_id": [worker], "rollout_id": [0], ORIGIN: origin}, [1]), assembler)
+            if sum(map(len, times)) == 3:
+                paused = [now - 100.0] * 3
+            paused[worker] = max(paused[worker], now - times[worker][-1])
+            times[worker].append(now)
+            late = [
+                now - each[-1] >= (own or max(patience or 0.0, 10 * pause))
+                and any(other[-3] > each[-1] for other in times if len(other) > 3)
+                for each, pause in zip(times, paused, strict=True)
+            ]
+            if (patience or own) and any(late):
+                raised += 1
+                silent = "".join(str(number) for number in range(3) if late[number])
+                with pytest.raises(StalledError, match=f"worker [{silent}] has been silent"):
+                    watch.check(assembler)
+                break
+            watch.check(assembler)
+    assert 50 < raised < 250
