@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import sys
 import types
 
@@ -111,6 +113,78 @@ def test_lost_rollouts_are_not_graded():
     assert again["next", "reward"][[0, 2]].flatten().tolist() == [2.0, 2.0]
     assert again["next", "reward"][1].isnan()
     assert (changed.rollouts, changed.lost) == (2, 1)
+
+
+def loop_over(rows, several, count):
+    """The new rewards of the rows, and what changed, from (group, rollout, text, old rewards, lost)."""
+    rollouts = {}
+    for row in rows:
+        rollouts.setdefault(row[1], []).append(row)
+    graded = {
+        rollout: grades("\n".join(each[2] for each in own), count)
+        for rollout, own in rollouts.items()
+        if not any(each[4] for each in own)
+    }
+    kept = [old if several == count else [math.nan] * count for _, _, _, old, _ in rows]
+    rewards = [graded.get(row[1], old) for row, old in zip(rows, kept, strict=True)]
+    before = {rollout: rollouts[rollout][0][3] for rollout in graded}
+    known = [rollout for rollout in graded if not all(map(math.isnan, before[rollout]))]
+    groups = {group: [r for r in graded if rollouts[r][0][0] == group] for group, *_ in rows}
+    pairs = [(varied(before, some), varied(graded, some)) for some in groups.values() if len(some) > 1]
+    return rewards, (
+        len(graded),
+        sum(graded[rollout] != before[rollout] for rollout in graded),
+        len(known),
+        sum(value for rollout in known for value in before[rollout] if not math.isnan(value)),
+        sum(sum(graded[rollout]) for rollout in known),
+        len(pairs),
+        sum(after and not before for before, after in pairs),
+        sum(before and not after for before, after in pairs),
+    )
+
+
+def grades(text, count):
+    return [float(text.count(letter)) for letter in "ab"[:count]]
+
+
+def varied(rewards, some):
+    """Whether one of the rewards differs among these rollouts; a missing one does not."""
+    columns = zip(*(rewards[rollout] for rollout in some), strict=True)
+    return any(len({each for each in column if not math.isnan(each)}) > 1 for column in columns)
+
+
+def test_rewards_and_what_changed_equal_those_of_a_loop():
+    for seed in range(200):
+        dice = random.Random(seed)
+        several, count, rows = dice.choice([1, 2]), dice.choice([1, 2]), []
+        for rollout in range(dice.randint(1, 6)):
+            old = [dice.choice([0.0, 1.0]) for _ in range(several)]
+            if several == 2 and dice.random() < 0.3:
+                old[dice.randrange(2)] = math.nan
+            for _ in range(dice.randint(1, 3)):
+                text = "".join(dice.choices("ab", k=dice.randint(0, 2)))
+                rows.append((rollout % 3, rollout, text, old, dice.random() < 0.1))
+        dice.shuffle(rows)
+        names = [["one", "two"][:several]] * len(rows)
+        batch = to_batch(
+            Sample(
+                group,
+                rollout,
+                old[0] if several == 1 else None,
+                rewards=dict(zip(name, old, strict=True)) if several == 2 else None,
+                status=Status.FAILED if lost else Status.COMPLETED,
+                response=text,
+                advantage=0.5,
+            )
+            for (group, rollout, text, old, lost), name in zip(rows, names, strict=True)
+        )
+        again, changed = regrade(batch, lambda _, texts, count=count: [grades(text, count) for text in texts])
+        rewards, numbers = loop_over(rows, several, count)
+        if numbers[0]:
+            np.testing.assert_array_equal(again["next", "reward"].numpy(), np.array(rewards), str(seed))
+        assert tuple(changed) == numbers, seed
+        assert "logged_advantage" not in again.keys()
+        assert "reward_names" not in again.keys()
 
 
 def test_several_rewards_replace_one():

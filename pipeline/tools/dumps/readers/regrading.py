@@ -89,9 +89,9 @@ def regrade(batch: TensorDictBase, grade: Grade) -> tuple[TensorDictBase, Regrad
     ids, status = Ids(batch.get("rollout_id")), batch.get("status", None)
     rollout = ids.spread(ids.first)
     lost = torch.zeros(len(batch), dtype=torch.bool)
-    if status is not None:
-        lost = torch.isin(status, torch.tensor([Status.FAILED, Status.ABORTED]))
-    heads = (ids.is_first & ~ids.spread(ids.any(lost))).nonzero().flatten()
+    if status is not None:  # one row is enough
+        lost = ids.spread(ids.any(torch.isin(status, torch.tensor([Status.FAILED, Status.ABORTED]))))
+    heads = (ids.is_first & ~lost).nonzero().flatten()
     changed = shallow_copy(batch).exclude(*STALE)
     old = batch.get(("next", "reward")).double().reshape(len(batch), -1)
     if not len(heads):
