@@ -546,6 +546,30 @@ def test_table_has_ends_steps_advantages_and_lengths(tmp_path):
     assert batch["status"].tolist() == [Status.COMPLETED, Status.TRUNCATED]
 
 
+def test_table_lines_with_one_prompt_are_one_group_only_if_you_say_so(tmp_path):
+    """What no column names is kept of each rollout; a column that is set to None is none."""
+    line = {
+        "prompt": "q?",
+        "samples": [{"score": float(at), "output": "4", "tag": f"t{at}"} for at in (0, 1)],
+    }
+    columns = {"rollouts": "samples", "prompt": "prompt", "reward": "score", "response": "output"}
+    path = write_lines(tmp_path / "a.jsonl", [line, line])
+    for words, groups in ({}, 2), ({"group_by": "prompt"}, 1):
+        batch = read_one(path, columns={**columns, "status": None}, **words)
+        assert len(batch["group_id"].unique()) == groups
+        assert len(batch["rollout_id"].unique()) == 4
+        assert list(batch["other_columns"]) == ['{"tag": "t0"}', '{"tag": "t1"}'] * 2
+
+
+def test_table_the_reward_of_a_failed_rollout_may_lack_and_be_nothing_else(tmp_path):
+    columns = {**COLUMNS, "status": "why"}
+    rows = [own_row("p", 1.0, why="stop"), own_row("p", None, why="error")]
+    batch = read_one(write_lines(tmp_path / "a.jsonl", rows), columns=columns)
+    assert batch["next", "reward"].isnan().flatten().tolist() == [False, True]
+    rows[1] = own_row("p", "none", why="error")
+    assert_refused("a finite number", write_lines(tmp_path / "a.jsonl", rows), columns=columns)
+
+
 def test_table_a_value_of_the_line_replaces_none_of_a_rollout(tmp_path):
     """It applies to all rollouts if none has the column, and to none if some rollout has it."""
     columns = {"rollouts": "samples", "reward": "m.score", "response": "output", "status": "end"}

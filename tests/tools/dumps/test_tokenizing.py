@@ -31,7 +31,7 @@ from recipes import CHAINS
 from headrace.pipeline import make_report
 from headrace.pipeline.tools.dumps.readers import Sample, SourceError, open_dump, to_batch
 from headrace.pipeline.tools.dumps.readers.batch import fits_advantages
-from headrace.pipeline.tools.dumps.readers.tokenizing import Tokenizer, add_tokens
+from headrace.pipeline.tools.dumps.readers.tokenizing import Tokenizer, add_tokens, load_tokenizer
 from headrace.pipeline.tools.report import write_dump
 from headrace.transforms import BatchError, MissingKeyError
 from headrace.transforms.table.schema import NO_LENGTHS
@@ -232,6 +232,42 @@ TWO = ("source.group_by=prompt", "source.group_size=2")
 
 def drawn_twice(rows):
     return [*rows, *(row | {"output": "again"} for row in rows[:2])]
+
+
+SAID = {"a": {"role": "assistant", "content": "yes"}, "u": {"role": "user", "content": "is it?"}}
+
+
+@pytest.mark.parametrize(
+    ("roles", "own", "marked", "trains"),
+    [
+        ("aua", [False, False, True], [1, 0, 0, 1, 1], [1, 1]),  # the first token is another row's
+        ("uaa", [False, True, True], [0, 1, 1, 1], [1, 1, 1]),  # one run for both messages
+        ("ua", [False, True], [0, 0, 0], []),
+    ],
+)
+def test_of_a_template_the_marked_tokens_of_own_messages_train(roles, own, marked, trains):
+    chat = [(of_policy, SAID[role]) for role, of_policy in zip(roles, own, strict=True)]
+    template = Tokenizer(lambda texts: [], lambda messages: ([*range(len(marked))], marked))
+    sample = Sample("g", 0, 1.0, response="yes", chat=chat)
+    assert add_tokens([sample], template) == (1, 0)
+    assert (sample.extent(), sample.loss_mask) == ((len(marked), len(trains)), trains)
+
+
+def test_tokens_are_added_to_all_samples_or_to_none():
+    letters = Tokenizer(lambda texts: [[ord(letter) for letter in text] for text in texts])
+    samples = [Sample("g", 0, 1.0, response="yes", response_length=2), Sample("g", 1, 1.0, response="no")]
+    assert add_tokens(samples, letters) == (0, 0)
+    assert [sample.tokens for sample in samples] == [None, None]
+
+
+def test_a_tokenizer_that_was_saved_with_limits_encodes_whole_texts(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers", reason="the extra `llm` is not installed")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.enable_truncation(2)
+    words.enable_padding(length=8)
+    words.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path / "tokenizer.json").encode(["a b a b", "b"]) == [[0, 1, 0, 1], [1]]
 
 
 def test_groups_of_one_prompt_are_separated_by_order_or_left_out(tmp_path):
