@@ -13,7 +13,8 @@ from pages import data_of
 from rich.console import Console
 
 from headrace.pipeline import make_report, page_data
-from headrace.pipeline.tools.dumps.readers import open_dump
+from headrace.pipeline.tools.dumps.readers import Sample, SourceError, open_dump
+from headrace.pipeline.tools.dumps.readers.batch import BY_ORDER, group_by_order
 from headrace.pipeline.tools.replay import replay_dump
 from headrace.pipeline.tools.report import Comparison, show_report
 from headrace.pipeline.tools.report.loggers import group_rows, rollout_rows
@@ -161,3 +162,11 @@ def test_a_group_that_was_made_from_a_prompt_is_called_by_it(write, tmp_path):
     named = r"(What is 2\+2\?|\[\d+, .*\]) #\w{16}"
     for step in (1, 2, 3, 4):
         assert re.search(rf"step {step}\b[^;]*{named}", " ".join(said.split())), said
+
+
+def test_runs_of_rollouts_are_groups_though_the_prompts_of_later_segments_have_more():
+    rows = [("q", 0), ("q a", 0), ("q", 1), ("q b", 1), ("r", 2), ("r", 3)]
+    samples = [Sample(BY_ORDER, rollout, 1.0, prompt=prompt) for prompt, rollout in rows]
+    assert [row.group for row in group_by_order(samples, 2)] == [("q #1",)] * 4 + [("r #2",)] * 2
+    with pytest.raises(SourceError, match="each 2 rollouts next to one another have one prompt"):
+        group_by_order(samples[2:5], 2)  # the first rollout is missing
