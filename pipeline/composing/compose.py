@@ -283,9 +283,7 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
         base = compose_config(config_name, *groups)
     except ConfigError:
         return None
-    removes = value == "null" and re.fullmatch(
-        r"pipeline\.stages\.\w+", typed
-    )  # as `for_hydra` has written it
+    removes = value == "null" and re.fullmatch(r"pipeline\.stages\.\w+", typed)  # written by `for_hydra`
     sign, equals, value = ("~", "", "") if removes or f"~{typed}" in overrides else ("", equals, value)
     found = options_meant(typed, base)
     if "-" in typed and OmegaConf.select(base, typed.replace("-", "_"), default=ABSENT) is not ABSENT:

@@ -120,8 +120,8 @@ def _made(node: Any, path: str, given: Mapping[str, Any] | None = None) -> Any:
         for name in (each for each in options if each not in (given or {})):
             with suppress(Exception):
                 function(*more, **{key: options[key] for key in options if key != name})
-                large = isinstance(node[name], list | dict) and len(node[name]) > 1
-                culprits.append(f"{path}.{name}" + ("" if large else f"={as_typed(node[name])}"))
+                value = f"={as_typed(node[name])}"
+                culprits.append(f"{path}.{name}{value * (len(value) < 60)}")  # not a whole map of columns
         raise ConfigError(f"{' or '.join(culprits) or path}: {message}") from err
 
 

@@ -70,7 +70,7 @@ class DumpSteps:
                 result = of(cast(int, step), found)  # a batch has a number
             except (SourceError, BatchError) as err:
                 if isinstance(err, IncompleteGroupsError) and "size" in err.facts and self.source.sized:
-                    err.more = f". For this dump, set source.group_size={err.facts['size']}"
+                    err.more += f". For this dump, set source.group_size={err.facts['size']}"
                 first = first or err
                 self._leave_out(step, found, err)
                 ends = len(self.failed) == GIVE_UP and not self.source.skips

@@ -120,7 +120,7 @@ def require_options(source: Source, config: DictConfig) -> None:
         when.append(f"their sum is the reward (else source.reward_key={rewards[0]})")
     raise ConfigError(
         f"{config.source.path}, a dump of {source.format}: {', and '.join(why)}. If {', and '.join(when)}, "
-        f"{todo}"
+        + todo
     )
 
 

@@ -190,7 +190,7 @@ def _fail(
     if there == key:
         said = f"found {quote(node)}"
     elif there:
-        has = f"has the keys {quote_some(node)}" if isinstance(node, dict) else f"is {quote(node)}"
+        has = f"has the keys {quote_some(node)}" if node and isinstance(node, dict) else f"is {quote(node)}"
         said = f"{there!r} {has}"
     else:
         said = "found none among the keys "
