@@ -378,8 +378,9 @@ def test_a_wrong_value_or_option_is_answered_with_the_nearest_one(call, meant):
     ],
 )
 def test_a_call_that_does_not_fit_the_signature_is_answered_with_one_that_does(call, said):
-    with pytest.raises((TypeError, ValueError), match=re.escape(said)):
+    with pytest.raises((TypeError, ValueError), match=re.escape(said)) as refused:
         call()
+    assert ("did you mean" in str(refused.value)) == ("did you mean" in said)
 
 
 def test_a_call_of_the_base_class_that_does_not_fit_names_the_base_class():

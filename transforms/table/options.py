@@ -261,7 +261,8 @@ def _call_meant(thing: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
         of_text = [each for each in free if not ANY_TEXT.isdisjoint(_parts(hints[each]))]
         fit = [each for each in free if fits(more[0], hints[each]) and each not in of_text]
         fit += [each for each in free if _meant(more[0], hints[each])] + of_text
-        call = f"{name}({fit[0]}={more[0]!r:.60}){_meant(more[0], hints[fit[0]])}" if fit else ", ".join(free)
+        call = f"{name}({fit[0]}={more[0]!r:.60})" if fit else ", ".join(free)
+        call += _meant(more[0], hints[fit[0]]) if fit and not fits(more[0], hints[fit[0]]) else ""
         return f"{name} takes its options by name: {call}"
     needed = [each for each in [*by_place, *options] if parameters[each].default is inspect.Parameter.empty]
     call = ", ".join(each if each in by_place else f"{each}=…" for each in needed)
