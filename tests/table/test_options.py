@@ -367,6 +367,7 @@ def test_a_wrong_value_or_option_is_answered_with_the_nearest_one(call, meant):
         (lambda: ShuffleSplit(4), "by name: ShuffleSplit(minibatches=4)"),
         (lambda: OverlongPunishment(buffer=4), "has no option 'buffer' (did you mean 'cache'?); its options"),
         (lambda: OverlongPunishment(cache=4), "needs max_length: OverlongPunishment(max_length=…, cache=…)"),
+        (lambda: SampleFilter(5), "SampleFilter takes its options by name: criterion, also, "),
         (lambda: SampleFilter(), "SampleFilter needs criterion: SampleFilter(criterion=…)"),
         (lambda: LossWeight(per="token"), "LossWeight has no option 'per' (did you mean 'unit'?); its"),
         (lambda: RepeatSampler(), "needs prompts and group_size: RepeatSampler(prompts, group_size=…)"),

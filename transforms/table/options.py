@@ -259,8 +259,9 @@ def _call_meant(thing: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     if more := args[len(by_place) :]:
         free = [each for each in options if each not in kwargs]
         of_text = [each for each in free if not ANY_TEXT.isdisjoint(_parts(hints[each]))]
-        fit = [each for each in free if fits(more[0], hints[each]) and each not in of_text]
-        fit += [each for each in free if _meant(more[0], hints[each])] + of_text
+        fit = [each for each in free if fits(more[0], hints[each])]
+        near = [each for each in free if _meant(more[0], hints[each])]
+        fit = [*(each for each in fit if each not in of_text), *near, *fit]
         call = f"{name}({fit[0]}={more[0]!r:.60})" if fit else ", ".join(free)
         call += _meant(more[0], hints[fit[0]]) if fit and not fits(more[0], hints[fit[0]]) else ""
         return f"{name} takes its options by name: {call}"
