@@ -70,7 +70,7 @@ def measured(name: str) -> str:
 
 
 OF_OPENRLHF = (
-    "deepspeed==0.19.6 transformers==5.15.0 ray accelerate aiohttp datasets peft pylatexenc torchdata"
+    "deepspeed==0.19.6 transformers==5.15.0 ray accelerate aiohttp datasets peft pillow pylatexenc torchdata"
 )
 OF_TRL = ("coming_from_trl", "over_generation", "trl_async")
 BESIDE = {

@@ -24,9 +24,8 @@ from headrace.spelling import suggest
 # but what is measured does not, so they are installed without dependencies. None of it compiles CUDA code.
 ASIDE = "PYTHONPATH=FOLDER in front of the command, after pip install --no-deps --target FOLDER"
 SWIFT = "ms-swift 'trl<1.0' peft modelscope modelscope_hub json_repair einops dacite msgspec"
-OPENRLHF = (
-    "openrlhf==0.11.2 deepspeed==0.19.6 einops hjson msgpack ninja peft py-cpuinfo pylatexenc torchdata"
-)
+DEEPSPEED = "deepspeed==0.19.6 einops hjson msgpack ninja py-cpuinfo"
+OPENRLHF = f"openrlhf==0.11.2 {DEEPSPEED} peft pillow pylatexenc torchdata"
 TRAINERS = {
     "torchrl": ("torchrl", "pip install 'headrace[torchrl]'"),
     "trl": ("trl", "pip install 'headrace[llm]' trl"),
