@@ -298,6 +298,8 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
                 flat = enter_rows(given, list(asked.ids), reader=type(self).__name__)
                 about = partial(self._same_on_all_ranks, epochs)
                 rows = Rows.read(flat, keys=asked.columns, tokens=asked.counts, ranks=ranks, about=about)
+                rows.table.names = {role: nested_key(key) for role, key in self.columns.items()}
+                rows.table.names |= column_keys(self)
                 if self.masked_log_prob == "keep":
                     rows.table.masking.kept_finite = self._kept_finite()
                 if not rows.table.size:  # no rank has a row

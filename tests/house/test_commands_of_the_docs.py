@@ -84,7 +84,7 @@ def run_example(line: str, folder: Path) -> subprocess.CompletedProcess:
 
 def run_with_a_module(line: str, page: str, folder: Path) -> subprocess.CompletedProcess:
     """Run a command that imports a module, which gets the Python blocks of the page."""
-    modules = re.findall(r"_target_: (\w+)\.", line)
+    modules = re.findall(r"(?:_target_: |=)([a-z]\w*)\.(?=[A-Z])", line)  # `mystages` of mystages.MinReward
     for module in modules:
         blocks = [block.text for block in fences(page, "python") if block.mark is None]
         (folder / f"{module}.py").write_text("\n".join(blocks))

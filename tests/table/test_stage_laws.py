@@ -60,6 +60,13 @@ def test_a_row_that_leaves_the_loss_is_masked_by_any_stage():
         Low()(batch.exclude("masks", "log_probs"))
 
 
+@pytest.mark.parametrize("names", [{"loss_mask_key": "mask"}, {"columns": {"loss_mask": "mask"}}])
+def test_a_stage_that_names_no_mask_masks_in_that_of_the_pipeline(names):
+    batch = batch_of([1.0, 2, 3], [0, 0, 0])
+    batch["mask"] = batch[MASK].clone()
+    assert Pipeline({"low": Low()}, **names).run(batch).batch["mask"].any(1).tolist() == [False, True, True]
+
+
 def test_a_reason_has_one_effect():
     class Twice(Low):
         def decide(self, rows):

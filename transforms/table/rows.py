@@ -714,8 +714,8 @@ class Rows:
         if self.reads is None:
             return
         (owner, declared), key = self.reads, self.key(role)
-        of_the_table = isinstance(key, tuple) and (type(key) is not tuple or key[0] == "headrace")
-        if key is None or key == INTO or of_the_table or key in declared:
+        first = key[0] if isinstance(key, tuple) else key
+        if key is None or key == INTO or key in declared or first == "headrace":
             return
         kind = type(owner).__name__
         how = f"{key!r} must be in its in_keys"
@@ -726,8 +726,8 @@ class Rows:
         elif hasattr(owner, "shape"):
             how = f"reads = ({key!r},) in the class {kind}"
         raise BatchError(
-            "{reader} reads {key} and does not declare it, so a pipeline can neither give the column another "
-            "name, nor refuse a stage that writes it later. Declare it: {how}",
+            "{reader} reads {key} and does not declare it, so a pipeline could not refuse a stage that "
+            "writes it later. Declare it: {how}",
             reader=kind,
             key=repr(key),
             how=how,
@@ -809,7 +809,8 @@ class Rows:
     def seen_by(self, stage: Any, name: str = "") -> Rows:
         """A view of the rows that have not left, with columns under the names that a stage uses."""
         own = column_keys(stage)
-        return Rows(self.table, {**DEFAULTS, **own}, type(stage).__name__, name, self.table.fates.index, own)
+        names = {**DEFAULTS, **self.table.names, **own}
+        return Rows(self.table, names, type(stage).__name__, name, self.table.fates.index, own)
 
     def only_declared(self, owner: Any) -> Rows:
         """The same rows, of which a stage or criterion may only read the columns that it declares."""

@@ -254,7 +254,7 @@ class BatchTransform(TakesColumns, Transform):
 
 
 PLACES = {  # of each kind of object
-    "stage": "Put it into the pipeline, as stages=dict({name}={given})",
+    "stage": "Put it into the pipeline: load_pipeline(…, stages=dict({name}={given}), after=…)",
     "criterion": "Put it into a filter: SampleFilter(criterion={given}), or on the command line "
     "pipeline.stages.{name}=filter pipeline.stages.{name}.criterion=…",
     "term": "Put it into the stage TokenAdvantage(term={given}), or on the command line "

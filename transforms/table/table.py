@@ -101,6 +101,7 @@ class Table:
         size: N.
         starts: for the rows of this batch, and for the carried rows after them: table index of the first row
             of each rank, and the end.
+        names: key of each column that a pipeline names, by role, for stages that do not name it.
         lacking: the batch, and what it is known to lack.
         ids: the :class:`Ids` that views have read, with the tensors that they were made from.
     """
@@ -114,6 +115,7 @@ class Table:
         self.late: list[Late] = []
         self.metrics: dict[str, float] = {}
         self.notes: dict[Any, Any] = {}
+        self.names: dict[str, NestedKey | None] = {}
         self.lacking = Lacking(None)
         elsewhere, no_lengths = (
             not self.lacks(key) and any_row_has(batch, key) for key in (ELSEWHERE, NO_LENGTHS)
