@@ -103,7 +103,7 @@ def test_an_environment_whose_overrides_set_other_options_has_the_trainers_scale
         assert scale_overrides(False, None, "as/verl", [CLIP, word]) == ()
 
 
-def test_unsloths_patched_trainer_is_known_by_name_and_its_others_are_refused():
+def test_unsloths_patched_trainer_is_known_by_name_and_its_other_trainers_are_refused():
     """A class that Unsloth writes is derived from TRL's class, and its own module is in no package."""
 
     def of_unsloth(name: str) -> Any:
@@ -192,7 +192,7 @@ def test_a_recipe_that_is_set_later_is_checked_and_the_one_before_stays():
     assert trainer.pipeline is after
 
 
-def test_the_first_batch_of_which_no_row_trains_is_a_warning():
+def test_the_first_batch_without_a_training_row_is_a_warning():
     trainer = trainer_of(state=SimpleNamespace(global_step=7))
     with pytest.warns(FewerRowsWarning, match="no row of the batch of step 7 trains"):
         warn_of_no_rows(trainer)

@@ -111,7 +111,7 @@ def test_with_its_own_recipe_trl_trains_on_its_own_advantages(make_trainer, thei
     assert any(not torch.equal(x, y) for x, y in zip(before, after, strict=True))
 
 
-def test_the_advantage_that_is_logged_of_a_row_is_its_own(make_trainer):
+def test_each_row_is_logged_with_its_own_advantage(make_trainer):
     run = make_trainer("pipeline=as/trl", steps=1)
     own, seen = run.trainer._generate_and_score_completions, []
 
@@ -159,7 +159,7 @@ def test_an_error_of_a_reward_of_none_names_its_function(make_trainer):
         run.trainer.train()
 
 
-def test_the_first_step_of_which_no_row_trains_is_a_warning(make_trainer):
+def test_the_first_step_without_a_training_row_is_a_warning(make_trainer):
     run = make_trainer("pipeline=grpo", rewards=(lambda completions, **others: [1.0] * len(completions),))
     with pytest.warns(FewerRowsWarning, match="no row of the batch of step 0 trains") as found:
         run.trainer.train()

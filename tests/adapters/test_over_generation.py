@@ -87,7 +87,7 @@ def test_rows_without_a_number_for_each_completion_are_refused():
         (2, 8, 1, "as/trl", "the recipe's filter, and it has none"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(factor, rows, steps, recipe, message):
+def test_a_batch_that_cannot_be_cut_is_refused(factor, rows, steps, recipe, message):
     trainer = SimpleNamespace(
         args=SimpleNamespace(per_device_train_batch_size=rows, steps_per_generation=steps), num_generations=4
     )

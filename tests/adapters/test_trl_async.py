@@ -175,7 +175,7 @@ def test_rows_that_wait_for_a_further_step_do_not_become_too_old(make, allowed):
     assert queued.counts == {"came": 24, "handed_out": found, "waiting": 0, "stale": 24 - found}
 
 
-def test_what_it_cannot_do_is_refused_by_name(make):
+def test_settings_that_it_cannot_handle_are_refused_by_name(make):
     worker = own_worker(lambda answer, random: float(random.integers(-5, 5)))
     trainer = make(rollout_worker=worker)
     with pytest.raises(ValueError, match="AsyncGRPOTrainer always"):
@@ -192,7 +192,7 @@ def test_what_it_cannot_do_is_refused_by_name(make):
         WholeGroups(trainer).get(timeout=1)
 
 
-def test_an_announcement_is_no_sample(make):
+def test_an_announcement_is_not_a_sample(make):
     trainer = attach(make(rollout_worker=own_worker(lambda answer, random: 1.0)))
     queued = WholeGroups(trainer)
     queued._take_in(Dispatched(3, 0))

@@ -60,7 +60,7 @@ def many(kinds: str) -> list[TensorDict]:
     return [batch_of({i: (VARIED if kind == "v" else FLAT)[0]}) for i, kind in enumerate(kinds)]
 
 
-def test_it_requests_groups_at_most_so_often():
+def test_it_requests_groups_up_to_a_limit():
     asked = []
 
     def source():
@@ -102,7 +102,7 @@ def test_a_source_may_write_each_batch_into_the_memory_of_the_last(lazy):
 
 
 @pytest.mark.parametrize("assembler", [None, GroupAssembler()])
-def test_a_source_that_has_nothing_yet_is_asked_at_most_so_often(assembler):
+def test_a_source_without_a_batch_is_asked_up_to_a_limit(assembler):
     """A source that does not wait yields None if it has no batch."""
     asked = []
 

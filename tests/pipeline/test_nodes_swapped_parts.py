@@ -60,7 +60,7 @@ def test_a_term_and_a_whole_stage_are_replaced_in_the_same_way():
         (5, "filter.criterion must be a callable; got 5"),
     ],
 )  # fmt: skip
-def test_what_is_no_criterion_is_refused_with_the_right_form(criterion, message):
+def test_a_value_that_is_not_a_criterion_is_refused_with_the_right_form(criterion, message):
     with pytest.raises(ConfigError, match=message):
         load_pipeline("grpo", stages={"filter": {"criterion": criterion}})
 

@@ -172,7 +172,7 @@ def test_stages_with_an_effect_are_accepted():
         ({"x": Pipeline({})}, "stage 'x' is a pipeline"),
     ],
 )
-def test_an_object_that_is_no_stage_is_refused(given, message):
+def test_an_object_that_is_not_a_stage_is_refused(given, message):
     with pytest.raises(ValueError, match=message):
         Pipeline(given)
 

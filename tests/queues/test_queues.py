@@ -142,7 +142,7 @@ def test_keys_with_dots_are_refused(name):
     assert keys_in(name) == []
 
 
-def test_rows_are_read_until_there_are_so_many_and_a_put_is_read_whole(name):
+def test_rows_are_read_up_to_a_limit_and_a_put_is_read_whole(name):
     source = RolloutQueue(name, producers=1, max_rows=5)
     rows = batch_of_lines(LINES)
     send(RolloutQueue(name), rows[:12].split([3, 2, 4, 3]))

@@ -65,7 +65,7 @@ def test_whole_units_are_dropped_until_no_micro_batch_is_empty(rows, ranks, max_
         assert len(held) == 1 or int(held[ATTENTION].sum()) <= max_tokens
 
 
-def test_a_minibatch_without_rows_is_no_step():
+def test_a_minibatch_without_rows_is_not_a_step():
     """Rollout 2 has one row for two ranks; the others fill a minibatch."""
     rows = [(0, 4), (1, 4), (2, 4)]
     split = ShuffleSplit(minibatches=None, minibatch_size=2, max_tokens=4, ranks=2, remainder="drop")

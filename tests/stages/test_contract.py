@@ -333,7 +333,7 @@ def test_an_unknown_option_is_answered_with_all_options():
 
 
 @every
-def test_an_input_that_is_no_batch_is_refused(name):
+def test_an_input_that_is_not_a_batch_is_refused(name):
     with pytest.raises(TypeError, match=r"takes a TensorDict of rows, got dict.*decide"):
         STAGES[name]()({"reward": 1})
     with pytest.raises(BatchError, match=r"batch size \[\]"):

@@ -245,7 +245,7 @@ def test_the_oldest_sampled_token_of_a_row_decides(layout):
     assert found == {True, False}
 
 
-def test_a_narrow_column_of_versions_per_token_is_no_number_per_row():
+def test_a_narrow_column_of_versions_per_token_is_not_a_number_per_row():
     """Rows have two tokens, and the table reads such narrow columns ahead."""
     columns = {
         ("next", "policy_version"): [[5, 3], [3, 5], [4, 4]],

@@ -217,7 +217,7 @@ def test_the_function_requires_a_dispatched_count():
         incomplete_groups([0], [0])
 
 
-def who_passes(groups, rollouts, size, said):
+def groups_that_pass(groups, rollouts, size, said):
     """By a loop: the groups that lack rollouts, or a text that says what is wrong with the numbers."""
     wrong = []
     for group in dict.fromkeys(groups):
@@ -249,7 +249,7 @@ def test_a_group_size_must_match_the_column_and_groups_pass_as_by_a_loop(rows, s
     groups = [group for group, _ in rows]
     rollouts = [group * 10 + number for group, number in rows]
     said = [size if agree and size else of_group[group] for group in groups]
-    expected = who_passes(groups, rollouts, size, said)
+    expected = groups_that_pass(groups, rollouts, size, said)
     batch = TensorDict(
         {"group_id": groups, "rollout_id": rollouts, "expected_rollouts": said}, batch_size=[len(rows)]
     )

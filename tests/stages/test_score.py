@@ -114,7 +114,7 @@ def test_masked_rows_cost_no_pass():
         assert run.batch[LOG_PROB].isfinite().sum() == 2
 
 
-def test_the_actors_mode_is_restored_and_it_is_no_state_of_the_stage():
+def test_the_actors_mode_is_restored_and_it_is_not_state_of_the_stage():
     actor = nn.Sequential(Bigram(), nn.Dropout())
     actor[0].dropout.eval()
     actor.get_dist = actor[0].get_dist

@@ -232,7 +232,7 @@ def test_a_group_with_too_few_rollouts_is_dropped_or_refused():
         GroupAssembler(on_failure="raise").put(rows)
 
 
-def test_missing_rollouts_are_asked_for_at_most_so_often():
+def test_missing_rollouts_are_requested_up_to_a_limit():
     asked = []
     assembler = GroupAssembler(
         on_failure="refill", refill=lambda group, missing: asked.append((group, missing)), max_refills=2

@@ -26,7 +26,7 @@ def test_no_group_is_skipped_or_repeated_after_many_kills(world, tmp_path):
         once_each(world, 100 + seed, 1 if seed < 50 else 3, tmp_path / str(seed))
 
 
-def test_weights_of_which_the_journal_knows_nothing_are_refused(tmp_path):
+def test_weights_that_the_journal_does_not_know_are_refused(tmp_path):
     options = {"group_size": 1, "groups": 1, "journal": tmp_path / "journal"}
     assembler = GroupAssembler(**options)
     ids = {"group_id": [0, 1, 2], "rollout_id": [0, 1, 2], ("next", "done"): [True] * 3}

@@ -211,7 +211,7 @@ def test_no_slack_for_slow_groups_is_a_warning_when_dispatch_begins(ahead):
     )
 
 
-def test_partitions_of_which_none_has_a_batch_do_not_stop_the_dispatch():
+def test_partitions_without_a_batch_do_not_stop_the_dispatch():
     """Three partitions have 6, 5 and 5 complete groups: none has 8, and nothing is pending."""
     options = {"groups": 8, "group_size": 1, "max_staleness": 1, "version_key": "version"}
     assembler = GroupAssembler(partition_key="part", **options)

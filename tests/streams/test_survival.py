@@ -57,7 +57,7 @@ def test_the_bound_holds_for_any_number_of_groups(parts):
 
 
 @given(PARTS)
-def test_a_loss_of_fast_groups_or_of_equal_shares_is_no_loss_of_slow_ones(parts):
+def test_a_loss_of_fast_groups_or_of_equal_shares_is_not_a_loss_of_slow_ones(parts):
     shares = [(10, 10 - at) for at in range(len(parts))]
     assert slow_loss(*zip(*shares, strict=True)) == (0.0, 0)
     assert slow_loss(*zip(*[(n, n) for n, _ in parts], strict=True)) == (0.0, 0)
@@ -199,7 +199,7 @@ def test_groups_in_flight_at_a_restart_are_not_counted(tmp_path):
         assert again.fates() == {("trained", True, 4.0): 1}
 
 
-def test_what_an_end_cuts_off_is_in_no_share():
+def test_groups_that_an_end_cuts_off_are_in_no_share():
     run = Clock()
     run.announce(0, 1)
     run.put(0, 1.0)
@@ -307,7 +307,7 @@ def test_a_group_that_leaves_early_has_a_lower_bound_of_its_length_and_no_reward
 
 
 @pytest.mark.parametrize("rewards", [None, [math.nan, math.inf]])
-def test_what_rows_do_not_have_is_absent_and_not_zero(rewards):
+def test_numbers_that_rows_do_not_have_are_absent_and_not_zero(rewards):
     run, batch = Clock(), columns(group_id=[0, 1], rollout_id=[0, 1], version=[0, 0])
     batch["next", "done"] = [True, True]
     if rewards is not None:

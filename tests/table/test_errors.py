@@ -66,7 +66,7 @@ def test_an_error_names_its_stage_once():
         RolloutCorrection()(rows)
 
 
-def test_braces_in_the_ids_of_a_batch_are_no_fields_of_an_error():
+def test_braces_in_the_ids_of_a_batch_are_not_fields_of_an_error():
     columns = {"group_id": ["{found}", "{found}", "{s}"], "rollout_id": [0, 1, 2], "reward": [1.0, 0.0, 1.0]}
     with pytest.raises(BatchError, match=r"1 incomplete group: group '\{s\}' has 1 of 2"):
         decide(columns, group_size=2)
@@ -75,7 +75,7 @@ def test_braces_in_the_ids_of_a_batch_are_no_fields_of_an_error():
 @pytest.mark.parametrize(
     ("option", "name"), [("also", "best_of"), ("criterion", "fresh"), ("also", "diverged")]
 )
-def test_what_is_said_about_a_short_name_that_lacks_an_option_composes(option, name):
+def test_the_advice_about_a_short_name_that_lacks_an_option_composes(option, name):
     with pytest.raises(
         ConfigError, match=rf"filter\.{option}: {name} needs \w+\. Set, for example, "
     ) as info:
@@ -158,7 +158,7 @@ def test_a_group_with_too_many_rollouts_says_where_its_size_came_from(expected, 
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "tis", "mt_grpo", "tree_grpo", "gtpo", "rae", "mgpo"])
-def test_what_is_said_of_plain_columns_names_no_option_of_a_key(recipe):
+def test_errors_about_plain_columns_name_no_option_of_a_key(recipe):
     columns = {"group_id": [5, 5], "rollout_id": [0, 1], "reward": [1.0, 0.0]}
     columns |= {"expected_rollouts": [2, 2], "tokens": [3, 3], "length": [3, 3]}
     decider = Decider(recipe, group_size=2)

@@ -147,7 +147,7 @@ def test_without_a_mask_only_the_response_trains_though_its_prompt_was_scored(fo
 
 @forms
 @pytest.mark.parametrize("lacking", [PROMPT, RESPONSE, ATTENTION])
-def test_finite_log_probabilities_are_no_mask(form, lacking):
+def test_finite_log_probabilities_are_not_a_mask(form, lacking):
     with pytest.raises(MissingKeyError, match=r"mask 'absent' \(loss_mask_key\).*Write the mask into"):
         loss_tokens(scored(form).exclude(lacking), "absent", LOG_PROB)
 

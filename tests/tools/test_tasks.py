@@ -105,7 +105,7 @@ def test_files_are_kept_only_in_a_folder_that_is_named(dump, tmp_path, monkeypat
         (lambda dump: headrace.replay(dump / "no"), SourceError, "there is no such file or folder"),
     ],
 )
-def test_what_cannot_be_is_refused_as_by_the_command(dump, call, error, message):
+def test_impossible_options_are_refused_as_by_the_command(dump, call, error, message):
     with pytest.raises(error, match=message):
         call(dump)
 

@@ -171,7 +171,7 @@ def batch_of_teacher(seed: int, first: int = 0) -> TensorDict:
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "opd"])
-def test_padding_rows_are_no_input_rows(recipe):
+def test_padding_rows_are_not_input_rows(recipe):
     """`remainder=pad` fills micro-batches with copies of rows, whose row number is −1."""
     batch = batch_of_teacher(0)
     whole, padded = [

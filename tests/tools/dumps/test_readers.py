@@ -136,7 +136,7 @@ def test_verl_keys_are_split_from_the_right(tmp_path):
     assert MASK not in batch.keys(True)
 
 
-def test_rows_that_fill_the_batch_of_verl_are_no_rollouts(tmp_path):
+def test_rows_that_fill_the_batch_of_verl_are_not_rollouts(tmp_path):
     rows = [verl_row(f"u_{session}_0", 1.0) for session in range(2)]
     filling = [verl_row(f"pad{7:032x}_{number}_0", 0.0) for number in range(3)]
     ((_, batch),) = open_dump(write_lines(tmp_path / "7.jsonl", rows + filling), "verl")
@@ -635,7 +635,7 @@ def test_table_groups_of_prompts_need_prompts(tmp_path):
 
 
 @pytest.mark.parametrize("nothing", [None, "", False, {}])
-def test_an_error_that_is_empty_is_no_failure(nothing, tmp_path):
+def test_an_empty_error_is_not_a_failure(nothing, tmp_path):
     whole = gym_row(0, 0, 1.0)
     whole["response"] |= {"error": nothing, "incomplete_details": nothing}
     for name, row in (

@@ -126,7 +126,7 @@ def test_the_size_that_is_proposed_is_that_of_most_groups_of_the_first_step(tmp_
     assert open_dump(path).lacking() == {"group_size": 2}
 
 
-def test_a_replay_of_which_every_step_failed_leaves_room_for_the_next(tmp_path):
+def test_a_replay_in_which_every_step_failed_leaves_room_for_the_next(tmp_path):
     """In the same folder. Rows of refused steps are removed; rows of a run without errors are not."""
     rows = [dumps.slime_sample(0, i, 1.0 - i % 2) for i in range(3)]
     for step in (5, 6):

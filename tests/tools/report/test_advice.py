@@ -184,7 +184,7 @@ def test_a_reward_falls_only_beyond_two_standard_errors(spread, said):
 
 
 @pytest.mark.parametrize("reward", [0.1, -0.7, 1e12])
-def test_rounding_of_a_mean_reward_is_no_movement(reward):
+def test_rounding_of_a_mean_reward_is_not_a_movement(reward):
     """The mean of eight values 0.1 differs from that of seven by rounding."""
     up, down = (float(np.nextafter(reward, end)) for end in (np.inf, -np.inf))
     for means in ([reward] * 8 + [up] * 8, [reward] * 8 + [down] * 8):

@@ -155,7 +155,7 @@ def test_the_page_has_the_start_and_command_of_the_run(make_batch, tmp_path):
     assert not [value for value in os.environ.values() if len(value) > 12 and value in json.dumps(run)]
 
 
-def test_what_is_no_run_and_no_report_is_refused(tmp_path, make_batch):
+def test_an_object_that_is_not_a_run_or_report_is_refused(tmp_path, make_batch):
     run = Pipeline({}).run(make_batch([1.0], [0]))
     with pytest.raises(TypeError, match="make_report takes a run, a decision or a pipeline; got TensorDict"):
         make_report(run.batch)

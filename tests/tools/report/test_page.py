@@ -61,7 +61,7 @@ def test_its_policy_allows_only_its_own_style_and_script():
 
 
 @pytest.mark.parametrize("title", [pages.HOSTILE, "{{script}} {{policy}}", "漢字 \ud800 é \x00"])
-def test_any_text_is_kept_and_is_no_markup(title, tmp_path):
+def test_any_text_is_kept_and_is_not_markup(title, tmp_path):
     """Texts are elements, placeholders, and a lone surrogate, which UTF-8 cannot encode."""
     write_page(pages.run_of(title=title), tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")

@@ -379,7 +379,7 @@ def test_a_micro_batch_without_an_advantage_hides_no_fault_of_another():
 
 @pytest.mark.parametrize("shift", [1, -1], ids=["last", "first"])
 @pytest.mark.parametrize("unit", ["token", "sample"])
-def test_tokens_to_which_the_pipeline_gives_no_weight_are_no_shifted_mask(unit, shift):
+def test_tokens_without_weight_in_the_pipeline_are_not_a_shifted_mask(unit, shift):
     """A token filter or an advantage of 0 takes out the last or the first token of each response."""
 
     def others(batch):
