@@ -178,7 +178,10 @@ def test_a_group_is_as_stale_as_its_oldest_row(most):
     sampler = by_freshness(7, max_staleness=most)
     buffer = filled(data, sampler, size=60)
     torch.manual_seed(0)
-    assert sorted(groups_in(buffer.sample())) == [2, 3]  # with 4, row 3 is fresh, and row 2 of its group is not
+    assert sorted(groups_in(buffer.sample())) == [
+        2,
+        3,
+    ]  # with 4, row 3 is fresh, and row 2 of its group is not
     sampler.consumer_version = 7 + most
     with pytest.raises(BatchError, match=r"\[3\] can be used: .*too old for StalenessAwareSampler"):
         buffer.sample()
