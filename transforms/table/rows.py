@@ -714,8 +714,8 @@ class Rows:
         if self.reads is None:
             return
         (owner, declared), key = self.reads, self.key(role)
-        first = key[0] if isinstance(key, tuple) else key
-        if key is None or key == INTO or key in declared or first == "headrace":
+        of_the_table = isinstance(key, tuple) and (type(key) is not tuple or key[0] == "headrace")
+        if key is None or key == INTO or of_the_table or key in declared:
             return
         kind = type(owner).__name__
         how = f"{key!r} must be in its in_keys"
