@@ -32,9 +32,10 @@ What runs in each:
   torch; nothing else was run there.
 
 What was not installed: for the lines "pip finds versions", pip was only asked whether the packages go
-together. These trainers need a GPU's packages to be built. OpenRLHF requires flash-attn, which is compiled with
-CUDA, so it is installed without what it requires; what runs there does not call flash-attn or vLLM. torchrl 0.14.1 needs tensordict ≥ 0.14.3, so the
-extra `torchrl` does not go into an environment with verl 0.9.1, which allows at most 0.10.
+together. These trainers need a GPU's packages to be built. OpenRLHF requires flash-attn, which is
+compiled with CUDA, so it is installed without what it requires; what runs there does not call flash-attn
+or vLLM. torchrl 0.14.1 needs tensordict ≥ 0.14.3, so the extra `torchrl` does not go into an environment
+with verl 0.9.1, which allows at most 0.10.
 
 Where TorchRL is not installed, its part of headrace says so: "TokenGRPOLoss needs TorchRL: pip install
 'headrace[torchrl]'". These names need it: `TokenGRPOLoss`, `DrainWriter`, `GroupUnit`, `AssembleOnWrite`,

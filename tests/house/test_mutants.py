@@ -114,11 +114,12 @@ def test_a_fault_that_tests_see_is_killed_and_one_that_they_do_not_see_survives(
     assert (ROOT / FILE).read_text() == source
 
 
-def test_a_fault_gets_the_nearest_quick_tests_first_and_no_more_than_the_time_allows():
+def test_a_fault_gets_the_nearest_quick_tests_first_and_no_more_than_the_time_allows(monkeypatch):
     seconds = Counter({f"quick{at}": 0.5 for at in range(800)} | {f"slow{at}": 100.0 for at in range(9)})
     runner = mutants.Runner.__new__(mutants.Runner)
     runner.seconds, runner.lines = seconds, Counter({name: int(name[-1]) for name in seconds})
     runner.tests = {(FILE, 1): {*seconds}}
+    monkeypatch.setattr(mutants, "lines_of", lambda mutant: (range(1, 2), False))
     first, rest = runner.batches_of(mutants.Mutant(FILE, 1, "", "", ""))
     ordered = sorted(seconds, key=lambda name: (runner.lines[name], name))
     quick, slow = ([name for name in ordered if name.startswith(kind)] for kind in ("quick", "slow"))

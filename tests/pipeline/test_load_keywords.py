@@ -304,7 +304,7 @@ def test_a_recipe_inserts_a_stage_by_the_name_of_its_neighbour(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "options", "message"),
     [
-        (("pipeline.stages.fliter={action: drop}",), {}, r"no stage 'fliter' \(did you mean 'filter' "),
+        (("pipeline.stages.fliter={action: drop}",), {}, r"no stage 'fliter' \(did you mean 'filter'\?\)"),
         ((f"pipeline.stages.fliter={MINE}",), {}, r"it lacks 'fliter' \(did you mean 'filter'"),
         ((PLACE,), {}, r"^pipeline\.after\.mine=advantage names the unknown stage 'mine'"),
         ((PLACE,), {"after": {"mine": "gate"}}, "after is set twice, by .* and by pipeline.after.mine=adv"),

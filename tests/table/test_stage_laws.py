@@ -31,7 +31,7 @@ from headrace.transforms import (
     TokenFilter,
     group_relative_advantage,
 )
-from headrace.transforms.table.columns import COLUMNS
+from headrace.transforms.table import COLUMNS
 from headrace.transforms.table.schema import COUNTED, MINIBATCH, REWARD
 
 MASK, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")

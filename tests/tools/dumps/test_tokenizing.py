@@ -370,7 +370,9 @@ def test_one_failing_step_is_left_out_named_and_in_no_number(task, fault, why, r
     assert (done.returncode, done.stderr) == (1, "")
     assert "1 of 6 steps failed, and is in no number here: step 2." in shown
     assert re.search(f"step 2: {'refuses refuses it: ' * (task == 'compare')}.*{why}", shown)
-    remedy = "With source.skip_bad=true, malformed records are skipped, steps that still fail are left out"
+    remedy = (
+        "With source.skip_bad=true, malformed records are skipped, and steps that still fail are left out"
+    )
     assert remedy in shown
     if task != "plan":  # a plan writes no page
         page = html.unescape((tmp_path / "out" / "report.html").read_text())
