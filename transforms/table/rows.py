@@ -182,7 +182,8 @@ class Rows:
         """
         if not self.has(role):
             raise self.missing(role)
-        self._refuse_undeclared(role)
+        if self.reads is not None:
+            self._refuse_undeclared(role, *self.reads)
         return self.from_arrival(self.table.columns[self.key(role)])
 
     if not TYPE_CHECKING:  # a type checker would take any name
@@ -342,7 +343,8 @@ class Rows:
         key, table = self.key(role), self.table
         if key is not None and not self.has(role):
             raise self.missing(role)
-        self._refuse_undeclared(role)
+        if self.reads is not None:
+            self._refuse_undeclared(role, *self.reads)
         # Numbering ids costs a sort. So the table keeps the numbers of its rows, and of the last other view,
         # until a tensor that they were made from is replaced.
         made_from = table.columns.get(key), self.index, self.all_count or table.fates.counted, table.size
@@ -564,7 +566,8 @@ class Rows:
             BatchError: its dtype is not bool, or the stage or criterion has not declared the mask.
         """
         tokens = self._count(role, finite=finite, arrived=arrived)
-        self._refuse_undeclared(role)
+        if self.reads is not None:
+            self._refuse_undeclared(role, *self.reads)
         return tokens
 
     def _count(self, role: Any, *, finite: bool = False, arrived: bool = False) -> Tensor:
@@ -628,7 +631,8 @@ class Rows:
         if not isinstance(column, Tensor) or column.is_nested:
             found = "ragged rows" if isinstance(column, list | Tensor) else type(column).__name__
             raise BatchError(f"{{reader}} needs dense rows in {{column}}; found {found}", **self.facts(role))
-        self._refuse_undeclared(role, of_tokens=True)
+        if self.reads is not None:
+            self._refuse_undeclared(role, *self.reads, of_tokens=True)
         return column
 
     def to_batch(self, values: Tensor) -> Tensor:
@@ -709,11 +713,11 @@ class Rows:
         facts = facts_of(self.table.batch, key, option, self.reader)
         return facts | {"role": role if isinstance(role, str) and role in COLUMNS else ""}
 
-    def _refuse_undeclared(self, role: Any, *, of_tokens: bool = False) -> None:
+    def _refuse_undeclared(
+        self, role: Any, owner: Any, declared: Collection[Any], *, of_tokens: bool = False
+    ) -> None:
         """Refuse to read a column that the stage or criterion does not declare."""
-        if self.reads is None:
-            return
-        (owner, declared), key = self.reads, self.key(role)
+        key = self.key(role)
         of_the_table = isinstance(key, tuple) and (type(key) is not tuple or key[0] == "headrace")
         if key is None or key == INTO or of_the_table or key in declared:
             return
@@ -813,7 +817,12 @@ class Rows:
         return Rows(self.table, names, type(stage).__name__, name, self.table.fates.index, own)
 
     def only_declared(self, owner: Any) -> Rows:
-        """The same rows, of which a stage or criterion may only read the columns that it declares."""
+        """The same rows, of which a stage or criterion of a user may only read the columns that it declares.
+
+        Those of headrace declare what they read: a test reads all of them.
+        """
+        if type(owner).__module__.startswith("headrace."):
+            return self
         view = self._view(self.index, self.all_count)
         traits = ("in_keys", "out_keys", "token_keys")
         keys = [*column_keys(owner).values(), *(mask for mask, _ in getattr(owner, "tokens_counted", ()))]
