@@ -91,21 +91,21 @@ def attach(
     over_generation: int = 1,
     **options: Unpack[PipelineOptions],
 ) -> Trainer:
-    """Make the advantages of a trainer of TRL or ms-swift those of a recipe.
+    """Let a recipe compute the advantages of a trainer of TRL or ms-swift.
 
-    The trainer's class becomes a subclass of itself. So the trainer, or your subclass of it, does everything
-    else as before. `trainer.pipeline` is the recipe. You may change it between steps. If it has a state, save
+    The trainer gets a subclass of its own class, so everything else works as before, also in a subclass of
+    yours. `trainer.pipeline` is the recipe. You may change it between steps. If the recipe has a state, save
     `trainer.pipeline.state_dict()`. `trainer.last_run` is the last batch's :class:`Run`, and its report has
-    the trainer's global step. Its metrics are logged among the trainer's own, under ``headrace/``. With
-    several reward functions, each is a column of rewards.
+    the trainer's global step. The metrics of the run are logged among the trainer's own, under ``headrace/``.
+    With several reward functions, each is a column of rewards.
 
     Args:
         trainer: a ``GRPOTrainer``, also as Unsloth patches it, or TRL's ``RLOOTrainer`` or
             ``AsyncGRPOTrainer``, before ``train()``.
-        recipe: its name, or a pipeline. By default the recipe that computes what the trainer computes: for
-            RLOOTrainer with the leave-one-out baseline, for others by its `scale_rewards`. Your options
-            change nothing else.
-        overrides: as of :func:`load_pipeline`.
+        recipe: a name, or a pipeline. The default recipe computes the trainer's own advantages: for
+            RLOOTrainer with the leave-one-out baseline, for others with the scale of `scale_rewards`. Your
+            options change nothing else.
+        overrides: Hydra overrides, see :func:`load_pipeline`.
         over_generation: k ≥ 1, for TRL. Of the completions that TRL generates, 1/k are trained: the first
             groups that pass the recipe's filter. The others have the reason ``over_generation/left_over``.
             `per_device_train_batch_size` counts what is generated, so it must be k times as large.
@@ -115,11 +115,11 @@ def attach(
         The trainer. Its repr names the stages, and the options that are the trainer's.
 
     Raises:
-        TypeError: the trainer has no such hook; see docs/coming-from/ for others.
+        TypeError: the trainer is another object; see docs/coming-from/ for other trainers.
         ValueError: the trainer has a recipe already or weighs rewards itself, a pipeline comes with options,
             a setting of the trainer would have no effect, the recipe reads columns that the trainer does not
             give, or its `group_size` is not `num_generations`.
-        ConfigError: as :func:`load_pipeline`.
+        ConfigError: see :func:`load_pipeline`.
 
     Example:
         >>> try:
@@ -189,7 +189,7 @@ INSTEAD = {
 
 
 def warn_of_fewer_rows(kind: str, package: str, pipeline: Pipeline) -> None:
-    """Warn if a filter drops rows and the trainer samples no others for them."""
+    """Warn if a filter drops rows and the trainer samples no new prompts in their place."""
     drops = [
         name
         for name, stage in pipeline.stages.items()
@@ -247,7 +247,7 @@ def check_recipe(trainer: Any, recipe: Any, gives: frozenset[NestedKey | None] |
     if gives is None:
         return
     stages = before_the_split(recipe).stages
-    if "status" in gives:  # stages read either
+    if "status" in gives:  # stages read one of the two keys
         gives = gives | {("next", "status")}
     there = gives | IF_THERE | {key for stage in stages.values() for key in getattr(stage, "out_keys", ())}
     lacks = dict[str, list[str]]()
@@ -274,7 +274,7 @@ def refuse_separate_rewards(trainer: Any) -> None:
     """Refuse a trainer that, unlike the default recipe, normalizes each reward before it adds them up.
 
     Raises:
-        ValueError: it does.
+        ValueError: the trainer does so.
     """
     together = getattr(trainer, "multi_objective_aggregation", "sum_then_normalize")
     if together != "sum_then_normalize":

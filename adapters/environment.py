@@ -1,4 +1,4 @@
-"""The recipe of an adapter that a trainer only knows by an import path."""
+"""Find the recipe of an adapter that its trainer calls by an import path."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def recipe_of_environment(default: str, *words: str) -> Pipeline:
     line. Both are read at each call. Composed recipes are cached.
 
     Args:
-        default: name of the recipe without HEADRACE_RECIPE.
-        words: overrides in front of those of the environment.
+        default: name of the recipe if HEADRACE_RECIPE is not set.
+        words: overrides that come before those of the environment.
 
     Raises:
-        ConfigError: as :func:`load_pipeline`.
+        ConfigError: see :func:`load_pipeline`.
         ValueError: the recipe has a state from batch to batch, which the trainer would not save.
 
     Example:
@@ -60,9 +60,9 @@ def scale_of(trainers: Any) -> str:
 def scale_overrides(
     trainers: Any, recipe: str | None, default: str, overrides: Iterable[str]
 ) -> tuple[str, ...]:
-    """The override that gives the default recipe the scale that the trainer is set to.
+    """Return the override that gives the default recipe the scale that the trainer is set to.
 
-    Empty if you name another recipe, or the scale.
+    Return nothing if you name another recipe, or set the scale yourself.
 
     Args:
         trainers: the trainer's setting, as for :func:`scale_of`.
@@ -98,19 +98,19 @@ def sets_option(option: str, overrides: Iterable[str]) -> bool:
 
 
 def scale_here(default: str, trainers: Any) -> tuple[str, ...]:
-    """The override that gives the default recipe the trainer's scale, see :func:`scale_overrides`."""
+    """Return the override that gives the default recipe the trainer's scale, see :func:`scale_overrides`."""
     return scale_overrides(trainers, os.environ.get(RECIPE), default, _overrides())
 
 
 def decide_here(default: str, columns: Mapping[str, Any], *words: str, part: Part = "advantages") -> Decision:
-    """Return what the recipe of the environment decides about rows. It gets only the columns that it reads.
+    """Return what the recipe of the environment decides about rows. It gets the columns that it reads.
 
     Args:
-        default: as of :func:`recipe_of_environment`.
-        columns: as of :func:`headrace.decide`.
-        words: as of :func:`recipe_of_environment`.
-        part: ``advantages``: the stages before the split. ``rows``: these without their :func:`token_stages`.
-            ``whole``: all stages, with split and weight.
+        default: see :func:`recipe_of_environment`.
+        columns: see :func:`headrace.decide`.
+        words: see :func:`recipe_of_environment`.
+        part: the stages that run. ``advantages``: those before the split. ``rows``: those before the split
+            except the :func:`token_stages`. ``whole``: all stages, with split and weight.
     """
     decider = _decider(default, words, part)
     with options_are_words():
@@ -120,14 +120,14 @@ def decide_here(default: str, columns: Mapping[str, Any], *words: str, part: Par
 def advantages_by_uid(
     default: str, token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[Any], *words: str
 ) -> Tensor:
-    """(N, T) advantages by the recipe of the environment, if each row is a rollout, as for verl and SkyRL.
+    """Compute (N, T) advantages with the recipe of the environment, for trainers with a row per rollout.
 
     Args:
-        default: as of :func:`recipe_of_environment`.
-        token_level_rewards: (N, T) float, added up over a row.
+        default: see :func:`recipe_of_environment`.
+        token_level_rewards: (N, T) float; their sum over a row is its reward.
         response_mask: (N, T), 1 at tokens in the loss.
         index: the group of each row.
-        words: as of :func:`recipe_of_environment`.
+        words: see :func:`recipe_of_environment`.
     """
     batch = TensorDict({"group_id": [str(uid) for uid in index]}, [len(index)], device=response_mask.device)
     batch["rollout_id"] = torch.arange(len(index), device=response_mask.device)
@@ -142,7 +142,7 @@ def options_are_words() -> Iterator[None]:
     """Let the error for a missing column say where to set the options that it names.
 
     Raises:
-        MissingKeyError: the same.
+        MissingKeyError: the error with this hint.
     """
     try:
         yield
@@ -155,17 +155,17 @@ def options_are_words() -> Iterator[None]:
 
 
 def token_stages(pipeline: Pipeline) -> dict[str, TokenAdvantage]:
-    """The stages that change the advantage of each token by its own numbers. They come last before the split.
+    """Return the last stages before the split that change each token's advantage from its own numbers alone.
 
     Raises:
-        ValueError: one of them compares rows, or a stage comes after it.
+        ValueError: such a stage compares rows, or another stage comes after it.
     """
     names = [name for name, stage in pipeline.stages.items() if isinstance(stage, TokenAdvantage)]
     refused = [name for name in names if not getattr(pipeline.stages[name].term, "elementwise", False)]
     if refused or names != (pipeline.order[-len(names) :] if names else []):
         raise ValueError(
-            "the trainer's function sees some rows at a time and no group: the stages of tokens must come "
-            f"last, and change each token by its own numbers; found {', '.join(pipeline.order)}"
+            "the trainer's function sees only some rows, without their groups: stages of tokens must come "
+            f"last, and change each token from its own numbers; found {', '.join(pipeline.order)}"
             + (f", of which {', '.join(refused)} compare rows" if refused else "")
         )
     return {name: pipeline.stages[name] for name in names}

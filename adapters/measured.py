@@ -1,4 +1,4 @@
-"""Settings of `task=xray` for recipes that are attached to a trainer. They run its whole step and loss."""
+"""Settings of `task=xray` that run the whole step and loss of a trainer with a recipe."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from headrace.pipeline.tools.xray.setting import LONGEST, RECIPE, Setting
 
 from .attaching import FewerRowsWarning, attach
 
-# The trainer's loss weighs the tokens. By recipe: the `loss_type`, and the recipe's option with equal
-# weights.
+# The trainer's loss weighs the tokens. For each recipe: TRL's `loss_type`, and the recipe's option that gives
+# equal weights.
 OF_TRL = {
     "grpo": ("grpo", "weight.unit=sample"),
     "dapo": ("dapo", "weight.unit=token"),
@@ -48,7 +48,7 @@ def recipes_in_trl() -> list[Setting]:
     return found
 
 
-# By recipe, verl's ``loss_agg_mode``, and the recipe's option with its weights.
+# For each recipe: verl's ``loss_agg_mode``, and the recipe's option that gives equal weights.
 OF_VERL = {
     "as/verl": ("token-mean", "weight.unit=token"),
     "rloo": ("seq-mean-token-mean", "weight.unit=sample"),
@@ -57,7 +57,7 @@ OF_VERL = {
 
 
 def recipes_in_verl() -> list[Setting]:
-    """Return recipes that verl's registry calls, in verl's loss with the `loss_agg_mode` of their weights."""
+    """Return recipes that verl's registry calls, each in verl's loss with its `loss_agg_mode`."""
     from headrace.pipeline.tools.xray.of_verl import PROMPT, verl_step
 
     from .verl import estimate_advantages
@@ -85,7 +85,7 @@ def recipes_in_verl() -> list[Setting]:
     return found
 
 
-# By recipe, OpenRLHF's ``actor.loss_agg_mode``, and the recipe's options with its weights.
+# For each recipe: OpenRLHF's ``actor.loss_agg_mode``, and the recipe's options that give equal weights.
 OF_OPENRLHF = {
     "as/openrlhf": ("token-mean", "weight.unit=token"),
     "rloo": ("seq-mean-token-mean", "weight.unit=sample"),
@@ -119,7 +119,7 @@ def recipes_in_openrlhf() -> list[Setting]:
     return [*(of(recipe) for recipe in OF_OPENRLHF), *dynamic]
 
 
-# By recipe, the `loss_type` of ms-swift, and the recipe's option with its weights.
+# For each recipe: the `loss_type` of ms-swift, and the recipe's option that gives equal weights.
 OF_MS_SWIFT = {
     "as/trl": ("grpo", "weight.unit=sample"),
     "rloo": ("dapo", "weight.unit=token weight.length=null"),

@@ -1,4 +1,4 @@
-"""A recipe in miles, by two import paths of functions.
+"""Run a recipe in miles. miles imports two functions of this module by their paths.
 
 radixark/miles at 31f1ca961a (2026-08-21), miles/ray/rollout/train_data_conversion.py:
 ``_post_process_rewards`` and ``convert_samples_to_train_data``.
@@ -19,15 +19,15 @@ __all__ = ["convert_samples_to_train_data", "post_process_rewards"]
 def convert_samples_to_train_data(args: Any, samples: list[Any]) -> dict[str, Any]:
     """Return miles' own data with the advantages and the weights of the recipe.
 
-    For ``--custom-convert-samples-to-train-data-path``. miles stores denominators as whole numbers. Its hook
-    does not get the metadata, which has dynamic batch sizes and several adapters.
+    Name it in ``--custom-convert-samples-to-train-data-path``. miles stores denominators as whole numbers.
+    Its hook does not get the metadata, which dynamic batch sizes and several LoRA adapters need.
     """
     from miles.ray.rollout import train_data_conversion
 
     if args.use_dynamic_global_batch_size or any(sample.adapter is not None for sample in samples):
         raise BatchError(
-            "miles gives this hook no metadata, which dynamic batch sizes and adapters of several LoRAs are "
-            "in: leave them out, or take --custom-reward-post-process-path"
+            "miles gives this hook no metadata, which dynamic batch sizes and several LoRA adapters need: "
+            "leave these out, or use --custom-reward-post-process-path"
         )
 
     def own(samples: list[Any], rewards: Rewards) -> Any:

@@ -27,12 +27,13 @@ class Slot(NamedTuple):
 
 
 class DeadlineSampler:
-    """The rules of ``GroupAssembler(on_stale="wait")``, transforms/streams/steps.py, for NeMo RL's buffer.
+    """Sample from NeMo RL's buffer by the rules of ``GroupAssembler(on_stale="wait")``, see streams/steps.py.
 
     Args:
         buffer: a ``TQReplayBuffer``. Its ``reserve`` is replaced by one that counts.
         max_staleness_versions: largest number of versions that a group may be behind the trainer, ≥ 1.
-        steps_ahead: steps for which groups are dispatched ahead; None: 2, or max_staleness_versions if less.
+        steps_ahead: number of steps for which groups are dispatched ahead; None: 2, or max_staleness_versions
+            if that is less.
     """
 
     is_on_policy = False
@@ -51,12 +52,12 @@ class DeadlineSampler:
         self._reserve, buffer.reserve = buffer.reserve, self.reserve
 
     def reserve(self, **options: Any) -> Any:
-        """Call the buffer's own. A prompt that is tried again counts twice, so the count stops at 0."""
+        """Call the buffer's own. A prompt that is tried again counts twice, so `unreserved` stops at 0."""
         self.unreserved = max(0, self.unreserved - 1)
         return self._reserve(**options)
 
     def required_buffer_capacity(self, groups_per_step: int) -> int:
-        """The least ``max_buffered_rollouts``. NeMo RL says here how many groups a step has."""
+        """Return the least ``max_buffered_rollouts``, and note the number of groups of a step."""
         self.groups = groups_per_step
         return (max(self.ahead, 1) + 1) * groups_per_step
 
@@ -65,17 +66,17 @@ class DeadlineSampler:
         self._at(resume_from_step)
 
     def outstanding(self, version: int) -> int:
-        """Groups that were dispatched, without lost groups and those of steps that have ended."""
+        """Count the dispatched groups, except lost groups and groups of steps that have ended."""
         self._at(version)
         return self.unreserved + len(self.buffer.ready_list) + self.steps.taken
 
     async def admit(self, *, trainer_version_fn: Callable[[], int]) -> None:
-        """Wait until at most `steps_ahead` steps of groups are outstanding; then dispatch those of a step.
+        """Wait until groups of at most `steps_ahead` steps are outstanding. Then dispatch those of one step.
 
         The wait also ends if less than one step is outstanding, so that failed prompts are replaced.
         """
         if not self.groups:
-            raise ValueError("call required_buffer_capacity, which tells the groups of a step, before admit")
+            raise ValueError("call required_buffer_capacity, which gets the groups of a step, before admit")
         while self.outstanding(trainer_version_fn()) >= max(self.ahead * self.groups + 1, self.groups):
             await asyncio.sleep(POLL)
         self.unreserved += self.groups
@@ -83,7 +84,7 @@ class DeadlineSampler:
     async def select(
         self, *, current_train_weight: int, min_prompt_groups: int, max_prompt_groups: int
     ) -> tuple[Any, int]:
-        """All groups of a step, whatever `min_prompt_groups` is, and their number; None and 0: wait."""
+        """Return all groups of a step and their number, or None and 0 to wait; ignore `min_prompt_groups`."""
         self._at(current_train_weight)
         slots: list[Any] = [Slot(born, order) for order, born in enumerate(self.buffer.start_weight_list)]
         ready = [slot for slot in slots if self.buffer.ready_list[slot.order]]

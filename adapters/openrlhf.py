@@ -1,8 +1,8 @@
-"""A recipe in OpenRLHF, whose experience maker is replaced in the workers that Ray starts.
+"""Run a recipe in OpenRLHF. It replaces a method of the experience maker in the workers that Ray starts.
 
 OpenRLHF/OpenRLHF 0.11.2, the release, openrlhf/trainer/ppo_utils/experience_maker.py,
-``RemoteExperienceMaker.compute_advantages_and_returns``. It takes no import path; Ray calls
-:func:`replace_advantages` in each process that it starts, by ``worker_process_setup_hook``.
+``RemoteExperienceMaker.compute_advantages_and_returns``. OpenRLHF takes no import path. So Ray calls
+:func:`replace_advantages` in each process that it starts: set ``worker_process_setup_hook``.
 """
 
 from __future__ import annotations

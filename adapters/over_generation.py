@@ -37,17 +37,17 @@ class FirstGroups(Criterion, columns=("group",)):
 
 
 def train_first(pipeline: Pipeline, groups: int) -> Pipeline:
-    """The stages before the split, then a filter that masks all but the first informative groups."""
+    """Return the stages before the split, then a filter that masks all but the first informative groups."""
     first = before_the_split(pipeline)
     more = {STAGE: SampleFilter(criterion=FirstGroups(groups=groups), action="mask")}
     return part_of(first, first.order, first._half, more=more)
 
 
 def rows_to_train(in_loss: Tensor, group_size: int, number: int) -> Tensor:
-    """The (number,) rows of whole groups that a trainer keeps: first those with a token in the loss.
+    """Choose whole groups that a trainer keeps, first those with a token in the loss: their (number,) rows.
 
-    If there are fewer, other groups fill the batch up, because a trainer's batch has a fixed size. Their
-    tokens are out of the loss.
+    If these are too few, other groups fill the batch up, because a trainer's batch has a fixed size. The
+    tokens of other groups are out of the loss.
 
     Args:
         in_loss: (N, T) bool.
@@ -68,7 +68,7 @@ def rows_of(output: dict[str, Any], rows: Tensor, number: int) -> dict[str, Any]
     """Select some rows of a trainer's batch.
 
     Args:
-        output: tensors of `number` rows, numbers and None.
+        output: the batch, of which values are tensors of `number` rows, numbers or None.
         rows: (K,) the rows to keep.
         number: rows of the batch.
 
@@ -90,7 +90,7 @@ def rows_of(output: dict[str, Any], rows: Tensor, number: int) -> dict[str, Any]
 
 
 def check_over_generation(trainer: Any, pipeline: Pipeline, factor: int) -> None:
-    """Check that a trainer of TRL can train one of `factor` groups.
+    """Check that a trainer of TRL can train one of each `factor` groups.
 
     Raises:
         ValueError: it cannot.
@@ -104,8 +104,8 @@ def check_over_generation(trainer: Any, pipeline: Pipeline, factor: int) -> None
     if rows % factor or generated % (factor * size):
         raise ValueError(
             f"over_generation={factor} trains 1 of {factor} groups: per_device_train_batch_size must be a "
-            f"multiple of {factor}, and per_device_train_batch_size * steps_per_generation one of {factor} * "
-            f"num_generations = {factor * size}; got {rows} and {generated}"
+            f"multiple of {factor}, and per_device_train_batch_size * steps_per_generation a multiple "
+            f"of {factor} * num_generations = {factor * size}; got {rows} and {generated}"
         )
     if not any(isinstance(stage, SampleFilter) for stage in pipeline.stages.values()):
         raise ValueError(

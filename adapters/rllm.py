@@ -20,7 +20,7 @@ recipe_of_environment("as/rllm")  # raises here if it is unknown
 def estimate_advantages(
     rewards: list[np.ndarray], algorithm_config: Any, traj_groups: list[Any], **others: Any
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Advantages and returns of trajectories, by group. A trajectory is a rollout of any steps."""
+    """Compute advantages and returns of trajectories, by group. A trajectory is a whole rollout."""
     rows = [(group, trajectory) for group in traj_groups for trajectory in group.trajectories]
     columns = {
         "group_id": [group.group_id for group, _ in rows],

@@ -1,4 +1,4 @@
-"""Shared by slime's and miles' hooks: their ``Sample`` as columns, and a recipe's weights as denominators.
+"""Functions that slime's and miles' hooks share: samples become columns, and weights become denominators.
 
 THUDM/slime at 624b824a89, slime/utils/types.py; radixark/miles at 31f1ca961a, miles/utils/types.py (both
 2026-08-21).
@@ -57,7 +57,7 @@ def weigh_samples(
     The trainer's loss is Σ mask · term / rollout_mask_sums / global_batch_size over a step of
     global_batch_size rollouts. A row of weight w gets the denominator 1 / (w · global_batch_size). The
     trainer clamps denominators below 1, and may need whole numbers; the advantage is multiplied by the factor
-    that is then missing.
+    by which the denominator then differs.
     """
     if args.calculate_per_token_loss:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""A recipe in slime, by three import paths of functions.
+"""Run a recipe in slime. slime imports three functions of this module by their paths.
 
 THUDM/slime at 624b824a89 (2026-08-21): slime/ray/rollout.py, ``_post_process_rewards`` and
 ``_convert_samples_to_train_data``; slime/backends/megatron_utils/loss.py, ``compute_advantages_and_returns``.
-miles has the first of them, too: radixark/miles at 31f1ca961a (2026-08-21).
+miles also has ``_post_process_rewards``: radixark/miles at 31f1ca961a (2026-08-21).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ BY_TOKEN = "headrace.adapters.slime.compute_advantages"
 
 
 def post_process_rewards(args: Any, samples: list[Any]) -> Rewards:
-    """Return the rewards, and the advantages that the trainer uses instead. Rows that leave are removed.
+    """Return the rewards, and the advantages that the trainer uses instead.
 
-    For ``--custom-reward-post-process-path``. If :func:`compute_advantages` is set, too, it does the recipe's
-    work on tokens.
+    Name it in ``--custom-reward-post-process-path``. Samples that leave the loss get `remove_sample=True`. If
+    you also set :func:`compute_advantages`, that function runs the recipe's token stages.
     """
     by_token = getattr(args, "custom_advantage_function_path", None) == BY_TOKEN
     rewards, decision = decide_samples(args, samples, part="rows" if by_token else "advantages")
@@ -37,7 +37,7 @@ def post_process_rewards(args: Any, samples: list[Any]) -> Rewards:
 def convert_samples_to_train_data(args: Any, samples: list[Any]) -> dict[str, Any]:
     """Return slime's own data with the advantages and the weights of the recipe.
 
-    For ``--custom-convert-samples-to-train-data-path``.
+    Name it in ``--custom-convert-samples-to-train-data-path``.
     """
     from slime.ray.rollout import RolloutManager
 
@@ -52,10 +52,11 @@ def convert_samples_to_train_data(args: Any, samples: list[Any]) -> dict[str, An
 
 
 def compute_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
-    """Write advantages and returns of the tokens of this rank's rows: `rewards`, changed by the recipe.
+    """Write the advantage and the return of each token in this rank's rows.
 
-    For ``--custom-advantage-function-path``, after one of the two functions above. A rank has only some rows
-    of a group, and no group ids, so a term that compares rows is refused.
+    Name it in ``--custom-advantage-function-path``, besides one of the two functions above. The recipe's
+    token stages compute the advantages from `rewards`. A rank has only some rows of a group, and no group
+    ids, so a term that compares rows is refused.
     """
     lengths, masks = rollout_data["response_lengths"], rollout_data["loss_masks"]
     name = "rollout_log_probs" if args.use_rollout_logprobs else "log_probs"
@@ -63,8 +64,12 @@ def compute_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
     known |= {each: rollout_data.get(each) for each in ("ref_log_probs", "teacher_log_probs")}
     columns = {key: rows for key, rows in known.items() if rows is not None}
     for key, rows in (columns | {"kl": rollout_data["kl"]}).items():
-        if [len(row) for row in rows] != list(lengths):
-            raise BatchError(f"{key} has parts of the responses: context parallelism cuts them; take size 1")
+        for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            if len(row) != length:
+                raise BatchError(
+                    f"{key} must have one number for each token of a response; found {len(row)} for the "
+                    f"{length} tokens of row {index}: set --context-parallel-size 1"
+                )
     device = rollout_data["kl"][0].device
     batch = TensorDict({"rollout_id": torch.as_tensor(rollout_data["rollout_ids"])}, [len(lengths)]).to(
         device

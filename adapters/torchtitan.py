@@ -32,7 +32,7 @@ class RecipeEstimator(Configurable):
         self.config = config
 
     def __call__(self, group: Any) -> list[float]:
-        """Advantages of the rollouts of a group, in its order."""
+        """Return the advantages of a group's rollouts, in their order."""
         rollouts = group.rollouts
         columns = {
             "group_id": [rollout.group_id for rollout in rollouts],

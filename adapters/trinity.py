@@ -23,7 +23,7 @@ class RecipeOperator(ExperienceOperatorV1):
     """Experiences of one task are a group; those of one run are a rollout, however many steps it has."""
 
     async def process(self, exps: list[Any]) -> tuple[list[Any], dict[str, float]]:
-        """Write advantages and returns; experiences that leave the loss are left out, as Trinity's own do."""
+        """Write advantages and returns. Remove experiences that leave the loss, as Trinity's own do."""
         if not exps:
             return [], {}
         columns = {
@@ -53,5 +53,5 @@ class RecipeOperator(ExperienceOperatorV1):
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
-        """No arguments, because the environment names the recipe."""
+        """Return no arguments, because the environment names the recipe."""
         return {}

@@ -1,7 +1,7 @@
 """A recipe inside TRL's ``GRPOTrainer`` and ``RLOOTrainer``: `attach(trainer, "as/trl")`.
 
 huggingface/trl 1.16.0, the release, trl/trainer/grpo_trainer.py and rloo_trainer.py: ``_calculate_rewards``
-returns the rewards of all ranks, ``_generate_and_score_completions`` what the loss is made of.
+returns the rewards of all ranks, ``_generate_and_score_completions`` returns the tensors of the loss.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class RecipeAdvantages(Follows):
         if training and not self.accelerator.gather(result.in_loss.any(1)).any():
             warn_of_no_rows(self)
         logged, found = self._logs["advantages"], self.accelerator.gather(result.advantage.mean(1)).tolist()
-        for _ in range(min(len(logged), len(found))):  # replaces TRL's own
+        for _ in range(min(len(logged), len(found))):  # replaces TRL's own advantages
             logged.pop()
         logged.extend(found)
         return rows_of(output, rows_to_train(result.in_loss, size, kept), len(inputs)) if chooses else output
 
     def _put_advantages(self: Any, output: dict[str, Any], result: Any) -> None:
-        """Write the advantages, and the tokens that the losses count."""
+        """Write the advantages, the mask of the tokens in the loss, and their number."""
         output["advantages"] = result.advantage
         output["tool_mask"] = result.in_loss.int()
         output["num_items_in_batch"] = self.accelerator.gather(result.in_loss.sum()).sum()
@@ -81,14 +81,14 @@ def say_without_reward(names: Sequence[str], rewards: torch.Tensor) -> str:
 
 
 class RecipeAdvantagesOfRows(RecipeAdvantages):
-    """The same for TRL's ``RLOOTrainer``, whose loss has one advantage for each completion."""
+    """The methods of TRL's ``RLOOTrainer`` that a recipe replaces. Its loss needs one advantage per row."""
 
     @staticmethod
     def check(trainer: Any) -> None:
         """Check that the rewards are not changed between the reward functions and the advantages.
 
         Raises:
-            ValueError: a setting of RLOOConfig does so.
+            ValueError: a setting of RLOOConfig changes them.
         """
         for name, off in (("beta", 0.0), ("normalize_advantages", False), ("reward_clip_range", None)):
             if (found := getattr(trainer, name, off)) != off:
@@ -114,9 +114,9 @@ class RecipeAdvantagesOfRows(RecipeAdvantages):
 
 
 class RecipeAdvantagesOfUnsloth(RecipeAdvantages):
-    """The same for a GRPOTrainer that Unsloth has patched (2026.10.9, unsloth/models/rl.py).
+    """The methods of a GRPOTrainer that Unsloth patched (2026.10.9, unsloth/models/rl.py), for a recipe.
 
-    Its loss pads completions on the left, too (``max_left_pad``), and does not pad advantages.
+    Unsloth's loss also pads completions on the left (``max_left_pad``), but not advantages.
     """
 
     def _put_advantages(self: Any, output: dict[str, Any], result: Any) -> None:

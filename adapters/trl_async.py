@@ -1,7 +1,8 @@
-"""A recipe inside TRL's ``AsyncGRPOTrainer``: whole groups, a filter and staleness, between queue and step.
+"""Run a recipe inside TRL's ``AsyncGRPOTrainer``, between its queue and its step, on whole groups.
 
 huggingface/trl 1.16.0, trl/experimental/async_grpo: the rollout worker's child process puts scored samples on
-a queue, from which ``RolloutQueueDataset`` takes them one by one. It drops single samples for their age.
+a queue, from which ``RolloutQueueDataset`` takes them one by one. The data set drops single samples that are
+too old.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class PacedLoops(NamedTuple):
 class WholeGroups:
     """A queue that takes samples from TRL's queue and returns those that a recipe trains.
 
-    The recipe runs on as many whole groups as a step trains. Rows that are not trained have one reason in
-    :attr:`counts`.
+    The recipe runs on as many whole groups as a step trains. Each row that is not trained is counted under
+    one reason in :attr:`counts`.
 
     Args:
         trainer: an AsyncGRPOTrainer with a recipe attached.
@@ -135,7 +136,7 @@ class WholeGroups:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Counts of all rows that arrived: handed out, waiting, or out for a reason."""
+        """Counts of all rows that arrived: handed out, waiting, or removed for a reason."""
         out = self._left() + self._decided
         waits = self.assembler.held + len(self._ready)
         return {"came": self.came, "handed_out": self.handed_out, "waiting": waits, **out}
@@ -152,7 +153,7 @@ class WholeGroups:
         """Return the next sample to train.
 
         Raises:
-            queue.Empty: none came within `timeout` seconds.
+            queue.Empty: no sample came within `timeout` seconds.
         """
         while True:
             if not self._ready:
@@ -161,9 +162,9 @@ class WholeGroups:
                 self._take_in(self._queue.get(block, timeout))
                 continue
             sample = self._ready.popleft()
-            # Groups with more rows than rollouts are enough for several steps; their last rows become older.
+            # Groups with more rows than rollouts can fill several steps, so their last rows become older.
             age, most = self._version() - sample.model_version, self.trainer.args.max_staleness
-            if age <= most + (self.allowed is not None):  # a row may be one older than its announcement
+            if age <= most + (self.allowed is not None):  # one version more than announced
                 self.handed_out += 1
                 return sample
             self._too_old += 1
@@ -200,7 +201,7 @@ class WholeGroups:
         return [value for name, value in metrics.items() if name.startswith("rewards/")]
 
     def _decide(self) -> None:
-        """Take the groups of a step, if it may begin, and run the recipe."""
+        """Take the groups of a step, if the step may begin, and run the recipe."""
         if self.assembler.version != (version := self._version()):
             self.assembler.version = version
         if begun := self.handed_out % self._rows_of_step:  # a filter took rows out: others fill the step

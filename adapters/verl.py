@@ -2,8 +2,8 @@
 
 verl-project/verl 0.9.1, the release; the same lines are in 1dda039b9c (2026-08-22). verl imports this module
 in every process. ``register_adv_est`` of trainer/ppo/core_algos.py sees rows and their `uid`. The v1 trainer,
-trainer/ppo/v1/trainer_base.py, calls ``compute_advantage_for_multi_trajectories``, which has no registry and
-is replaced, for this estimator alone: its keys, ``{uid}_{session}_{index}``, say which rows are one rollout.
+trainer/ppo/v1/trainer_base.py, has no registry. So its ``compute_advantage_for_multi_trajectories`` is
+replaced, for this estimator alone: the keys, ``{uid}_{session}_{index}``, say which rows are one rollout.
 """
 
 from __future__ import annotations

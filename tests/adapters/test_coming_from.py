@@ -306,10 +306,10 @@ def test_slimes_hooks_share_a_recipe_between_rows_and_tokens(recipe):
 @pytest.mark.parametrize(
     ("name", "columns", "error", "message"),
     [
-        ("gtpo", {}, ValueError, r"no group: .*of which entropy compare rows"),
-        ("kl_in_advantage", {}, ValueError, r"no group: .*of which kl compare rows"),
+        ("gtpo", {}, ValueError, r"without their groups: .*of which entropy compare rows"),
+        ("kl_in_advantage", {}, ValueError, r"without their groups: .*of which kl compare rows"),
         ("opd", {"teacher_log_probs": None}, BatchError, "teacher_log_probs"),
-        ("opd", {"kl": [torch.zeros(1)] * 6}, BatchError, "kl has parts of the responses"),
+        ("opd", {"kl": [torch.zeros(1)] * 6}, BatchError, r"kl must .*found 1 for the \d+ tokens of row 0"),
     ],
 )
 def test_recipes_over_slimes_ranks_are_refused(recipe, name, columns, error, message):

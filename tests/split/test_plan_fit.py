@@ -1,4 +1,4 @@
-"""A token budget over several ranks without padding drops as few units as possible, from the end."""
+"""With a token budget and without padding, ranks drop as few units as possible, from the end of the batch."""
 
 from __future__ import annotations
 
@@ -93,18 +93,18 @@ def test_dropping_all_steps_raises_with_the_counts():
 def test_ranks_with_own_rows_agree_on_dropped_units(tmp_path):
     first, second = results_of(run_budget, 2, tmp_path)
     for mine, number in ((first, 0), (second, 3)):
-        (rollouts, _, _, microbatch), verdict = mine["as many"]
+        (rollouts, _, _, microbatch), verdict = mine["equal counts"]
         assert sorted(rollouts) == [number, number + 1, number + 2]
         assert (microbatch, verdict) == ([0, 0, 1], [0, 0, 0])
-    # Two rows make two micro-batches at most: of 9, 9, 9, 9, 2 tokens the first two stay.
+    # The second rank's two rows make at most two micro-batches, so the first rank keeps its first two rows.
     assert first["one has few rows"] == ([[0, 1], [9, 9], [0, 0], [0, 1]], [0, 0, 1, 1, 1])
     assert second["one has few rows"] == ([[5, 6], [1, 1], [0, 0], [0, 1]], [0, 0])
-    # Three micro-batches against two: a rollout of three rows goes as a whole.
+    # The first rank has three micro-batches, the second two: the first drops a whole rollout, of three rows.
     rollouts, lengths, minibatch, microbatch = first["one has long rollouts"][0]
     assert (rollouts, lengths, minibatch) == ([0, 0, 0], [5, 5, 5], [0, 0, 0])
     assert sorted(microbatch) == microbatch
     assert set(microbatch) == {0, 1}
     assert first["one has long rollouts"][1] == [0, 0, 0, 1, 1, 1]
     assert second["one has long rollouts"] == ([[2, 3], [9, 9], [0, 0], [0, 1]], [0, 0])
-    assert "would drop all" in first["nobody can"]
-    assert "would drop all" in second["nobody can"]
+    assert "would drop all" in first["all rows would be dropped"]
+    assert "would drop all" in second["all rows would be dropped"]

@@ -153,7 +153,7 @@ VERL = (
 # NovaSky-AI/SkyRL at a9564572eb (2026-08-21), which does not skip tokens that were not sampled. The section
 # "compute advantages and returns" of trl/experimental/ppo/ppo_trainer.py, huggingface/trl at f2cd57710a
 # (2026-07-24), gives the same to 1e-7. If a response is shorter than the batch is wide, TRL puts the reward
-# one token after the last, which decays it by λ once more.
+# one token after the last, which decays it by γλ once more.
 SKYRL = (
     [
         [0.202352663, 1.562325749, -0.394689669, 0.746803512, 1.384147406, 1.302836718],
@@ -184,7 +184,7 @@ def test_advantages_and_targets_are_those_of_other_trainers(sampled, expected, n
     assert off(found["value_target"], expected[1]) < 1e-8
 
 
-def test_without_lambda_it_is_the_temporal_difference_and_with_it_the_return():
+def test_lambda_0_gives_the_temporal_difference_and_lambda_1_the_return_minus_the_value():
     """By hand, for γ = 1: δ = V' − V, and R − V."""
     value, reward = torch.tensor([[0.5, 0.25, 1.0]]), torch.tensor([2.0])
     for lam, expected in ((0.0, [-0.25, 0.75, 1.0]), (1.0, [1.5, 1.75, 1.0])):

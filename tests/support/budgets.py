@@ -12,10 +12,10 @@ from headrace.transforms.table.schema import MICROBATCH, MINIBATCH
 ATTENTION = ("masks", "all_attention_mask")
 # The rows of each rank by case, as (rollout, tokens).
 CASES = {
-    "as many": [[(0, 4), (1, 4), (2, 4)], [(3, 4), (4, 4), (5, 4)]],
+    "equal counts": [[(0, 4), (1, 4), (2, 4)], [(3, 4), (4, 4), (5, 4)]],
     "one has few rows": [[(0, 9), (1, 9), (2, 9), (3, 9), (4, 2)], [(5, 1), (6, 1)]],
     "one has long rollouts": [[(0, 5), (0, 5), (0, 5), (1, 5), (1, 5), (1, 5)], [(2, 9), (3, 9)]],
-    "nobody can": [[(0, 9), (0, 9), (0, 9)], [(1, 1), (2, 1)]],
+    "all rows would be dropped": [[(0, 9), (0, 9), (0, 9)], [(1, 1), (2, 1)]],
 }
 
 

@@ -14,7 +14,7 @@ from headrace.transforms.table import BatchTransform, Rows, as_ids, check_kind, 
 from headrace.transforms.table.options import nested_key
 from headrace.transforms.table.schema import COMPARED, MINIBATCH, REWARD
 
-OF_ALL = ("final_keys", "weighed_keys", "before_baseline", "of_whole_rollouts")  # what order checks read
+OF_ALL = ("final_keys", "weighed_keys", "before_baseline", "of_whole_rollouts")  # order checks read these
 
 
 class ByColumn(BatchTransform):
@@ -24,7 +24,7 @@ class ByColumn(BatchTransform):
     penalty. For each value, its stage sees the rows with that value and no others, and decides as if the
     batch had only these rows. So no statistic is over several values.
 
-    In YAML, `by_column` names the column, and `values` has what differs from the options beside it:
+    In YAML, `by_column` names the column, and `values` has the options that differ from those beside it:
 
     .. code-block:: yaml
 
@@ -45,7 +45,7 @@ class ByColumn(BatchTransform):
 
     Raises:
         ValueError: at construction. The stages are not of one class, name different columns, keep a state,
-            need tokens or the whole batch, or take rows out for one reason in two ways.
+            need tokens or the whole batch, or take rows out for one reason with different effects.
         MissingKeyError: the column is missing.
         BatchError: a value, even of an excluded row, has no stage; rows of a group have different values; or
             a stage refuses its rows.
@@ -89,7 +89,7 @@ class ByColumn(BatchTransform):
                 "action, or another criterion"
             )
         self.within_groups = all(stage.within_groups for stage in found)
-        for trait in OF_ALL:  # a trait that one of the stages has
+        for trait in OF_ALL:  # an attribute that one of the stages has
             setattr(self, trait, max((getattr(stage, trait) for stage in found), key=bool))
         reads = [self.column, *(key for stage in found for key in stage.in_keys)]
         writes = [key for stage in found for key in stage.out_keys]
@@ -97,7 +97,7 @@ class ByColumn(BatchTransform):
 
     @property
     def of_values(self) -> dict[Any, BatchTransform]:
-        """The stages by value; a stage without this is for all values."""
+        """The stages by value. A stage without this attribute is for all values."""
         return self.stages
 
     def __getattr__(self, name: str) -> Any:

@@ -490,11 +490,11 @@ class CompletenessGate(
         """Raise for incomplete groups, which are described already, and for groups without rows.
 
         Args:
-            incomplete: what is said of the first incomplete groups.
+            incomplete: descriptions of the first incomplete groups.
             without_rows: ids of groups without rows.
             hint: what may be wrong.
-            text: of the error.
-            facts: about the column of group sizes.
+            text: the text of the error.
+            facts: facts about the column of group sizes.
             of: number of incomplete groups.
         """
         size = "all" if self.group_size is None else self.group_size

@@ -132,7 +132,7 @@ class Rollouts(Rows):
 
     @property
     def lengths(self) -> Tensor:
-        """(V,) int64: tokens that all rows of the rollout had in the loss mask, also masked rows."""
+        """(V,) int64: tokens in the loss mask of all rows of the rollout, counted before rows were masked."""
         rows = self.rows.with_excluded
         rollouts = rows.ids("rollout", checked=False)
         return self.rows.to_voters(rollouts.spread(rollouts.sum(rows.lengths)))
@@ -240,7 +240,7 @@ class RewardScale(RewardShaping):
         names: other names of columns, such as `rollout_key` (:class:`ColumnNames`).
 
     Raises:
-        MissingKeyError: there is no FanOutCollapse before it.
+        MissingKeyError: there is no FanOutCollapse before this stage.
 
     Example:
         >>> RewardScale(scale=2.0, bias=-1.0)

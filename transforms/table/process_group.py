@@ -39,8 +39,8 @@ class RankOptions:
         """The options of a pipeline, with those of its stages as defaults.
 
         Raises:
-            ValueError: two stages or the pipeline have different options, so statistics and denominators
-                would cover different rows; or an option has an invalid value.
+            ValueError: two stages, or a stage and the pipeline, have different options, so statistics and
+                denominators would cover different rows; or an option has an invalid value.
         """
         groups = {id(group) if not isinstance(group, str) else group: group} if group is not None else {}
         meanings: set[Any] = {shared_ids} - {None}

@@ -39,7 +39,7 @@ fuzz = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
 def read(path, name, **options):
-    """Check that a dump gives valid batches, or a SourceError that begins with the place."""
+    """Check that a dump gives valid batches or raises a SourceError."""
     for skip_bad in (False, True):
         with suppress(SourceError):
             source = open_dump(path, name, skip_bad=skip_bad, **options)
@@ -247,5 +247,5 @@ def test_every_undamaged_line_is_valid(tmp_path):
 
 
 def test_unprintable_values_are_still_reported():
-    assert quote(10**5000) == "a int that cannot be printed" or len(quote(10**5000)) < 200
+    assert quote(10**5000) == "a value of type int that cannot be printed" or len(quote(10**5000)) < 200
     assert len(quote(["x" * 10**6] * 100)) <= 200

@@ -1,4 +1,4 @@
-"""Baselines and scales of the advantage ``(R − b) / s``, each one line in a table."""
+"""Baselines and scales of the advantage ``(R − b) / s``. Each is one line of a table."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class Grouped:
 
     Attributes:
         reward: (V,) R, ascending within each group.
-        count: (P,) float64, n, the number of rollouts; `size` is the same as int64.
-        start: (P,) int64, index of the first rollout of each group; `end` is behind its last.
+        count: (P,) n, the number of rollouts, in float64; `size` holds the same numbers in int64.
+        start: (P,) int64, index of the first rollout of each group; `end` is the index after its last.
         of: (V,) int64, index of each rollout's group.
         order: (V,) int64, index of each rollout in the order that was given (:meth:`unsorted`).
-        even: all groups have one size.
+        even: whether all groups have one size.
         length: (V,) int64, or None; likewise `value` and `votes_only`.
 
     Example:
@@ -106,7 +106,7 @@ class Grouped:
 
     @cached_property
     def alone(self) -> Tensor:
-        """(V,) bool: the only rollout of its group."""
+        """(V,) bool: whether the rollout is the only one of its group."""
         return self.spread(self.size == 1)
 
     @cached_property
@@ -180,7 +180,7 @@ class Grouped:
 
     @cached_property
     def of_votes_only(self) -> Grouped:
-        """The rollouts that vote only, of which each group has one; the groups are the same."""
+        """The same groups, with only their rollouts that vote only. Each group has at least one."""
         chosen = cast(Tensor, self.votes_only)
         return Grouped(self.reward[chosen], Ids(self.of[chosen]))
 
@@ -276,12 +276,12 @@ class Formula:
 
     @cached_property
     def is_relative(self) -> bool:
-        """Whether baseline or scale compare rollouts of a group. A single rollout then has no advantage."""
+        """Whether the baseline or the scale compares the rollouts of a group. One alone has no advantage."""
         return self.baseline not in ABSOLUTE or self.scale in SPREADS
 
     @cached_property
     def within_groups(self) -> bool:
-        """Whether other groups of the batch do not change the advantages of a group."""
+        """Whether the advantages of a group depend on this group alone."""
         return self.baseline not in OF_BATCH and self.scale not in OF_BATCH
 
     @cached_property
@@ -330,7 +330,7 @@ def baseline_in_groups(g: Grouped, formula: Formula) -> Tensor:
 
 
 def keys_of(of: Tensor, reward: Tensor) -> np.ndarray:
-    """(V,) numbers in the order of (V,) groups, and within a group in the order of its float64 rewards."""
+    """(V,) sort keys. They ascend by group, and within a group by its float64 rewards."""
     short = reward.float()
     if not torch.equal(short.double(), reward):
         return torch.complex(of.double(), reward).numpy()
@@ -339,7 +339,7 @@ def keys_of(of: Tensor, reward: Tensor) -> np.ndarray:
 
 
 def with_eps(scale: Tensor, eps: float, eps_mode: str) -> Tensor:
-    """The divisor: the scale with ε, by `eps_mode`."""
+    """The divisor: the scale, to which ε is applied as `eps_mode` says."""
     if eps_mode == "add":
         return scale + eps
     if eps_mode == "clamp":
@@ -370,7 +370,7 @@ def above_others_of_k(g: Grouped, k: int) -> Tensor:
 def above_log_mean_exp(g: Grouped, temperature: float) -> Tensor:
     """(V,) ``R − τ log mean exp(R/τ)``. The largest R is subtracted first, and expm1 and log1p are used.
 
-    Neither overflows for rewards that differ much nor cancels for rewards that differ little.
+    The result does not overflow if rewards differ much, and does not cancel if they differ little.
     """
     from_best = g.reward - g.spread(g.largest)
     mean = g.sum(torch.expm1(from_best / temperature)) / g.count
@@ -397,5 +397,5 @@ def leave_one_out_std(g: Grouped, ddof: int) -> Tensor:
 
 
 def largest_to_square(terms: int, dtype: torch.dtype) -> float:
-    """The bound below which `terms` squared differences of numbers can be summed without overflow."""
+    """If all numbers are below this bound, the sum of `terms` squared differences does not overflow."""
     return float((torch.finfo(dtype).max / max(terms, 1)) ** 0.5 / 16)

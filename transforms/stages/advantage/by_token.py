@@ -228,7 +228,7 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
 def how_much_changes(
     term: Tensor, before: Tensor, trains: Tensor, *, factor: float, how: How
 ) -> dict[str, Tensor]:
-    """(B,) each, over the tokens in the loss: count, changed ones, sum of |change|, and sum of the terms."""
+    """(B,) each: number of tokens in the loss and of changed ones, Σ |change|, and Σ of the terms."""
     after = token_advantage(before, term, trains, factor=factor, how=how)
     change = zero_outside(after.double() - before.double(), trains).abs_()
     return {

@@ -178,8 +178,8 @@ class TurnAdvantage(
             counts at its last turn: ``none``; one per ``turn``, (N, K); or one per ``token``, (N, T),
             which are added up over the tokens of a turn.
         missing: what happens to a missing reward of a rollout (NaN): ``raise`` an error, or ``skip``,
-            which excludes the rollout. ``mask`` is ``raise`` after ``FanOutCollapse(missing="mask")``,
-            which masks the rollout.
+            which excludes the rollout. ``mask`` equals ``raise``; use it after
+            ``FanOutCollapse(missing="mask")``, which masks the rollout.
         names: other names of columns, such as `turn_index_key` (:class:`ColumnNames`).
 
     Raises:
@@ -229,7 +229,7 @@ class TurnAdvantage(
         return "places" if self.turn_index_key is None else ""
 
     def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
-        """Compute the advantage. That of tokens is written when rows are gathered."""
+        """Compute the advantage. Advantages of tokens are written when rows are gathered."""
         if self.turn_index_key is None:
             self._of_rows(rows)
             return batch
@@ -244,8 +244,8 @@ class TurnAdvantage(
         # 1. The largest number of turns of a row, over all ranks.
         sizes = rows.measured(turns=size)["turns"]
         turns = int(sizes.max()) if len(sizes) else 0
-        # 2. For each row and turn: whether the row has it, and its reward. Also tokens and rewards without a
-        # turn.
+        # 2. For each row and turn: whether the row has it, and its reward. Also find tokens and rewards
+        # without a turn.
         mask = None
         if has_key(batch, self.loss_mask_key):
             mask = read_tokens(batch, self.loss_mask_key, reader=reader, option="loss_mask_key")
@@ -315,7 +315,7 @@ class TurnAdvantage(
         rows.put("advantage", rows.from_arrival(some.to_arrival(credit)), dtype=dtype, ndim=3)
 
     def _write(self, batch: TensorDictBase, numbers: dict[str, Tensor], dtype: torch.dtype) -> None:
-        """Write the advantage of gathered rows: each token gets that of its turn, or 0 without a turn."""
+        """Write the advantage of gathered rows: each token gets that of its turn, else 0."""
         turn, credit = self._turns_in(batch), numbers["credit"].to(dtype)
         credit = torch.cat([credit.new_zeros(len(credit), 1), credit], 1)  # column 0: tokens without a turn
         last = credit.shape[1] - 2

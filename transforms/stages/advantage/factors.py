@@ -83,15 +83,15 @@ class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")
     `reward` is set. Reads and writes `advantage_key`.
 
     Args:
-        reward: index, from 0, of the reward that is the difficulty, of the K rewards of
+        reward: index, from 0, of the reward that is averaged, one of the K rewards of
             ``FanOutCollapse(columns=K)``; None: their weighted sum. Rollouts that lack this reward are left
             out of its mean.
         names: other names of columns, such as `advantage_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is missing.
-        BatchError: a reward is outside [0, 1], there are fewer rewards, or no rollout of a group has this
-            one.
+        BatchError: a reward is outside [0, 1], the index is not below K, or no rollout of a group has the
+            reward.
 
     Example:
         >>> DifficultyWeight(reward=1, group_key="prompt")
@@ -134,7 +134,7 @@ class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")
             lambda row: f"{float(reward[row])} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
         )
         groups = Ids(rows.groups.of, counts & rows.rollouts.is_first)
-        if self.reward is not None:  # other rewards may give an advantage to a group without this one
+        if self.reward is not None:  # a group without this reward may have an advantage from others
             rows.require(
                 (groups.spread(groups.count) > 0) | total.isnan(),
                 f"a group's difficulty is the mean of reward {self.reward}; no rollout has it in {{found}}. "

@@ -128,8 +128,8 @@ def group_relative_advantage(
         scale: s in the equation.
         ddof: 1 or 0, subtracted from the count in the std.
         eps: ε ≥ 0, in units of the scale.
-        singleton: the advantage of a group with one rollout, if baseline or scale need the group. ``zero``;
-            ``raw``, its reward; or ``raise`` an error.
+        singleton: the advantage of a group with one rollout, if the baseline or the scale needs the group.
+            ``zero``; ``raw``, its reward; or ``raise`` an error.
         eps_mode: how ε is added to the scale.
         clip: [low, high], bounds of the advantage; one of them may be None.
         shift: δ, in units of the reward. Below 0 it gives successes more weight, above 0 failures. With
@@ -210,7 +210,7 @@ def advantage_of(
         value: (M,) float64, the baseline of each row's rollout, for ``column``.
 
     Returns:
-        (M,) float64, the advantage; and a function for what each row was compared with, which reports call.
+        (M,) float64, the advantage; and a function that returns what each row was compared with, for reports.
 
     Raises:
         BatchError: as :func:`group_relative_advantage`.
@@ -253,7 +253,8 @@ def advantage_of(
     if advantage is None:
         g = grouped()
         advantage = g.unsorted(advantage_in_groups(g, formula))
-    # Without the view of the table, which would keep the batch in memory until the report is read.
+    # The function does not hold the view of the table, which would keep the batch in memory until the report
+    # is read.
     compared = partial(compared_by_row, grouped, rows.rollouts, rows.index, formula)
     return rows.from_voters(advantage), compared
 
@@ -273,7 +274,7 @@ def compared_by_row(
         number = g.spread(g.of_votes_only.count) + ~g.votes_only
     level = torch.stack([g.unsorted(number), g.unsorted(baseline_in_groups(g, formula))], 1)
     of_rollouts = none_compared(rollouts.n)
-    of_rollouts[rollouts.of[rollouts.is_first]] = level  # of those that vote
+    of_rollouts[rollouts.of[rollouts.is_first]] = level  # rollouts that vote
     each = rollouts.spread(of_rollouts)
     if rollouts.counts is not None:
         each = torch.where(rollouts.counts[:, None], each, none_compared(len(each)))
@@ -291,7 +292,7 @@ def require_baselines(rows: Rows, value: Tensor) -> None:
     """Require finite baselines (M,), the same on all rows of a rollout.
 
     Raises:
-        BatchError: another baseline was given; the message lists the rows.
+        BatchError: a baseline is not finite, or differs within a rollout; the message lists the rows.
     """
     first = rows.rollouts.spread(value[rows.rollouts.first])
     rows.require(
@@ -303,7 +304,7 @@ def require_baselines(rows: Rows, value: Tensor) -> None:
 
 
 def require_range(rows: Rows, reward: Tensor, formula: Formula) -> None:
-    """Require rewards whose squares fit into float64, in which the statistics are.
+    """Require rewards whose squares fit into float64, the dtype of the statistics.
 
     ``scale="mean"`` also requires rewards ≥ 0.
 
@@ -346,7 +347,7 @@ def require_fit(rows: Rows, credit: Tensor, dtype: torch.dtype) -> None:
 def require_size(
     rows: Rows, values: Tensor, most: float, message: str, describe: Callable[[int], str]
 ) -> None:
-    """:meth:`Rows.require` (M,) values of at most this size, and no NaN."""
+    """Require (M,) values without NaN and of at most this size (:meth:`Rows.require`)."""
     if not len(values):
         return
     low, high = values.aminmax()
@@ -390,10 +391,10 @@ class GroupRelativeAdvantage(
         weights: weights of the rewards for ``decoupled``, equal to those of FanOutCollapse; None: all 1.
         missing: what happens to a missing reward (NaN). ``raise`` an error; or ``skip`` it, which excludes it
             from the statistics, under ``decoupled`` from those of its column. A rollout without any reward
-            gets the advantage 0. ``mask`` is ``skip`` after ``FanOutCollapse(missing="mask")``; a rollout
-            without any reward that is not masked is an error.
-        without_ids: [P, G] makes groups as miles does, if no row has a group id: of exactly P · G rollouts,
-            each G consecutive ones are a group; of another number, all are one group. None: an error.
+            gets the advantage 0. ``mask`` equals ``skip``; use it after ``FanOutCollapse(missing="mask")``,
+            so that each rollout without any reward is masked.
+        without_ids: [P, G] makes groups as miles does, if no row has a group id. If there are exactly P · G
+            rollouts, each G consecutive ones are a group; else all are one group. None: rows need ids.
         names: other names of columns, such as `reward_key` (:class:`ColumnNames`).
 
     Raises:
@@ -525,7 +526,7 @@ class GroupRelativeAdvantage(
     def _among_known(
         self, rows: Rows, reward: Tensor, formula: Formula, length: Tensor | None, value: Tensor | None
     ) -> tuple[Tensor, Compared]:
-        """:func:`advantage_of`. Unless ``raise``, missing rewards are excluded and get 0."""
+        """Compute :func:`advantage_of`. Missing rewards are excluded and get 0, or raise an error."""
         known = None if self.missing == "raise" else ~reward.isnan()
         if known is None or bool(known.all()):
             return advantage_of(rows, reward, formula, dtype=self.dtype, length=length, value=value)

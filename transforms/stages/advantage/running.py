@@ -81,7 +81,7 @@ class Memory(NamedTuple):
     """(3, M) int64: keys, rollout ids and bits of the rewards of the last batch, to recognise it."""
 
     def knows(self, came: Tensor) -> bool:
-        """Whether this (3, M) batch is the last one again."""
+        """Whether this (3, M) batch equals the last one."""
         return bool(came.shape[1]) and torch.equal(came, self.last)
 
 

@@ -107,7 +107,7 @@ def share_at_place(values: Tensor, trains: Tensor, group_id: Tensor, direction: 
         n (1 / H_t) / Σ_k (1 / H_k,t)    if it is negative
         1                                if it is 0
 
-    The mean over these n tokens is 1. An H below :data:`LEAST_ENTROPY` counts as that.
+    The mean over these n tokens is 1. A smaller H counts as :data:`LEAST_ENTROPY`.
 
     Args:
         values: (N, T) H, ≥ 0.
@@ -156,7 +156,7 @@ def sum_at_place(trains: Tensor, group_id: Tensor) -> Callable[[Tensor], Tensor]
     def over_group(known: Tensor) -> Tensor:
         by_place = known.new_zeros(len(known) + 1, known.shape[1] + 1)
         by_place[:-1].scatter_(1, to, known)
-        sums = sum_of_tokens(by_place[member].movedim(1, -1).sort(-1).values)  # in any order of the rows
+        sums = sum_of_tokens(by_place[member].movedim(1, -1).sort(-1).values)  # row order changes nothing
         return sums.index_select(0, of).gather(1, place)
 
     return over_group
@@ -177,7 +177,7 @@ def optimal_token_baseline(
         B_t = 0                                      if no other row of the group has a t-th token
 
     Source: ``compute_optimal_token_baseline_advantage`` of verl/trainer/ppo/core_algos.py with
-    ``handle_zero_tail=True``. There t is the position in the response. That is the same if all tokens of a
+    ``handle_zero_tail=True``. There t is the position in the response. Both are equal if all tokens of a
     response are in the loss.
 
     Args:
@@ -229,11 +229,11 @@ class TokenTerm(TakesColumns):
         return self.over(Rows.read(batch).seen_by(self), batch, trains)
 
     def over(self, rows: Rows, batch: TensorDictBase, trains: Tensor) -> Tensor:
-        """(N, T) float for `batch`. `rows` is the table of all ranks, for terms that compare more rows."""
+        """(N, T) float for `batch`. `rows` is the table of all ranks, for terms that compare rows."""
         return self(batch, trains)
 
     def refused(self, batch: TensorDictBase, trains: Tensor) -> Mapping[str, Tensor]:
-        """Invalid rows, (B,) bool each, by an error message in which ``{found}`` stands for them."""
+        """For each error message: the invalid rows, (B,) bool. ``{found}`` in the message stands for them."""
         return {}
 
     def __repr__(self) -> str:
@@ -359,8 +359,7 @@ class StalenessWeight(TokenTerm, columns=("version",)):
 class TopShare(TokenTerm, columns=("value",)):
     """1 at the tokens of the batch with the largest values, such as entropies, else 0 (:func:`top_share`).
 
-    As a factor of the advantage, the other tokens have an advantage of 0 and stay in the denominator of the
-    loss.
+    If the advantage is multiplied by it, other tokens get 0 and stay in the denominator of the loss.
 
     Args:
         share: fraction of the tokens in the loss, in (0, 1].

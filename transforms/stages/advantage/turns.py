@@ -65,7 +65,7 @@ def rewards_to_go(
 
 
 def _discounted(reward: Tensor, rollouts: Ids, place: Tensor, discount: float) -> Tensor:
-    """(N,) float64: the returns of rows with index (N,) `place` in their rollouts."""
+    """(N,) float64: the returns of rows. `place` (N,) is the index of each row in its rollout."""
     rewards = torch.zeros(rollouts.n, int(place.amax()) + 1, dtype=torch.float64)
     rewards[rollouts.of, place] = reward.double()  # missing turns stay 0
     return returns_from(rewards, discount)[rollouts.of, place]

@@ -117,7 +117,7 @@ def steps_of(sampled: Tensor, step: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def of_rows(value: Tensor, begins: Tensor, number: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """(B, K) float64, the values of the steps of each row, and their advantages if nothing came after it."""
+    """(B, K) float64, the values of each row's steps, and their advantages if nothing came after the row."""
     estimate = import_extra("torchrl.objectives.value.functional", "GAE").generalized_advantage_estimate
     count = count_true(begins)
     most = int(count.max()) if len(count) else 0
@@ -139,7 +139,7 @@ def of_rows(value: Tensor, begins: Tensor, number: Tensor, gamma: float, lam: fl
 def row_ends(
     value: Tensor, sampled: Tensor, step: Tensor | None, gamma: float, lam: float
 ) -> dict[str, Tensor]:
-    """(B,) each: the steps of a row; the value and advantage of its first step, if nothing came after."""
+    """(B,) each: the number of a row's steps, and its first step's value and advantage without later rows."""
 
     def of_some(value: Tensor, sampled: Tensor, step: Tensor | None) -> dict[str, Tensor]:
         begins, number = steps_of(sampled, step)
@@ -155,9 +155,9 @@ def carried(rows: Rows, reward: Tensor, ends: dict[str, Tensor], gamma: float, l
     """Check the rows and compute what comes after each row: (M,) float64, c of :func:`generalized_advantage`.
 
     Args:
-        rows: M rows with ids, and with the column ``turn`` if it has a key. Excluded rows are passed over.
+        rows: M rows with ids, and with the column ``turn`` if it has a key. Excluded rows are skipped.
         reward: (M,) float64.
-        ends: (M,) each, of :func:`row_ends`.
+        ends: (M,) each, the results of :func:`row_ends`.
         gamma: γ.
         lam: λ.
 
@@ -219,9 +219,9 @@ class GAE(
 
     The steps are the tokens of the loss mask as the row arrived, even if the row is masked now. The reward
     is that of the rollout, at its last step. The rows of a rollout follow each other in the order of
-    `turn_key`, or in that of the batch. A row that was dropped or excluded before is passed over: the step
-    before it is followed by the step after it, so exclude whole rollouts (``unit="rollout"``) if the critic
-    should see each step. Tokens that are not steps, and excluded rows, get 0.
+    `turn_key`, or in that of the batch. A row that was dropped or excluded before is skipped: the step before
+    it is followed by the step after it. So exclude whole rollouts (``unit="rollout"``) if the critic should
+    see each step. Tokens that are not steps, and excluded rows, get 0.
 
     No rollout is compared with another. A group may be one rollout.
 

@@ -1,4 +1,4 @@
-"""Advantages of a whole batch brought to mean 0 and standard deviation 1."""
+"""Bring the advantages of a whole batch to mean 0 and standard deviation 1."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask", "rollout
     (``SampleFilter(action="mask")``) count with their original length.
 
     With ``per="rollout"`` the statistics are over one row of each rollout, so a rollout of three rows counts
-    once. All its rows must have the same advantage. If they differ, as after TurnDiscount, no row is the
-    value of the rollout, and a mean of them would be a value that no token trains with. So this is refused.
+    once. All its rows must have the same advantage. If they differ, as after TurnDiscount, the rollout has no
+    single value, so the stage refuses it.
 
     Reads and writes `advantage_key`. Reads ``("headrace", "reward")`` if it exists, `loss_mask_key` with
     ``per="token"``, and `rollout_key` with ``per="rollout"``.

@@ -258,7 +258,7 @@ def _bounds(estimator: str, low: float | None, high: float | None) -> tuple[floa
     """The bounds of the divergence D, from those of the options.
 
     Raises:
-        ValueError: no bound is given, or this estimator does not have it.
+        ValueError: no bound is given, or the estimator does not have a given bound.
     """
     if estimator == "k1":
         check_bounds(low, high)

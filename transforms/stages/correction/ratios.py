@@ -88,7 +88,7 @@ class Ratios:
         }
 
     def unknown(self) -> dict[str, Tensor]:
-        """(B,) each: the first token with a log-probability that is not finite, or −1, and both of them."""
+        """(B,) each: the first token with a log-probability that is not finite, or −1; both its values."""
         trainer, sampler = self._pair
         wrong = self.mask & ~(trainer.isfinite() & sampler.isfinite())
         names = "unknown", "trainer", "sampler"
@@ -137,7 +137,7 @@ class Policies:
 
         Args:
             batch: TensorDict ``[B]``, dense or ragged.
-            reader: has `old_log_prob_key`, `sampler_log_prob_key` and `loss_mask_key`.
+            reader: a stage or criterion with `old_log_prob_key`, `sampler_log_prob_key` and `loss_mask_key`.
             in_loss: (B,) bool, rows in the loss; None: all rows.
 
         Raises:

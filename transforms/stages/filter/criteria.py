@@ -1,4 +1,4 @@
-"""Criteria for :class:`SampleFilter`: from the table to (M,) bool, True where the row stays.
+"""Criteria for :class:`SampleFilter`. They read the table and return (M,) bool, True where the row stays.
 
 A criterion implements ``decide(rows) -> keep``. Any other callable from a batch to (N,) bool also works, but
 costs one more device read. Optional attributes:
@@ -114,7 +114,7 @@ def as_criterion(criterion: Callable[[TensorDictBase], Tensor]) -> Criterion:
     """Return the criterion itself, or wrap any other callable as a criterion.
 
     Raises:
-        ValueError: it is a class, a stage or a term.
+        ValueError: the callable is a class, a stage or a term.
     """
     check_kind(criterion, "criterion")
     return criterion if isinstance(criterion, Criterion) else _FunctionCriterion(criterion)
@@ -128,7 +128,7 @@ class RewardsVary(Criterion, columns=("reward", "group")):
     ``zero_variance``.
 
     Args:
-        several: as in the advantage. ``decoupled``: at least one of the K rewards of
+        several: equal to the option of the advantage. ``decoupled``: at least one of the K rewards of
             ``FanOutCollapse(columns=K)`` must differ, because each has an advantage of its own. ``sum``:
             their weighted sum must differ.
         names: other names of columns, such as `reward_key` (:class:`ColumnNames`).

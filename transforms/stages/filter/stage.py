@@ -117,8 +117,8 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
                 found = f"{keep.dtype} {tuple(keep.shape)}" if is_tensor else type(keep).__name__
                 raise BatchError(
                     f"a criterion must return one bool per row, ({len(rows)},), True where the row stays; "
-                    f"{{criterion}} returned {found}. Of numbers that were computed from tokens, "
-                    "rows.from_batch(numbers) makes one per row",
+                    f"{{criterion}} returned {found}. Convert a result that was computed from tokens "
+                    "with rows.from_batch(result)",
                     criterion=repr(criterion),
                 )
             keep = keep.flatten()

@@ -187,7 +187,7 @@ class DenseRows(
         return dense
 
     def _parts(self, batch: TensorDictBase, tokens: Tensor) -> Parts | None:
-        """The parts of dense rows."""
+        """The :class:`Parts` of dense rows."""
         columns = [batch.get(key) for key in (PROMPT, RESPONSE) if has_key(batch, key)]
         if not has_key(batch, RESPONSE):
             return None
@@ -201,7 +201,7 @@ class DenseRows(
     def _padded(
         self, batch: LazyStackedTensorDict
     ) -> tuple[TensorDict, dict[NestedKey, Tensor], Parts | None]:
-        """The stacked columns; the columns per token, (N, T, ...) padded on the left; and the parts.
+        """The stacked columns; the columns per token, (N, T, ...) padded on the left; and the :class:`Parts`.
 
         Raises:
             MissingKeyError: the tokens are missing.
@@ -280,7 +280,7 @@ class Layout:
     All rows are laid out together, without a call for each row.
 
     Args:
-        device: of the rows.
+        device: the device of the rows.
         known: lengths of the rows, for each kind of column. They are sent to the device together.
     """
 
@@ -290,7 +290,7 @@ class Layout:
         self._lengths = {tuple(sizes): each for sizes, each in zip(known, lengths, strict=True)}
 
     def places(self, sizes: list[int], width: int) -> Tensor:
-        """(N, T) bool, True at the last entries of each row, as many as `sizes` says."""
+        """(N, T) bool, True at the last entries of each row; `sizes` has their number."""
         key = (width, *sizes)
         if key not in self._known:
             lengths = self._lengths.get(key[1:])
@@ -345,7 +345,7 @@ def turn_right(column: Tensor, by: Tensor) -> Tensor:
 
     Args:
         column: (N, T, ...).
-        by: (N,) int64, the number of places.
+        by: (N,) int64, the number of positions.
 
     Example:
         >>> turn_right(torch.tensor([[0, 5, 6, 0, 0]]), torch.tensor([2])).tolist()
@@ -385,7 +385,7 @@ def columns_by_row(
         skip: columns that are left out.
 
     Returns:
-        Tensors and texts by key. What holds no tensors, such as a history, is one entry.
+        Tensors and texts by key. An object without tensors, such as a history, is one entry.
 
     Raises:
         BatchError: some rows have a column, and some have not.

@@ -65,8 +65,8 @@ def merge_turns(
 ) -> Merged:
     """Find rows whose tokens are the beginning of the next row's prompt, in the same rollout.
 
-    A row continues the row before it if it starts with all tokens of that row, and none of these is in its
-    own loss. Otherwise a new segment starts, for example after the conversation was tokenised again or
+    A row continues the row before it if it starts with all tokens of that row, and has none of them in its
+    own loss mask. Otherwise a new segment starts, for example after the conversation was tokenised again or
     compacted. Rows are compared by their bytes on the CPU, and copied there if needed.
 
     Args:
@@ -169,7 +169,7 @@ class MergeTurns(
     starts, counted in the metric ``broken``. Columns per row must be equal in merged rows. Exceptions are
     texts, the status and the ends of rollouts, and the reward after FanOutCollapse: these are taken from
     the last row. TorchRL's ``prompt`` and ``response`` of tokens and log-probabilities are removed. Rows
-    leave as ``merged``; their tokens are counted in the row that they are merged into.
+    leave for the reason ``merged``; their tokens are counted in the row that they are merged into.
 
     Reads `rollout_key`, `tokens_key`, `attention_key`, `loss_mask_key`, and `turn_key` if it is set. Writes
     `loss_mask_key`, other existing token columns, and `advantage_key`, (N, T, 1).
@@ -198,7 +198,7 @@ class MergeTurns(
     def __init__(self, **names: Unpack[ColumnNames]):
         self.name_columns(names)
         own = [self.tokens_key, self.attention_key, self.loss_mask_key]
-        super().__init__([self.rollout_key, *own, self.turn_key], [])  # it only moves columns of others
+        super().__init__([self.rollout_key, *own, self.turn_key], [])  # moves columns, makes none
 
     def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
         """Merge rows, and remove the merged ones."""

@@ -61,7 +61,7 @@ def pack(
 
     Args:
         batch: TensorDict ``[n]``, dense or a lazy stack of ragged rows.
-        tree: share the tokens of common prefixes.
+        tree: whether rows share the tokens of common prefixes.
         token_keys: per-token columns (n, T, ...); they become (1, L, ...). Missing ones are skipped.
         row_keys: per-row columns that the loss reads per token: (n,) becomes (1, L), and (n, 1, 1) becomes
             (1, L, 1). A per-token (n, T, 1) is packed like `token_keys`. Missing ones are skipped.
@@ -255,7 +255,7 @@ def _in_rows(values: Tensor, packed: TensorDictBase) -> Tensor:
 
 
 def _as_one(rows: TensorDictBase) -> TensorDictBase:
-    """``rows.unsqueeze(0)``, ten times faster."""
+    """Compute ``rows.unsqueeze(0)``, ten times faster."""
     if type(rows) is not TensorDict or rows._has_names():
         return rows.unsqueeze(0)
     columns = {

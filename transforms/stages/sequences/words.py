@@ -1,4 +1,4 @@
-"""Rows as whole numbers that are equal where the rows are equal bit for bit, and aligned at the left."""
+"""Convert rows to whole numbers, aligned at the left. Rows that are equal bit for bit get equal numbers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def as_words(values: Tensor) -> Tensor:
 
 
 def words_of(rows: Tensor | Sequence[Tensor]) -> Tensor:
-    """Convert N tensors, or one (N, ...), to (N, W) int64, equal rows for equal shapes and bits.
+    """Convert N tensors, or one (N, ...), to (N, W) int64: rows are equal if their shapes and bits are.
 
     Example:
         >>> words_of([torch.zeros(2), torch.ones(1), torch.zeros(1, 2)]).tolist()

@@ -37,7 +37,7 @@ class Component(NamedTuple):
 
         Raises:
             MissingKeyError: the mask is missing.
-            BatchError: it is not bool, or has not one entry for each token.
+            BatchError: it is not bool, or does not have one entry for each token.
         """
         key, table = self.loss_mask_key, rows.table
         if key is None:
@@ -70,10 +70,10 @@ class Component(NamedTuple):
 
         Args:
             batch: the rows, TensorDict ``[n]``.
-            numbers: ``weight`` (n,) float64, of each token of the component in the row.
-            name: of the component.
-            keys: of the loss mask and the log-probabilities.
-            dtype: of the column.
+            numbers: ``weight`` (n,) float64, the weight of each token of the component in the row.
+            name: name of the component.
+            keys: keys of the loss mask and the log-probabilities.
+            dtype: dtype of the column.
         """
         weight, like = numbers["weight"], (self.loss_mask_key, keys[0], ATTENTION)
         if has_key(batch, PADDING):  # a copy has the weight of its row
@@ -87,7 +87,7 @@ class Component(NamedTuple):
 
 
 def _widths(column: Any) -> list[int]:
-    """The distinct numbers of entries of rows, dense or ragged; of ragged ones, in order of the rows."""
+    """The distinct row lengths of a column, in the order of the rows."""
     return [column.shape[1:].numel()] if isinstance(column, Tensor) else [row.numel() for row in column]
 
 

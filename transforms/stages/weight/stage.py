@@ -180,7 +180,7 @@ def weigh(
     total, samples = spread(by_step(tokens)), spread(by_step(in_loss.long()))
 
     def of_units(units: Ids) -> tuple[Tensor, Tensor]:
-        """Per row: tokens of its unit in its step, and units of its step (a rollout in two steps is two)."""
+        """Per row: tokens of its unit in its step, and units of its step. A rollout may be in two."""
         if units.n == len(tokens):
             return tokens, samples  # each row is a unit
         pair = units.of * steps + step
@@ -316,9 +316,9 @@ class LossWeight(
 
     - `unit`, `length`, `power`: as above, without ``turn``. Without `unit` they are those of the stage.
     - `factor`: coefficient of the mean in the loss, ≥ 0; 1 if it is left out.
-    - `loss_mask_key`: (N, T) bool. The component has exactly its True entries, in all rows that are in a
-      minibatch. These are also rows that a stage has masked or excluded, such as a group with equal rewards,
-      and a demonstration without a token in the loss mask. Without it: the tokens in the loss.
+    - `loss_mask_key`: (N, T) bool. The component has exactly its True entries, in all rows of a minibatch.
+      They may be in rows that a stage has masked or excluded, such as a group with equal rewards, or in a
+      demonstration without a token in the loss mask. If it is left out: the tokens in the loss.
 
     ``("headrace", "step_weights", name)`` (N,) is the sum of its weights over the row's step.
 
@@ -419,7 +419,7 @@ class LossWeight(
         self.weighed_keys = () if fold == "none" else (written,)
 
     def check_ranks(self, process_group: Any) -> None:
-        """Refuse a group beside `ranks` (:func:`check_one_way`)."""
+        """Refuse `process_group` together with `ranks` (:func:`check_one_way`)."""
         check_one_way(self.ranks, process_group)
 
     @property
@@ -576,7 +576,8 @@ def weighted_loss(
 
     f is ``("headrace", "token_weight")`` if the batch has it (turns inside rows), else 1. If the batch has
     ``("loss_weights", name)`` (N, T), the components of :class:`LossWeight`, each term ``loss_<name>`` is
-    weighted by its own: L = Σ_k Σ_it w_kit ℓ_kit. What a term is outside of its component does not matter.
+    weighted by its own component: L = Σ_k Σ_it w_kit ℓ_kit. Values of a term outside of its component have no
+    effect.
 
     The loss of an optimiser step is the sum of L over its micro-batches and ranks.
 

@@ -92,7 +92,7 @@ def quote(value: Any) -> str:
     try:
         return _short.repr(value)[:200]
     except Exception:  # an integer of thousands of digits, or an object whose repr fails
-        return f"a {type(value).__name__} that cannot be printed"
+        return f"a value of type {type(value).__name__} that cannot be printed"
 
 
 def quote_some(values: Collection[Any], most: int = 8) -> str:
