@@ -1,6 +1,6 @@
-"""What one batch leaves to the next: rows that a split holds back, and the place where a run resumes.
+"""State that passes between batches: rows that a split holds back, and the point where a run resumes.
 
-Also how rows are joined, saved and sent.
+Functions here also join, save and send rows.
 """
 
 from __future__ import annotations

@@ -42,10 +42,10 @@ def wait_a_step(carried: TensorDictBase, rows: Rows) -> TensorDictBase:
 
     Args:
         carried: the output of :func:`take`, which is changed.
-        rows: names the column of group ids.
+        rows: the table, for the key of the group ids.
 
     Raises:
-        BatchError: a row would be trained too old.
+        BatchError: a row would be too old at the next step.
     """
     if not has_key(carried, STEPS_LEFT):
         return carried
@@ -146,10 +146,10 @@ def refuse_again(rows: Rows, unit: str) -> None:
 
     Args:
         rows: all rows of the table.
-        unit: whose ids are compared, ``group`` or ``rollout``.
+        unit: the unit whose ids are compared, ``group`` or ``rollout``.
 
     Raises:
-        BatchError: lists the ids.
+        BatchError: the batch has such ids; the message lists them.
     """
     table = rows.table
     if rows.key(unit) is None or not rows.has(unit):

@@ -46,14 +46,14 @@ class SplitMemory:
         """Forget all batches."""
         self.state, self.restored = SplitState(), False
         self._progress: BatchProgress | None = None  # of the last accepted batch
-        self._earlier: list[BatchProgress] = []  # of earlier batches that were not done when it came
+        self._earlier: list[BatchProgress] = []  # earlier batches that were not done
 
     def cut(self, split: Any, rows: Rows, epochs: int = 1, *, skips: bool = True) -> Remembered:
         """Permute a batch with the kept state: skip the batch, or join the carried rows and continue it.
 
         Args:
             split: the split that permutes.
-            rows: of all ranks, as the split sees them.
+            rows: the rows of all ranks, as the split sees them.
             epochs: passes, ≥ 1.
             skips: whether a batch that was trained before the state was saved is skipped.
 
@@ -98,7 +98,7 @@ class SplitMemory:
         table = rows.table
         own = table.rows_of_ranks()[table.ranks.rank]
         came = KnownBatch(len(own), identifying_columns(table, own, split.reward_key))
-        # A rank that had no rows and has none says nothing.
+        # A rank that had no rows and has none does not vote.
         vote = [trained.is_again(came)] if trained.rows or came.rows else []
         votes_of_ranks = table.ranks.gather_objects(vote)
         votes = [vote for votes in votes_of_ranks for vote in votes]

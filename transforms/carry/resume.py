@@ -121,7 +121,7 @@ def identifying_columns(table: Table, numbers: Tensor, reward_key: NestedKey) ->
     Other float columns, such as advantages, are not used: they may differ when they are computed again.
 
     Args:
-        table: of a batch.
+        table: the table of a batch.
         numbers: (n,) int64, the table rows to copy.
         reward_key: the reward column.
 

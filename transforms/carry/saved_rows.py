@@ -85,7 +85,7 @@ def to_plain(batch: TensorDictBase | None) -> dict[str, Any] | None:
         batch = batch.to_tensordict()
     for key in batch.keys():
         value = batch.get(key)
-        if isinstance(value, MetaData):  # one for all rows
+        if isinstance(value, MetaData):  # one value for all rows
             columns[key] = {"meta": value.data, "batch_size": list(value.batch_size)}
         elif isinstance(value, NonTensorData | NonTensorStack):
             columns[key] = {"data": value.tolist(), "batch_size": list(value.batch_size)}

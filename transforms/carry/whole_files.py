@@ -15,9 +15,9 @@ def write_whole(path: Path, write: Callable[[Path], Any], *, durable: bool = Fal
     """Let `write` make a temporary file beside `path`, and rename it, so that half a file is never read.
 
     Args:
-        path: of the file; its folder must exist. An existing file is replaced.
+        path: path of the file; its folder must exist. An existing file is replaced.
         write: gets the path of the temporary file, and writes it. If it raises, `path` is not changed.
-        durable: the file is on the disk when this returns, even if the machine dies.
+        durable: whether the file is safe on the disk when this returns, even if the machine dies.
 
     Example:
         >>> import tempfile

@@ -25,7 +25,7 @@ class Barrier:
     `patience`. A rank that arrives late finds that decision and raises as well, so all ranks stay in step.
 
     A barrier costs a few messages to the store of the process group, for any number of ranks. Its keys are
-    deleted at the next barrier; a refused one leaves one number per rank.
+    deleted at the next barrier; a refused barrier leaves one number per rank.
 
     Args:
         group: the process group; this process is one of its ranks.

@@ -139,8 +139,8 @@ class Ranks(Alone):
         """Return the columns to exchange, with their dtypes and shapes per row.
 
         Args:
-            table: that of :meth:`share`; without rows it gets empty columns.
-            kinds: of this rank's columns, dtype in the table and in the batch, and shape per row.
+            table: the table of :meth:`share`; without rows it gets empty columns.
+            kinds: for each column of this rank: dtype in the table and in the batch, and shape per row.
             counts: number of rows, by rank.
 
         Raises:
@@ -181,7 +181,7 @@ class Ranks(Alone):
         """Join (B, ...) values of the rows of each rank to (ΣB, ...), by a barrier and a collective.
 
         Args:
-            values: of this rank.
+            values: (B, ...) of this rank.
             counts: B by rank.
         """
         self.meet()

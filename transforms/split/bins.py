@@ -178,7 +178,7 @@ def _is_level(bin_of: Tensor, costs: Tensor, bins: int) -> bool:
 
 
 def _assign_within(costs: Tensor, bins: int, most: float) -> Tensor:
-    """(n,) the bin of each item with (n,) int64 costs, of equal counts; at most `most` if that is found.
+    """(n,) the bin of each item, in bins of equal counts; none costs more than `most` if that is found.
 
     Assigning by cost gives bins that are level from the start, but with few different swaps to choose from.
     If that misses the goal, the order given is tried: it offers more different swaps.
@@ -195,7 +195,7 @@ def _assign_within(costs: Tensor, bins: int, most: float) -> Tensor:
 def _assign_and_swap(
     costs: Tensor, bins: int, order: Tensor, goal: float | None = None, partners: int = 1
 ) -> Tensor:
-    """(n,) the bin of each item, of equal counts: assign in snake order, then swap."""
+    """(n,) the bin of each item, in bins of equal counts: assign in snake order, then swap."""
     per_bin = -(-len(costs) // bins)
     cost = torch.cat([costs.to(torch.float64), torch.zeros(1, dtype=torch.float64)])
     assigned = torch.full((per_bin, bins), len(costs))  # an empty seat has item number n, of cost 0
@@ -326,7 +326,7 @@ def lightest_first(
     """Put each item into the cheapest of `count` bins that has room; None if an item finds no room.
 
     A bin without room is set aside until an item fits again. Unless lengths descend, bins may be set aside
-    and come back many times, so the search also returns None after a number of these.
+    and come back many times, so the search also returns None after too many of these moves.
 
     >>> lightest_first([0, 1, 2], [6, 5, 4], [6, 5, 4], 2, 10)
     [[0], [1, 2]]

@@ -96,7 +96,7 @@ class OptimiserSteps:
     """An iterable over the minibatches of all passes over a batch.
 
     Args:
-        table: of the batch, after all stages.
+        table: the table of the batch, after all stages.
         passes: per epoch: the plan, in row numbers of the table; the columns that stages wrote; the changes
             that stages make to gathered rows; and the batch.
         rank: yield the rows of this rank; None: of all ranks.
@@ -228,14 +228,14 @@ class GatheredRows:
 
     Args:
         steps: the optimiser steps of the batch.
-        plan: of this pass.
+        plan: the plan of this pass.
         columns: the columns that stages wrote for this pass.
         late: the changes that stages make to gathered rows.
         batch: the rows.
         sizes: number of rows of each minibatch.
 
     Raises:
-        BatchError: a stage computes columns from tokens, which are not here.
+        BatchError: a stage computes columns from tokens, which are stored elsewhere.
     """
 
     def __init__(

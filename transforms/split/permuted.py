@@ -63,7 +63,7 @@ class Permuted:
         return OptimiserSteps(self.rows.table, planned, rank, loss_columns, progress)
 
     def _to_gather(self, batch: TensorDictBase) -> TensorDictBase:
-        """The batch that minibatches are gathered from: a row of another rank, if padding is all there is.
+        """The batch that minibatches are gathered from: a row of another rank, if this rank has only padding.
 
         All ranks call this together. The first rank that has rows sends one to the ranks without rows.
         """

@@ -388,9 +388,9 @@ def measure_plans(
     """Compute the metrics of a pass: its minibatches, micro-batches, padding, and the balance of ranks.
 
     Args:
-        plans: of each rank that has rows of its own, with the same numbers of micro-batches.
+        plans: the plans of all ranks that have their own rows, with the same numbers of micro-batches.
         lengths: (N,) int64, tokens per row.
-        options: the options it was cut by.
+        options: the options by which the batch was cut.
         forest: counts the shared tokens of a micro-batch once; None: no tokens are shared.
     """
     counts = [len(ranks[0]) for ranks in plans[0].sizes]
@@ -446,7 +446,8 @@ def draw_plans(
     A rank that has rows for more steps than others carries those of the further steps.
 
     Args:
-        parts: by rank, (n,) int64, its row numbers, ascending; and the unit of each, None: each row is one.
+        parts: for each rank (n,) int64, its row numbers, ascending; and the unit of each row, None: each row
+            is a unit.
         labels: (N,) int64, the unit of each row; None: each row is a unit.
         lengths: (N,) int64, tokens per row.
         options: the options.

@@ -55,7 +55,7 @@ def shuffle_split(
             (`minibatches`), or the last is shorter (`minibatch_size`). ``pad`` cuts like ``uneven``;
             :class:`ShuffleSplit` pads later.
         shuffle: False keeps the units in the order of their first rows.
-        generator: of the permutation, on the CPU.
+        generator: generator of the permutation, on the CPU.
 
     Raises:
         BatchError: there are leftover units under ``raise``; ``drop`` would drop all units; or a unit_id is

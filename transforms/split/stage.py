@@ -71,13 +71,13 @@ class ShuffleSplit(
     - If the batch was trained to its end and comes again, its rows leave as ``trained_before``. Give it once
       more to train a second pass over it.
 
-    Reads the ids of `unit` and `tree`, and `length_key` for a balance, a budget or a tree. Rows leave as
-    ``remainder``, ``carried`` or ``trained_before``.
+    Reads the ids of `unit` and `tree`, and `length_key` for a balance, a budget or a tree. Rows leave for the
+    reasons ``remainder``, ``carried`` or ``trained_before``.
 
     Args:
         minibatches: K ≥ 1, the number of minibatches; give this or `minibatch_size`.
         minibatch_size: units per minibatch, ≥ 1.
-        unit: ``sample``, ``rollout`` or ``group``; the rows of one stay in one minibatch.
+        unit: ``sample``, ``rollout`` or ``group``; the rows of a unit stay in one minibatch.
         remainder: for leftover units. ``raise`` an error; ``drop`` them; cut ``uneven`` minibatches;
             ``carry`` them into the next batch, which must have other ids and trains them first; or ``pad``:
             uneven minibatches, filled up with masked copies of rows until all micro-batches have the same
@@ -192,7 +192,7 @@ class ShuffleSplit(
         they agree without communication.
 
         Args:
-            rows: of all ranks.
+            rows: the rows of all ranks.
             epochs: passes, ≥ 1.
             calls: number of earlier permutations.
 

@@ -152,8 +152,8 @@ def measures(rows: TensorDictBase, loss_mask_key: NestedKey, reward_key: NestedK
 
     Args:
         rows: N ≥ 1 rows.
-        loss_mask_key: of the loss mask.
-        reward_key: of the reward.
+        loss_mask_key: key of the loss mask.
+        reward_key: key of the reward.
 
     Returns:
         ``lengths``, (N,) int64: the tokens in the loss mask. ``rewards``, (N,) float64: the sum, if a row has
@@ -185,8 +185,8 @@ def arriving_rows(
         piece: N ≥ 1 rows.
         found: the output of :func:`find_columns`.
         options: the values of `OPTIONS`.
-        version: policy version of a row without a sampled token, if versions are per token: that of the
-            trainer.
+        version: the trainer's policy version, which a row without a sampled token has if versions are per
+            token.
         measured: the output of :func:`measures`, to be read as well.
 
     Returns:

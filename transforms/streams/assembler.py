@@ -103,10 +103,10 @@ class GroupAssembler(
             ``keep`` it if it has `min_rollouts` and `min_fraction`; otherwise refill it if `refill` is set,
             else drop it. ``refill`` it; after `max_refills` keep it if `min_rollouts` or `min_fraction` are
             set and reached, else drop it.
-        timeout: puts after which a group that is not whole is too old; None: never. They count from its first
-            row or its announcement, whichever worker puts. While nothing is put and the trainer waits, the
-            time counts as puts at their usual rate.
-        timeout_seconds: the same in seconds.
+        timeout: puts after which a group that is not whole is too old; None: never. Puts of all workers
+            count, from the group's first row or announcement on. While nothing is put and the trainer waits,
+            the time counts as puts at their usual rate.
+        timeout_seconds: the same limit in seconds.
         on_timeout: for a group that is too old, with the values of `on_failure`.
         min_rollouts: ended rollouts that a group needs for ``keep`` and after ``refill``, ≥ 1.
         min_fraction: the same as a share in (0, 1] of the rollouts that the group was first dispatched with.
@@ -419,7 +419,7 @@ class GroupAssembler(
 
         Args:
             batch: TensorDict ``[N]`` with at least the columns that are read.
-            kinds: of all columns.
+            kinds: kinds of all columns.
             holds: an object per row to keep alive as long as the row is held.
         """
         with self._lock:
@@ -643,7 +643,7 @@ class GroupAssembler(
     def _hand_out(self, wanted: int | None, most: int | None) -> TensorDictBase | None:
         stream, oldest = self._stream, self.version - (self.max_staleness or 0)
         newest = self.version if self.on_newer == "wait" else None
-        if self.groups is not None and stream.steps.taken >= self.groups:  # the next step asks
+        if self.groups is not None and stream.steps.taken >= self.groups:  # wait for the next step
             self._pass_step(over=True)
         asked = max(wanted or 0, self.groups or 0) if (wanted or most) else 0  # 0: all groups that are left
         few = self.ready < asked and not stream.steps.taken  # called often: do not look at all waiting groups
@@ -696,7 +696,7 @@ class GroupAssembler(
         """Build the batch that is taken.
 
         Args:
-            places: its M rows.
+            places: the M rows of the batch.
             numbers: further columns of M numbers.
             stale: the rows to mask; None: none.
         """
@@ -778,7 +778,7 @@ class GroupAssembler(
             return self._stream.unfinished(self.rollout_key)
 
     def never_announced(self, draws: TensorDictBase) -> TensorDictBase:
-        """The rows of groups that were never announced and have no rows, for a sampler that goes on.
+        """The rows of groups that were never announced and have no rows, for a sampler that continues.
 
         Args:
             draws: as for :meth:`announce`.

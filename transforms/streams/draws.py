@@ -48,7 +48,7 @@ def dispatched_again(
     Args:
         draws: for each group its draw, which of its rows are dispatched as they were, and how many rollouts
             get new ids.
-        key: of the rollout ids.
+        key: key of the rollout ids.
         first: number of ids that were given before.
     """
     of: dict[int, tuple[TensorDictBase, list[int], list[bool]]] = {}

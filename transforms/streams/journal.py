@@ -62,7 +62,7 @@ class Journal:
     """The journal file of one assembler. No other process may write to it.
 
     Args:
-        path: of the file, which is created if it does not exist.
+        path: path of the file, which is created if it does not exist.
         options: :func:`options_that_decide` of the assembler.
         rows: whether the file has the rows.
     """
@@ -77,7 +77,7 @@ class Journal:
         self._descriptor = -1
         self._end = self._begun = 0  # bytes of the file, now and when it was last rewritten
         self._taken: list[Group] = []  # in a replay: groups taken since the last commit, if there are rows
-        self._taken_keys: dict[Key, int | None] = {}  # the same, and the oldest version of their rows
+        self._taken_keys: dict[Key, int | None] = {}  # their keys, with the oldest version of their rows
         self._steps = Steps().to_plain()  # in a replay: as they were at the last commit
 
     def now(self) -> float:
@@ -94,7 +94,7 @@ class Journal:
     # -- events are written -------------------------------------------------------------------------
 
     def write(self, event: str, version: int, now: float, **details: Any) -> None:
-        """Write an event. It survives a crash of the process as soon as this returns.
+        """Write an event. The event survives a crash of the process as soon as this method returns.
 
         Raises:
             BatchError: a detail is not a text, number, list, tuple, dict, tensor or None.
@@ -130,9 +130,9 @@ class Journal:
             self._taken += [group.moved_to(piece) for group in groups]
 
     def commit(self, assembler: Any, step: int | None, more: int) -> None:
-        """Write that all taken groups are trained, and `more` groups that were taken back. Sync the file.
+        """Write that all taken groups, and `more` groups that were taken back, are trained. Sync the file.
 
-        Without rows a state is small, so the file is replaced by it.
+        If the journal has no rows, the state is small, so it replaces the events in the file.
         """
         if not self.rows or self._end > SMALL + 2 * self._begun:
             self.begin_anew(assembler)

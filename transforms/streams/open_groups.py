@@ -107,7 +107,7 @@ class Rollout:
         return row.segment in self.rows or (at_end and bool(row.done)) if self.by_segment else at_end
 
     def beyond(self, row: Row) -> tuple[int, int] | None:
-        """The highest segment number and that of the end, if the rollout would end before its last one."""
+        """The highest segment number, and the one that ends the rollout, if that is lower."""
         if not self.by_segment or self.dones + row.done < self.ends:
             return None
         rows = (row, *self.rows.values())
@@ -183,7 +183,7 @@ class Group:
 
     @property
     def key(self) -> Key:
-        """Its partition and id."""
+        """The partition and the id of the group."""
         return self.partition, self.group
 
     @property
@@ -193,28 +193,28 @@ class Group:
 
     @property
     def announced(self) -> bool:
-        """Whether it was announced."""
+        """Whether the group was announced."""
         return self.born > NEVER
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is whole or kept, so that it can be taken."""
+        """Whether the group is whole or kept, so that it can be taken."""
         return self.order >= 0
 
     @property
     def waits(self) -> bool:
-        """In a plan: whether it still waits for rollouts."""
+        """In a plan: whether the group still waits for rollouts."""
         return self.fate in ("waits", "refilled")
 
     @property
     def rollouts(self) -> dict[int, Rollout]:
-        """Its rollouts, each as an object."""
+        """The rollouts of the group, each as an object."""
         for number in self.members:
             self.rollout(number)
         return cast(dict[int, Rollout], self.members)
 
     def rollout(self, number: int) -> Rollout | None:
-        """One of its rollouts, as an object."""
+        """One rollout of the group, as an object."""
         member = self.members.get(number)
         if isinstance(member, int):
             piece = self.pieces[member // PUT]
@@ -225,7 +225,7 @@ class Group:
 
     @property
     def versions(self) -> list[int]:
-        """The policy versions of its rows, sorted as :meth:`rows`."""
+        """The policy versions of the group's rows, in the order of :meth:`rows`."""
         found = []
         for number in sorted(self.members):
             member = self.members[number]
@@ -237,12 +237,12 @@ class Group:
 
     @property
     def oldest(self) -> int:
-        """The oldest policy version of its rows."""
+        """The oldest policy version of the group's rows."""
         return min(self.versions)
 
     @property
     def newest(self) -> int:
-        """The newest policy version of its rows, and of their tokens."""
+        """The newest policy version of the group's rows and of their tokens."""
         found = [
             self.pieces[member // PUT].newest(member)
             if isinstance(member, int)
@@ -253,7 +253,7 @@ class Group:
 
     @property
     def last_arrival(self) -> int:
-        """The arrival of the row that arrived last, without rollouts that are leaving."""
+        """The arrival of the group's last row, except rows of rollouts that are leaving."""
         return max(
             member if isinstance(member, int) else member.last_arrival
             for number, member in self.members.items()
@@ -289,13 +289,13 @@ class Group:
         return found
 
     def copy(self) -> Group:
-        """A copy for a plan."""
+        """A copy of the group for a plan."""
         twin = Group(*KNOWN(self))
         twin.members = self.members.copy()
         return twin
 
     def moved_to(self, piece: RowPiece) -> Group:
-        """A copy with its rows in another piece."""
+        """A copy of the group with its rows in another piece."""
         twin = self.copy()
         for number, rollout in self.rollouts.items():
             moved = twin.members[number] = rollout.copy()
@@ -303,12 +303,12 @@ class Group:
         return twin
 
     def rows(self) -> list[Row]:
-        """Its rows, sorted by rollout id, segment and arrival."""
+        """The rows of the group, sorted by rollout id, segment and arrival."""
         rollouts = (self.rollouts[number] for number in sorted(self.rollouts))
         return [row for rollout in rollouts for row in sorted(rollout.rows.values())]
 
     def places(self) -> list[Place]:
-        """Where its rows are, sorted by rollout id, segment and arrival."""
+        """Where the group's rows are, sorted by rollout id, segment and arrival."""
         found = []
         for number in sorted(self.members):
             member = self.members[number]

@@ -168,7 +168,7 @@ def numbers_column(values: Iterable[int]) -> Tensor:
 
 
 def narrowed(column: Tensor) -> Tensor:
-    """The same integers, at least one, in the smallest dtype that holds them."""
+    """Convert one or more integers to the smallest dtype that holds them."""
     low, high = column.aminmax()
     for dtype in (torch.int8, torch.int16, torch.int32):
         if low >= torch.iinfo(dtype).min and high <= torch.iinfo(dtype).max:

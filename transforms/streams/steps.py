@@ -73,7 +73,7 @@ class Steps:
         return max(step - 1, self.began[after - 1][1]) if after else step - (later - version)
 
     def oldest(self, group: Group) -> int:
-        """The step of its oldest row."""
+        """The step of the group's oldest row."""
         return self.of(group.oldest)
 
     def left(self, version: int, options: Any) -> int:
@@ -133,7 +133,7 @@ def waits_for(
 ) -> list[Group] | None:
     """The groups that a step waits for, by rule 3 or because too few are whole.
 
-    None: it may begin, or has begun.
+    None: the step may begin, or has begun.
 
     Args:
         steps: the steps so far.

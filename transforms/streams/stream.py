@@ -71,7 +71,7 @@ class Intervals:
         self._set(number, number + 1, held=True)
 
     def update(self, numbers: Collection[int]) -> None:
-        """Add ids, those in a row at once."""
+        """Add ids; consecutive ids are added at once."""
         if numbers:
             ordered = sorted(numbers)
             first = after = ordered[0]
@@ -357,10 +357,10 @@ class Stream:
         self.survival = Survival(before=[*self.waiting, *(group.key for group in self.whole_groups())])
 
     def unfinished(self, key: NestedKey) -> list[TensorDictBase]:
-        """The draws of owed rollouts that have not ended. Those that arrived in part leave and are replaced.
+        """The draws of rollouts that are owed and have not ended. Those of which rows arrived are replaced.
 
         Args:
-            key: of the rollout ids.
+            key: key of the rollout ids.
         """
         owed, self.owed = self.owed or set(), None
         again: list[tuple[Draw, list[int], int]] = []

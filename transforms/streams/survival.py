@@ -64,7 +64,7 @@ def slow_loss(trained: Sequence[int], lost: Sequence[int]) -> tuple[float, int]:
 
     Args:
         trained: groups of each part, K + 1 numbers, in the order of their values.
-        lost: the same.
+        lost: lost groups of each part, in the same order.
 
     Returns:
         z; and k, which is 0 if z is.
@@ -207,7 +207,7 @@ class Survival:
     """
 
     def __init__(self, before: Iterable[Key] = ()):
-        self._since: dict[Key, float | None] = dict.fromkeys(before)  # when it was announced, or came
+        self._since: dict[Key, float | None] = dict.fromkeys(before)  # time of announcement or first row
         self._took: dict[Key, float] = {}  # the latency of groups that are, or were, whole
         self._fates: dict[str, Counter[tuple[str, bool, int]]] = {
             value: Counter() for value in (*LONG, "reward")

@@ -28,8 +28,8 @@ class Wait:
 
         Args:
             now: seconds.
-            over: it got one.
-            blocked_by: says what it waits for.
+            over: whether the trainer got a batch.
+            blocked_by: returns what the trainer waits for.
         """
         if over:
             self.longest = max(self.longest, now - (now if self.since is None else self.since))

@@ -1,4 +1,4 @@
-"""A process that has all rows of its batch. It has the methods that a table calls on ranks that share one."""
+"""A process that has all rows of its batch. It has the methods that a table calls on several ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Alone:
 
     Attributes:
         size: number of ranks.
-        rank: number of this one.
+        rank: number of this rank.
         shared_ids: whether an id on several ranks is the same unit.
         id_keys: columns of ids that :meth:`share` may renumber, with their names for messages.
         place: what this rank is doing, for messages.
@@ -37,7 +37,7 @@ class Alone:
         return nullcontext()
 
     def share(self, table: Any, about: Callable[[], str] = str) -> None:
-        """Extend a table by the rows of all ranks; what `about` returns must be equal on all of them."""
+        """Extend a table by the rows of all ranks; what `about` returns must be equal on all ranks."""
 
     def gather_rows(self, values: Tensor, counts: list[int]) -> Tensor:
         """Join (B, ...) values of the rows of each rank."""

@@ -221,7 +221,7 @@ class TakesColumns:
         cls.__signature__ = spelt_out.replace(parameters=parameters)  # type: ignore[attr-defined]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; an option only once, since what follows from it is computed at construction.
+        """Set an attribute. An option is set only once, because construction computes other values from it.
 
         Raises:
             AttributeError: the option has been set.

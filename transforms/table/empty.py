@@ -26,7 +26,7 @@ def take_empty_out(rows: Rows, empty: Empty) -> None:
     if count not in table.columns:
         return
     nothing = rows.count("loss_mask", finite=True, arrived=True) == 0
-    if (votes_only := rows.votes_only) is not None:  # they only vote, which needs no token
+    if (votes_only := rows.votes_only) is not None:  # a vote needs no token
         nothing = nothing & ~votes_only
     if bool(nothing.any()):
         if rows.has("rollout"):  # else each row is a rollout

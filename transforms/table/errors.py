@@ -13,7 +13,7 @@ FIELD = re.compile(r"\{(?:(\w+)/)?(\w+)(?:=(\w*))?\}")  # {fact}, {option=value}
 
 
 class ColumnFact(NamedTuple):
-    """A fact that is a column, where a text names several (:meth:`ErrorNames.say_column`)."""
+    """A column, for a text that names several columns (:meth:`ErrorNames.say_column`)."""
 
     key: NestedKey | None
     option: str
@@ -21,10 +21,10 @@ class ColumnFact(NamedTuple):
 
 
 class ErrorNames:
-    """The names of columns and options in errors, as Python spells them. Other callers have a subclass."""
+    """The names of columns and options in errors, as Python spells them. Subclasses spell them otherwise."""
 
     def option(self, stage: str, name: str, value: str, *, other: bool) -> str:
-        """An option to set to a value, which may be empty; `other`: not of the stage that raises."""
+        """Name an option to set, and its value, which may be empty; `other`: an option of another stage."""
         said = f"{name}={value if value.isdigit() else repr(value)}" if value else name
         return f"pipeline.stages.{stage}.{name}={value} (in Python {said})" if other else said
 
@@ -84,7 +84,7 @@ class BatchError(ValueError):
         step: number of the batch's step, if it is known.
         recipe: name of the recipe that refused the batch, where there are several.
         more: what follows the text.
-        labels: texts of ids that the batch has as text, by their number.
+        labels: by the number of an id, the text that it has in the batch.
         names: how the text names columns and options.
 
     Example:

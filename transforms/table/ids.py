@@ -124,7 +124,7 @@ class Ids:
 
     @cached_property
     def first(self) -> Tensor:
-        """(n,) int64, index of the first row of each id that counts; the last of all rows if none counts."""
+        """(n,) int64, index of each id's first row that counts; of the very last row if none counts."""
         if self.counts is None and self.ascending and self.n == len(self.of):
             return self.of
         rows = torch.arange(len(self.labels), device=self.labels.device)

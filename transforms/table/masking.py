@@ -43,7 +43,7 @@ class Masking:
     def note(
         self, batch: TensorDictBase, loss_mask: NestedKey | None, log_prob: NestedKey | None, out: Tensor
     ) -> bool:
-        """Note in which columns of a batch rows will be masked; whether their tokens are counted in one.
+        """Note in which columns of a batch rows will be masked. Return whether one of them counts tokens.
 
         The loss mask becomes False and log-probabilities NaN, or under ``masked_log_prob='keep'`` the loss
         mask alone.

@@ -222,7 +222,7 @@ def _is_callable(hint: Any) -> bool:
 
 
 def _meant(value: Any, hint: Any) -> str:
-    """Suggest the listed value that a word probably means, or what makes the object that is needed."""
+    """Suggest the listed value that a word probably means, or the call that makes the needed object."""
     if get_origin(hint) is abc.Mapping and _is_callable(get_args(hint)[1]):
         return " (headrace.load_pipeline takes the name of a recipe)"
     if not isinstance(value, str):

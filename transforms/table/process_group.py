@@ -82,7 +82,7 @@ def check_group(group: object) -> None:
     """Check a process group.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: the name is unknown.
     """
     if isinstance(group, str) and group != "world":
         raise ValueError(f"process_group must be a process group, 'world' or None; got {group!r}")

@@ -52,7 +52,7 @@ def as_rewards(reward: Tensor | Sequence[float]) -> Tensor:
 
 
 def credit_dtype(reward: Tensor | Sequence[float] | torch.dtype) -> torch.dtype:
-    """The dtype of an advantage of rewards, or of rewards of a dtype: the same, at least float32."""
+    """The dtype of the advantage for rewards (or their dtype): the same dtype, but at least float32."""
     dtype = reward if isinstance(reward, torch.dtype) else getattr(reward, "dtype", FLOAT)
     return dtype if dtype.is_floating_point and dtype.itemsize > FLOAT.itemsize else FLOAT
 

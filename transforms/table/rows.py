@@ -10,7 +10,8 @@ A run reads the table once. Each stage reads and changes the table. Rows are gat
 A stage reads columns by role (``rows["reward"]``), ids (``rows.groups``, ``rows.rollouts``), one row of each
 rollout in the statistics (``rows.voters``), and numbers that were computed from tokens (``rows.measured``).
 It refuses the batch (``require``), takes rows out (``leave``), writes columns (``put``) and records numbers
-of the batch (``metric``). It declares the roles that it reads as `columns`, and then has their keys.
+of the batch (``metric``). It declares the roles that it reads as `columns`, and then has the options for
+their keys.
 
 An excluded row trains nothing and enters no statistic, so ``require`` and the sums of ``rows.groups`` and
 ``rows.rollouts`` skip it. In the view ``rows.with_excluded`` it is checked and counts like any other row.
@@ -18,7 +19,7 @@ An excluded row trains nothing and enters no statistic, so ``require`` and the s
 >>> from tensordict import TensorDict
 >>> from headrace.transforms import BatchTransform, Criterion
 >>> class AboveMiddle(BatchTransform, columns=("reward", "group", "rollout", "advantage")):
-...     reasons = {"low": "dropped"}  # what its rows leave for
+...     reasons = {"low": "dropped"}  # why its rows leave
 ...     def __init__(self, *, low: float = 0.0, **names):
 ...         self.name_columns(names)  # sets self.reward_key, self.group_key, ...
 ...         reads = [("headrace", "reward"), self.reward_key, self.group_key, self.rollout_key]
@@ -157,7 +158,7 @@ class Rows:
         self.table, self.names, self.reader, self.stage, self.index = table, names, reader, stage, index
         self.declared, self.all_count = declared, all_count
 
-    reads: tuple[Any, Collection[Any]] | None = None  # who reads, and the keys that it may read; None: any
+    reads: tuple[Any, Collection[Any]] | None = None  # the reader, and the keys it may read; None: any
 
     # -- columns -------------------------------------------------------------------------------------------
 
@@ -296,14 +297,14 @@ class Rows:
         """
         table, key = self.table, cast(NestedKey, self.key(role))
         column, written = table.columns.get(key), table.written.get(key)
-        # 1. How the batch will have it: as it was written before, else as it came, else as the values are.
+        # 1. Dtype and dimensions in the batch: as written before, else as it came, else those of the values.
         if dtype is None:
             new = FLOAT if values.dtype is torch.float64 else values.dtype
             dtype = written.dtype if written else table.dtypes.get(key, new)
         if ndim is None:
             came = None if written or key not in table.dtypes else number_column(table.batch, key, raw=True)
             ndim = written.ndim if written else values.ndim if came is None else came.ndim
-        # 2. How the table has it: as bool, int64 or float64, of which the last can hold the others.
+        # 2. Dtype in the table: bool, int64 or float64. float64 can hold the others.
         if values.dtype is not torch.bool:
             values = values.double() if values.is_floating_point() else values.long()
         if column is not None and column.dtype != values.dtype:
@@ -380,9 +381,10 @@ class Rows:
             describe: a function that describes row i of this view; None: its row number. Equal descriptions
                 are listed once.
             role: role or key of the column that the message names: ``{column}``.
-            unit: rows of one of these have one description, which takes a look at all rows.
-            facts: what else the message names, by its field. Data, whose text may have braces, must be one.
-                With ``ids="group_id"`` or ``"rollout_id"`` the message says where these ids are stamped.
+            unit: ids. Of the bad rows with the same id, only the first is described.
+            facts: what else the message names, by its field. Data must be a fact, because its text may have
+                braces. With ``ids="group_id"`` or ``"rollout_id"`` the message says where these ids are
+                stamped.
 
         Raises:
             BatchError: `ok` is False for some rows; the message describes them.
@@ -517,7 +519,7 @@ class Rows:
 
     @property
     def on_arrival(self) -> Rows:
-        """A view of all rows of the table: also those that have left, and excluded ones count."""
+        """A view of all rows of the table, also of those that have left. Excluded rows count in it."""
         return self.with_excluded if self.index is None else self._view(None, all_count=True)
 
     def from_arrival(self, values: Tensor) -> Tensor:
@@ -531,7 +533,7 @@ class Rows:
         return values.new_zeros(self.table.size, *values.shape[1:]).index_copy_(0, self.index, values)
 
     def where(self, chosen: Tensor | None) -> Rows:
-        """A view of the rows where (M,) bool `chosen` is True; None: of all."""
+        """A view of the rows where (M,) bool `chosen` is True; None: of all rows."""
         if chosen is None or bool(chosen.all()):
             return self
         rows = chosen.nonzero().flatten()
@@ -557,7 +559,7 @@ class Rows:
         """(M,) int64: number of True entries in each row of a token mask, dense or ragged.
 
         Args:
-            role: of the mask, or its key.
+            role: role or key of the mask.
             finite: count only tokens with a finite log-probability.
             arrived: rows that a stage has masked get the count that they had before.
 

@@ -18,7 +18,7 @@ column                                  shape, dtype      meaning
 ``("headrace", "reason")``              N texts           in a carried row, its first reason in the ledger,
                                                           or ``trained``
 ``("headrace", "segments")``            (N,) int64        rows of the rollout before a standalone stage
-                                                          dropped some of them; absent: no rollout lost a part
+                                                          dropped some of them; absent: no rollout lost a row
 ``("headrace", "minibatch")``           (N,) int64        index of the optimiser step in the batch, from 0;
                                                           −1: none
 ``("headrace", "microbatch")``          (N,) int64        index of the forward and backward pass in the
@@ -146,8 +146,8 @@ MICROBATCH = ("headrace", "microbatch")
 RANK = ("headrace", "rank")
 PLACES = (MINIBATCH, MICROBATCH, RANK)  # where the split puts a row
 STEP_WEIGHT = ("headrace", "step_weight")
-STEP_WEIGHTS = ("headrace", "step_weights")  # below it, by component
-LOSS_WEIGHTS = "loss_weights"  # below it (N, T) float by component, which users read
+STEP_WEIGHTS = ("headrace", "step_weights")  # holds a column for each component
+LOSS_WEIGHTS = "loss_weights"  # holds (N, T) float for each component, for users
 TOKEN_WEIGHT = ("headrace", "token_weight")
 FOLDED_WEIGHT = ("headrace", "folded_weight")
 PADDING = ("headrace", "padding")
@@ -232,7 +232,7 @@ def facts_of(batch: TensorDictBase | None, key: Any, option: str, reader: str = 
 
     Args:
         batch: the batch that the column is, or should be, in.
-        key: of the column.
+        key: key of the column.
         option: name of the option that holds the key; empty: there is none.
         reader: class name of the stage.
     """

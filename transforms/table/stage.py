@@ -100,7 +100,7 @@ class BatchTransform(TakesColumns, Transform):
         """Handle a batch without rows. Raise if rows were required."""
 
     def check_ranks(self, process_group: Any) -> None:
-        """Refuse a group of ranks that does not go with the options. A pipeline calls this with its group.
+        """Refuse a group of ranks that the options do not allow. A pipeline calls this with its group.
 
         Raises:
             ValueError: an option is wrong for ranks that each hold their own rows.
@@ -253,7 +253,7 @@ class BatchTransform(TakesColumns, Transform):
         return f"{type(self).__name__}({re.sub(' at 0x[0-9a-f]+', '', options)})"
 
 
-PLACES = {  # of each kind of object
+PLACES = {  # where each kind of object belongs
     "stage": "Put it into the pipeline: load_pipeline(…, stages=dict({name}={given}), after=…)",
     "criterion": "Put it into a filter: SampleFilter(criterion={given}), or on the command line "
     "pipeline.stages.{name}=filter pipeline.stages.{name}.criterion=…",
@@ -263,12 +263,12 @@ PLACES = {  # of each kind of object
 
 
 def check_kind(given: Any, kind: Literal["stage", "criterion", "term"], name: str = "mine") -> None:
-    """Refuse an object in a place for another kind of object, which would fail at the first batch.
+    """Refuse an object where another kind of object is required. It would fail at the first batch.
 
     Args:
         given: an object of a user, also of a class without a base class.
-        kind: what it must be.
-        name: of the stage.
+        kind: the required kind.
+        name: name of the stage.
 
     Raises:
         ValueError: it is of another kind, or a class.

@@ -178,7 +178,7 @@ class Table:
         """The part of (N, ...) values that belongs to this rank, in the order of its batch.
 
         Args:
-            values: of all rows, or (M, ...) of some.
+            values: (N, ...) of all rows, or (M, ...) of some rows.
             index: (M,) int64, table indices of these rows, ascending; None: all rows.
         """
         spans = self.spans(self.ranks.rank)
@@ -325,7 +325,7 @@ class Table:
         return batch
 
     def as_decided(self) -> TensorDictBase:
-        """As :meth:`write`, but rows out of the loss are not masked."""
+        """Do what :meth:`write` does, but do not mask rows out of the loss."""
         self.compact()
         return self._as_decided()
 
@@ -347,7 +347,7 @@ class Table:
             yield self.decided_between(slice(start, start + step))
 
     def decided_between(self, some: slice) -> TensorDictBase:
-        """:meth:`as_decided` for a slice of the rows of the batch."""
+        """Compute :meth:`as_decided` for a slice of the rows of the batch."""
         part = copy(self)
         part.batch, part.live = rows_between(part.batch, some), part.live[some]
         return part._as_decided()

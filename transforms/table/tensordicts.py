@@ -250,7 +250,7 @@ def write_column(batch: TensorDictBase, key: NestedKey, values: Any) -> None:
 
     Args:
         batch: TensorDict ``[N]``, by :func:`shallow_copy` or :func:`take_rows`.
-        key: of the column.
+        key: key of the column.
         values: (N, ...), on the device of the batch; or texts.
 
     Example:
@@ -349,7 +349,7 @@ def describe_columns(batch: TensorDictBase) -> list[Column]:
 
 
 def without_rows(columns: Sequence[Column], device: torch.device | None) -> TensorDict:
-    """Make a TensorDict ``[0]`` with such columns."""
+    """Make a TensorDict ``[0]`` with the columns that :func:`describe_columns` returned."""
     batch = TensorDict({}, batch_size=[0], device=device)
     for key, dtype, shape in columns:
         batch.set(key, torch.empty(0, *shape, dtype=dtype, device=device))
@@ -468,7 +468,7 @@ def number_column(
 
     Args:
         batch: TensorDict ``[N]``, dense or a lazy stack.
-        key: of the column.
+        key: key of the column.
         raw: return it in the shape that it has in the batch; ragged rows are a list.
         most: numbers per row; a column with more, or with ragged rows, is returned as :data:`WIDE`.
 
@@ -782,7 +782,7 @@ def send_packed(columns: Sequence[Tensor], device: torch.device) -> list[Tensor]
     """Send columns to a device in one packed copy; for the CPU, return them as they are.
 
     Args:
-        columns: of any shape and dtype, on the CPU.
+        columns: tensors of any shape and dtype, on the CPU.
         device: where they go.
     """
     if device.type == "cpu":

@@ -242,7 +242,7 @@ def version_range(versions: Tensor, sampled: Tensor, none: int = -1) -> Tensor:
     Args:
         versions: (B, T) int64.
         sampled: (B, T) bool.
-        none: for a row without a sampled token.
+        none: both versions of a row without a sampled token.
 
     Example:
         >>> sampled = torch.tensor([[True, True, False], [False, False, False]])
@@ -353,7 +353,7 @@ def mask_tokens(rows: Rows, batch: TensorDictBase, out: Tensor, *, tokens: Tenso
         rows: the view of the stage.
         batch: TensorDict ``[B]`` that the stage returns.
         out: (B, T) bool, the tokens.
-        tokens: (M,) how many tokens each row has in the loss mask, without `out` taken from them.
+        tokens: (M,) how many tokens each row has in the loss mask, before `out` is taken out.
         taken: (M,) how many of them are `out`.
     """
     reader, mask_key, log_prob_key = rows.reader, rows.key("loss_mask"), rows.key("log_prob")

@@ -41,6 +41,6 @@ def note_votes_only(rows: Rows) -> None:
 
 
 def drop_votes_only(rows: Rows) -> None:
-    """Drop the rollouts that vote only from the batch, because they have voted. There must be some."""
+    """Drop the rollouts that vote only from the batch, because they have voted. At least one is needed."""
     rows.leave(rows.votes_only, REASON, "dropped")
     rows.table.fates.votes_only = None

@@ -138,7 +138,7 @@ def credit_of_branches(
         reward: (N,) float64, on the CPU.
         labels: (N, T) int64, from :func:`~headrace.transforms.stages.sequences.left_aligned`, on any device.
         groups: group ids of the rollouts.
-        baseline: as in the function.
+        baseline: ``mean`` or ``leave_one_out``.
     """
     # 1. The tree of each group: its rows in lexicographic order, and the lengths of shared prefixes.
     labels, g = labels.cpu(), Grouped(reward, groups)
@@ -239,8 +239,8 @@ class TreeAdvantage(
             `tokens_key` to avoid it.
         missing: what happens to a missing reward (NaN): ``raise`` an error, or ``skip``, which takes the
             rollout out of all means. Rollouts that were forked from it, or from an excluded one, still share
-            its tokens. ``mask`` is ``raise`` after ``FanOutCollapse(missing="mask")``, which masks the
-            rollout.
+            its tokens. ``mask`` equals ``raise``; use it after ``FanOutCollapse(missing="mask")``, which
+            masks the rollout.
         names: other names of columns, such as `tokens_key` (:class:`ColumnNames`).
 
     Raises:

@@ -92,7 +92,7 @@ class Forest:
 
 
 def prefix_ranks(tokens: Tensor, mask: Tensor, ids: Tensor) -> Tensor:
-    """(N, 2) int64: each row's place in the order of prefixes, and the tokens it shares with the one before.
+    """(N, 2) int64: each row's index in prefix order, and how many tokens it shares with the row before.
 
     Args:
         tokens: (N, T) int64.
@@ -109,7 +109,7 @@ def forest_of(by_row: Tensor, rows_of_ranks: Sequence[Tensor], lengths: Tensor) 
     """The trees of all rows.
 
     Args:
-        by_row: (N, 2) int64, as from :func:`prefix_ranks`, each rank's on its own.
+        by_row: (N, 2) int64, the results of :func:`prefix_ranks`, computed for each rank alone.
         rows_of_ranks: the rows of each rank.
         lengths: (N,) int64, tokens per row.
     """

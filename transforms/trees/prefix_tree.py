@@ -230,7 +230,7 @@ def tree_log_probs(logits: Tensor, packed: TensorDictBase) -> Tensor:
 
 
 def logits_of_tokens(logits: Tensor, packed: TensorDictBase) -> Tensor:
-    """The logits of each token of the rows, as large as without a tree.
+    """Return the logits of each token of the rows, in the size that they have without a tree.
 
     Args:
         logits: (1, M, V), the model's logits of the token after each node.
