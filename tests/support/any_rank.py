@@ -1,4 +1,4 @@
-"""The functions that each process runs in the laws of ranks."""
+"""Functions that each process of a group runs, for tests of ranks that share a batch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def results_of(function, world: int, folder: Path, *more) -> list:
 
 
 def run_on_rank(rank: int, function, world: int, folder: Path, more: Sequence) -> None:
-    """Join the group through a store on its own port, which is faster than a file, and save the result."""
+    """Join the group through a store on a port, which is faster than a file, and save the result."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), world, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
@@ -75,7 +75,7 @@ def group_of_one() -> Iterator[None]:
 
 
 def collected(kind: str, recipe: str) -> TensorDict:
-    """A batch of 5 groups of 4 rollouts, or of 2 to 5; some rollouts have two or three segments."""
+    """A batch of 5 groups of 4 rollouts, or of 2 to 5 rollouts; some rollouts have two or three segments."""
     generator = torch.Generator().manual_seed(len(recipe) + len(kind))
     sizes = [4] * 5 if kind == "uniform" else [2, 5, 3, 4, 2]
     rows = []
@@ -103,7 +103,7 @@ def collected(kind: str, recipe: str) -> TensorDict:
 
 
 def spread(batch: TensorDict, how: str, world: int) -> list[torch.Tensor]:
-    """The rows of each rank: in turn, in pieces, at random, or none for the second rank."""
+    """Give rows to the ranks in turn, in pieces or at random; or give none to the second rank."""
     rows = torch.arange(len(batch))
     if how == "in turn":
         return [rows[rank::world] for rank in range(world)]
@@ -152,7 +152,7 @@ VARIED = (  # options that no recipe sets
     ("mis", f"{REJECT}.unit=rollout", f"{CORRECTION}.level=mean"),
     ("mlperf", "pipeline.stages.mask.denominator=kept"),  # these differ on a rank without rows
     ("gtpo", "pipeline.stages.weight.fold=sum"),
-    ("as/trl", "pipeline.stages.collapse.missing=mask"),  # its batches lack rewards
+    ("as/trl", "pipeline.stages.collapse.missing=mask"),  # batches lack rewards
 )
 
 
@@ -160,7 +160,7 @@ CASES = (("uniform", "in turn"), ("ragged", "at random"), ("uniform", "one witho
 
 
 def cases_of(number: int) -> tuple[tuple[str, str], ...]:
-    """Two pairs of a kind of batch and a way to spread it; the next recipe gets the other two."""
+    """Two pairs of a kind of batch and a way to spread it. The next recipe gets two other pairs."""
     return CASES[2 * (number % 2) :][:2]
 
 
@@ -172,7 +172,7 @@ def without_seconds(metrics: dict[str, float]) -> dict[str, float]:
 def compare_with_one_process(
     rank: int, world: int, pipelines: list[tuple[str, Pipeline]]
 ) -> tuple[int, list[str]]:
-    """Try each recipe on each case. Return the number of comparisons, and what differs from one process."""
+    """Try each recipe on each case. Return the number of comparisons, and differences from one process."""
     differs, compared = [], 0
     for number, (recipe, of_one) in enumerate(pipelines):
         pipeline = Pipeline(copy.deepcopy(dict(of_one.stages.items())), **TOGETHER)
@@ -214,7 +214,7 @@ def compare_with_one_process(
 def metrics_of_stages(
     rank: int, world: int, stages: dict[str, BatchTransform], batch: TensorDict
 ) -> tuple[int, list[str]]:
-    """The number of metrics of stages, each in its own pipeline, and what differs from one process."""
+    """Run stages, each in its own pipeline. Return the number of metrics and differences from a process."""
     recorded, wrong, each = 0, list[str](), torch.arange(len(batch))
     for parts in (each.split([4, 4]), each.split([8, 0])):
         for name, stage in stages.items():
@@ -235,7 +235,7 @@ def metrics_of_stages(
 
 
 def lack_groups(rank: int, world: int, shared_ids: str) -> tuple[float, str]:
-    """The number of groups without a row over all ranks, and the error. Ranks may number groups alike."""
+    """The number of groups without a row over all ranks, and the error. Ranks may use equal group ids."""
     first = 0 if shared_ids == "different" else 10 * rank
     groups = [first, first, first + 1, first + 1]
     batch = batch_of([0.0, 1, 1, 0], groups, [2 * first + k for k in range(4)])
@@ -278,7 +278,7 @@ def of_stream(number: int, rank: int, world: int, *, alike: bool) -> TensorDict:
 
 
 def fold_stream(rank: int, world: int) -> tuple[float, float, list[tuple[float, int]]]:
-    """Run a stream with carried rows, with and without folded weights: the largest error of an advantage."""
+    """Run a stream with carried rows, with and without folded weights. Return the largest advantage error."""
 
     def cut(fold: str) -> Pipeline:
         split = ShuffleSplit(minibatches=2, microbatches=2, remainder="carry", unit="sample")
@@ -305,7 +305,7 @@ def fold_stream(rank: int, world: int) -> tuple[float, float, list[tuple[float, 
 
 
 def carry_masked(rank: int, world: int) -> list[tuple[list[str], list[int]]]:
-    """The reasons and the trained rows of three batches; the last pipeline has no filters.
+    """Return the reasons and the trained rows of three batches. The last pipeline has no filters.
 
     Rank 0 carries a masked row, and rank 1 a row that will train.
     """
@@ -393,7 +393,7 @@ def carry_at_random(rank: int, world: int, streams: int) -> list[str]:
     return wrong
 
 
-# -- as many steps and micro-batches on each rank ---------------------------------------------------------
+# -- equal numbers of steps and micro-batches on each rank ------------------------------------------------
 
 CUTS = (
     {"minibatches": 1},
@@ -415,10 +415,10 @@ def parts_of_ranks(batch: TensorDict, how: str, world: int) -> list[torch.Tensor
 
 
 def take_as_many_steps(rank: int, world: int) -> tuple[int, list[str]]:
-    """Compare the micro-batches of each step on all ranks. Return the number of cases, and what differs."""
+    """Compare the micro-batches of each step on all ranks. Return the number of cases, and differences."""
     tried, wrong = 0, list[str]()
     batch = collected("uniform", "grpo")
-    for remainder in ("uneven", "drop"):  # without padding there are as many steps
+    for remainder in ("uneven", "drop"):  # without padding, step counts are equal
         mine = parts_of_ranks(batch, "one without", world)[rank]
         rows = take_rows(batch, mine) if len(mine) else TensorDict({}, batch_size=[0])
         split = {"split": ShuffleSplit(remainder=remainder, minibatches=2, microbatches=2)}
@@ -479,7 +479,7 @@ def gradients_of_ddp(rank: int, world: int) -> list[float]:
 
 
 def factors_of_gradients(rank: int, world: int) -> list[tuple[str, str, float, list[str]]]:
-    """By way to combine gradients and option `gradients`, the size of the gradient and the warnings."""
+    """For each way to combine gradients and each option `gradients`: the gradient's size, the warnings."""
     batch, found = collected("uniform", "grpo"), []
     for combined in ("ddp", "optimise", "both"):
         sums = {}
@@ -588,12 +588,12 @@ def refuse_together(rank: int, world: int) -> tuple[list[tuple[str, object, floa
     choosing = Pipeline({"filter": SampleFilter(criterion=choose, action="drop"), **split}, **share)
     attempt("criterion", broken, choosing)
     attempt("after criterion", mine, choosing)
-    if wrong:  # so long that the others have given up two batches
+    if wrong:  # until the others have given up two batches
         time.sleep(PATIENCE * 2.5)
     attempt("hung", mine)
     attempt("hung again", mine)
     attempt("after hung", mine)
-    if wrong:  # it has one batch less than the others, and learns this with its next batch
+    if wrong:  # this rank has one batch less; its next batch tells
         time.sleep(PATIENCE * 1.5)
         attempt("skipped", mine)
     else:
@@ -626,7 +626,7 @@ def refuse_together(rank: int, world: int) -> tuple[list[tuple[str, object, floa
     carry = {"split": ShuffleSplit(minibatches=2, unit="group", remainder="carry")}
     carrying = Pipeline(carry, process_group="world", shared_ids="different", patience=PATIENCE)
     attempt("before carried", of_stream(0, rank, world, alike=False), carrying)
-    # The last rank puts groups again that wait on it.
+    # The last rank puts groups a second time that still wait there.
     attempt("carried", of_stream(0 if rank == world - 1 else 1, rank, world, alike=False), carrying)
     return told, pipeline.stages["split"].state.calls
 
@@ -645,7 +645,7 @@ def lose_a_rank(rank: int, world: int, folder: Path) -> None:
         pipeline.run(mine)
     except BatchError as err:
         torch.save((str(err), time.monotonic() - start), folder / f"{rank}.pt")
-    if rank == 0:  # it holds the store
+    if rank == 0:  # rank 0 holds the store
         time.sleep(PATIENCE)
     os._exit(0)
 
@@ -653,7 +653,7 @@ def lose_a_rank(rank: int, world: int, folder: Path) -> None:
 def take_in_step(
     rank: int, world: int, lengths: Sequence[int], fails: int | None
 ) -> tuple[list[tuple[int, int]], str]:
-    """For each batch of this rank the numbers of input and output rows, and the error that ends the loop."""
+    """For each batch of this rank: how many rows go in and come out. Also the error that ends the loop."""
 
     def source():
         for step in range(lengths[rank]):

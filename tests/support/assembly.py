@@ -1,4 +1,4 @@
-"""A slow assembler, row by row, and streams of rows with faults, for the laws of the fast one."""
+"""A slow assembler that takes row by row, and streams with faults, to test the fast assembler."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def batch_of_lines(lines: Sequence[Line], start: int = 0) -> TensorDict:
 
 
 def faulty_stream(rng: random.Random, partitions: int, anywhere: bool = False) -> list[list[Line]]:
-    """Pieces of rows with faults: lost, broken off, failed, repeated, or of a surplus rollout.
+    """Pieces of rows with faults: rows are lost, repeated, or of broken-off, failed or surplus rollouts.
 
-    The rows of a rollout come in order, or `anywhere`.
+    The rows of a rollout come in order, unless `anywhere` is True.
     """
     rollouts = []
     for group in range(rng.randint(1, 8)):

@@ -83,7 +83,7 @@ class OwnWorker:
     """A rollout worker that follows TRL's protocol: groups of random digits, scored by `reward`.
 
     Args:
-        reward: the reward of an answer; gets a random generator, too.
+        reward: a function that gets an answer and a random generator, and returns the reward.
         lag: the age of a group in versions.
     """
 
@@ -142,7 +142,7 @@ def stand_in(patch: Any) -> None:
     """Replace the parts of TRL that need a GPU, and nothing else."""
     patch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
     patch.setattr(packing, "_flash_attn", lambda: Attention)
-    patch.setattr(async_rollout_worker, "is_vllm_available", lambda: True)  # only the server needs it
+    patch.setattr(async_rollout_worker, "is_vllm_available", lambda: True)  # only the server needs vLLM
 
 
 def async_trainer(folder: Path, *, steps: int = 10, **options: Any) -> Any:

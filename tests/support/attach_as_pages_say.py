@@ -3,8 +3,8 @@
     python attach_as_pages_say.py FOLDER      the folder is docs/coming-from
 
 TRL is the real package, and makes a training step. The other trainers are stand-ins, which call a hook as the
-trainer does; tests/support/foreign.py and the adapters name the commits of their signatures. Prints a line
-per adapter.
+trainer does; tests/support/foreign.py and the adapters name the commits of their signatures. The program
+prints a line per adapter.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def lines_of(text: str) -> list[str]:
 
 
 def set_environment(text: str) -> list[str]:
-    """Set the variables of the `export` lines. Return the words of the other lines."""
+    """Set the environment variables of the `export` lines. Return the words of the other lines."""
     words = []
     for line in lines_of(text.replace("\\\n", " ")):
         said = shlex.split(line, comments=True)
@@ -171,7 +171,7 @@ def verl_registry() -> dict[str, Any]:
 
 
 def verl(blocks: list[str]) -> None:
-    """0.9.1: the registry by uid, and the v1 trainer's function."""
+    """verl 0.9.1: the registry, whose groups are uids, and the v1 trainer's function."""
     registry = verl_registry()
 
     def theirs(data, batch_keys, adv_estimator, gamma=1.0, lam=1.0, num_repeat=1, **others):
@@ -194,7 +194,7 @@ def verl(blocks: list[str]) -> None:
 
 
 def agent_lightning(blocks: list[str]) -> None:
-    """1.0.2 calls verl's estimator, by the name in its configuration, with one row of each rollout."""
+    """Agent Lightning 1.0.2 calls the verl estimator that its configuration names, with a row per rollout."""
     from yaml import safe_load
 
     registry = verl_registry()
@@ -258,7 +258,7 @@ def torchtitan(blocks: list[str]) -> None:
 
 
 def trinity(blocks: list[str]) -> None:
-    """0.6.0: the class that `algorithm.advantage_fn` names is an `ExperienceOperatorV1`."""
+    """Trinity-RFT 0.6.0: the class that `algorithm.advantage_fn` names is an `ExperienceOperatorV1`."""
     from yaml import safe_load
 
     operators = foreign.module_of(
@@ -283,7 +283,7 @@ def trinity(blocks: list[str]) -> None:
 
 
 def openrlhf(blocks: list[str]) -> None:
-    """0.11.2: Ray calls the hook in each process that it starts, with these variables."""
+    """OpenRLHF 0.11.2: Ray calls the hook in each process that it starts, with these variables."""
 
     class RemoteExperienceMaker:
         strategy = SimpleNamespace(
@@ -325,7 +325,7 @@ def openrlhf(blocks: list[str]) -> None:
 
 
 def nemo_rl(blocks: list[str]) -> None:
-    """7ea279abfb: `create_sampler` takes ``module:ClassName``, and gives the class the other keys."""
+    """NeMo RL 7ea279abfb: `create_sampler` takes ``module:ClassName``, and the class gets the other keys."""
     from prompt_groups import Run, World
     from yaml import safe_load
 
@@ -395,7 +395,7 @@ ADAPTERS: dict[str, Callable[[list[str]], None]] = {
 
 
 def main(folder: Path) -> None:
-    """Every page that attaches something, and every adapter once.
+    """Try every page that attaches something. Each adapter is tried once.
 
     Raises:
         AssertionError: a page has another number of lines than it says, or its lines give other numbers.

@@ -42,7 +42,7 @@ def batch_of(
         "entropy",
         "values",
         "sum_pi_squared",
-    ):  # by token, for token advantages
+    ):  # one number per token, for token advantages
         sign = 1 if name in ("entropy", "values", "sum_pi_squared") else -1
         batch[name, "full"] = sign * torch.rand(rows, tokens, generator=generator)
     batch["role"] = batch["rollout_id"] % 2

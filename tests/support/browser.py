@@ -38,7 +38,7 @@ def started() -> Iterator[Any]:
 
 
 def looked_at(driver: Any, folder: Path) -> Iterator[Callable[..., Page]]:
-    """A function that opens a run's page. At the end of the test the console must be empty."""
+    """Return a function that opens a run's page. At the end of the test the console must be empty."""
 
     def open_page(run, *, width=1200, motion="no-preference", address=""):
         write_page(run, folder / "page.html")

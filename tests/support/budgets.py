@@ -32,7 +32,7 @@ def batch_of(rows) -> TensorDict:
 
 
 def run_budget(rank: int, world: int) -> dict:
-    """By case, the kept rows with their places, and the left-out rows; or the error."""
+    """For each case: the kept rows with minibatch and micro-batch, and the left-out rows; or the error."""
     found = {}
     for name, by_rank in CASES.items():
         split = ShuffleSplit(

@@ -60,7 +60,7 @@ def reward_of(rollout: int, turn: int) -> float:
 
 
 class Turns(Transform):
-    """Gives each turn a reward, and ends a rollout after its number of turns; both follow from its id."""
+    """Give each turn a reward, and end a rollout after some turns. Both follow from the rollout id."""
 
     def __init__(self, most: int):
         super().__init__()
@@ -113,7 +113,7 @@ def make_env(
     first_group: int = 0,
     source: Iterable[TensorDict] | None = None,
 ) -> DatasetChatEnv:
-    """An environment whose resets take the next rollout of a source, or of its own prompts."""
+    """An environment. Each reset takes the next rollout of a source, or of the environment's own prompts."""
     set_list_to_stack(True).set()
     if source is None:
         source = prompts(1 if mode == "tokens" else 3, first_group)  # ChatEnv reads tokens of one length

@@ -58,7 +58,7 @@ def _begin(program: Callable, folder: str, shown: str, words: list[str], environ
 
 
 def skip_without_torchrl(said: str) -> None:
-    """Skip a test that trains, or that measures TorchRL. Other tests see the error of the command."""
+    """Skip a test that trains, or that measures TorchRL, if TorchRL is missing. Other tests see the error."""
     if re.search("(task=train|xray=torchrl) needs TorchRL", said, re.IGNORECASE):
         pytest.skip("TorchRL cannot be imported")
 
@@ -87,7 +87,7 @@ def run_here(program: Callable[[], object], folder: Path, *words: str) -> subpro
     handlers = list(logging.root.handlers)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         for name in ("HYDRA_FULL_ERROR", "HEADRACE_TRACE", "RL_LOGGING_LEVEL"):
-            patch.setenv(name, os.environ.get(name, ""))  # main() sets these; they are restored
+            patch.setenv(name, os.environ.get(name, ""))  # main() sets these; the patch restores them
             patch.delenv(name)
         patch.chdir(folder)
         patch.setattr(sys, "argv", list(words))
@@ -96,7 +96,7 @@ def run_here(program: Callable[[], object], folder: Path, *words: str) -> subpro
                 program()
             except SystemExit as end:
                 code = end.code or 0
-    for handler in set(logging.root.handlers) - set(handlers):  # of Hydra; one keeps a file open
+    for handler in set(logging.root.handlers) - set(handlers):  # Hydra's; one keeps a file open
         logging.root.removeHandler(handler)
         handler.close()
     return subprocess.CompletedProcess(list(words), code, out.getvalue(), err.getvalue())

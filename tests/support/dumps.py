@@ -29,7 +29,7 @@ MASK = ("masks", "all_assistant_mask")
 
 
 def letters_tokenizer(folder: Path) -> Path:
-    """A tokenizer in which each ASCII character is a token, its code; ``?`` and others are token 0."""
+    """A tokenizer with a token for each ASCII character, its code. Token 0 is for ``?`` and all others."""
     package = pytest.importorskip("tokenizers")
     vocabulary = {"?": 0} | {chr(code): code for code in range(1, 127) if chr(code) != "?"}
     tokenizer = package.Tokenizer(package.models.WordLevel(vocabulary, unk_token="?"))

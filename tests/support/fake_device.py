@@ -81,15 +81,15 @@ class FakeTensor(Tensor):
 
 
 class FakeDevice(TorchDispatchMode):
-    """Inside, ``lazy:0`` is a device, and calls that wait for CUDA are counted, except under :meth:`unseen`.
+    """In this context ``lazy:0`` is a device. Calls that wait for CUDA are counted, except in :meth:`unseen`.
 
     A copy with ``non_blocking=True`` is counted only as asynchronous. Operators that add or write in no fixed
     order on CUDA run backwards here, so a result that depends on an order differs from the CPU's.
 
     Attributes:
         reads: values that come to the host, and shapes that depend on values.
-        copies: from the host to the device.
-        asynchronous: copies either way.
+        copies: copies from the host to the device.
+        asynchronous: copies in both directions that do not wait.
     """
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class FakeDevice(TorchDispatchMode):
         faked = any(isinstance(each, FakeTensor) for each in given)
         target = kwargs.get("device")
         home = torch.device(target) if target is not None else DEVICE if faked else CPU
-        if operator is aten._pin_memory.default or kwargs.get("pin_memory"):  # this needs a driver
+        if operator is aten._pin_memory.default or kwargs.get("pin_memory"):  # pinning needs a driver
             made = operator(*args, **kwargs | {"pin_memory": False}) if kwargs else args[0].clone()
             self._pinned[made.untyped_storage().data_ptr()] = made
             return made
@@ -171,7 +171,7 @@ class FakeDevice(TorchDispatchMode):
         """Count the waits of an operator.
 
         Raises:
-            RuntimeError: it gets tensors of both devices, which it does not allow.
+            RuntimeError: the operator gets tensors of both devices, and does not allow it.
         """
         packet = operator.overloadpacket
         here = [each for each in given if not isinstance(each, FakeTensor)]
@@ -217,7 +217,7 @@ class FakeDevice(TorchDispatchMode):
         if packet in INDEX and isinstance(args[0], FakeTensor):
             here = [each for each in here if all(each is not index for index in args[1])]
         if all(each.ndim == 0 for each in here) and (packet in NUMBERS or _is_pointwise(operator)):
-            return  # the kernel gets the number
+            return  # the kernel gets a number
         if here:
             shapes = [tuple(each.shape) for each in here]
             raise RuntimeError(f"{operator} takes tensors of {DEVICE}, and of the cpu: {shapes}")
@@ -232,7 +232,7 @@ def _held(each: Any) -> Any:
 
 
 def _backwards(operator: Any, args: Any) -> Any:
-    """The arguments with which the operator goes over its rows backwards."""
+    """The arguments with which the operator reads its rows backwards."""
     packet = operator.overloadpacket
     if packet in ADDED and args[2].ndim == 1:
         to, dim, index, source, *more = args
@@ -258,7 +258,7 @@ def _waits(operator: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _is_pointwise(operator: Any) -> bool:
-    """Whether the operator, or the one that it applies in place, is pointwise."""
+    """Whether the operator is pointwise, or applies a pointwise operator in place."""
     packet = getattr(aten, operator.overloadpacket.__name__.removesuffix("_"), None)
     twin = getattr(packet, operator._overloadname, operator)
     return torch.Tag.pointwise in (*operator.tags, *twin.tags)

@@ -1,7 +1,8 @@
 """The fault matrix as data: the rows that are sent, and the result that every source must give.
 
 The stream has three groups of two rollouts, each of two segments, in pieces that end in the middle of
-rollouts. A place carries the pieces of a cell, in their order and each as one put, to an assembler.
+rollouts. A source, such as a collector or a queue, brings the pieces of a cell in order to an assembler, each
+as one put.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Cell(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """The result of a cell in a place."""
+    """The result of a cell with one source."""
 
     batches: list[TensorDictBase]
     counts: Mapping[str, int]
@@ -152,7 +153,7 @@ CELLS: dict[str, Cell] = {
 }
 
 
-# Faults of rows are seen in the assembler, wherever it runs: a few of them are enough for other places.
+# The assembler sees faults of rows, wherever it runs. So a few of these faults are enough for other sources.
 ROWS_ELSEWHERE = ("none", "lost", "duplicated", "duplicated, dropped", "reordered", "late, refused", "failed")
 WORKERS = ("killed", "hung", "killed, another goes on", "killed, all of it again", "killed, lost")
 ELSEWHERE = (*ROWS_ELSEWHERE, "NaN", *WORKERS, "partitions", "resumed", "resumed, duplicated")
@@ -200,11 +201,11 @@ def check(cell: Cell, carried: Carried) -> None:
 
 
 class InterruptedHere(Exception):
-    """The training process ends here, and another continues."""
+    """Raised where the training process ends. Another process continues."""
 
 
 class Counted:
-    """A source with a state. A request for more rows means that the last were accepted, and counts them."""
+    """A source with a state. If more rows are requested, the last were accepted, so they are counted."""
 
     def __init__(self, source: Any, stop_at: int | None):
         self.source, self.stop_at = source, stop_at

@@ -1,4 +1,4 @@
-"""First fit by a plain loop: `balance_within` needs no more bins than this."""
+"""First fit as a plain loop. `balance_within` may not need more bins."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def plain_first_fit(lengths: Sequence[int], budget: int) -> list[int]:
-    """Put each item, in the given order, into the first bin with room. An item over the budget is alone.
+    """Put each item, in the given order, into the first bin with room. Items over the budget are alone.
 
     Returns:
         The sum of each bin.

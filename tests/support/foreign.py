@@ -22,7 +22,7 @@ import torch
 
 
 def module_of(monkeypatch: pytest.MonkeyPatch, name: str, stand_in: dict[str, Any]) -> ModuleType:
-    """The module; if its package is not installed, a module with the names in `stand_in`."""
+    """Return the module; if its package is not installed, a module with the names in `stand_in`."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as err:
@@ -43,7 +43,7 @@ def module_of(monkeypatch: pytest.MonkeyPatch, name: str, stand_in: dict[str, An
 
 
 def verl_advantages(token_level_rewards, response_mask, index, epsilon=1e-6):
-    """(R - mean) / (std + ε) by uid; a lone reward is divided by 1 + ε."""
+    """(R - mean) / (std + ε) in each group of equal uids; a lone reward is divided by 1 + ε."""
     rewards = token_level_rewards.sum(-1).tolist()
     by_uid = defaultdict(list)
     for uid, reward in zip(index, rewards, strict=True):
@@ -103,7 +103,7 @@ def slime_args(group_size: int, groups: int, reward_key: str | None = None) -> S
 
 
 def slime_rewards(args, rewards: Sequence[float]) -> list[float]:
-    """slime's advantages, in chunks of `n_samples_per_prompt`; another number of rewards is one group."""
+    """slime's advantages in chunks of `n_samples_per_prompt`. Any other number of rewards is a group."""
     whole = len(rewards) == args.n_samples_per_prompt * args.rollout_batch_size
     size = args.n_samples_per_prompt if whole else len(rewards)
     found = []
@@ -149,7 +149,7 @@ def train_data(samples: Sequence[SlimeSample], rewards: tuple[list[float], list[
 
 
 def slime_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``RolloutManager``, an actor of Ray: its metadata hold its own class."""
+    """``RolloutManager``, an actor of Ray, whose metadata hold its class."""
 
     class Manager:
         def _convert_samples_to_train_data(self, samples):
@@ -171,7 +171,7 @@ def miles_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def slime_coefficients(data: dict[str, list], size: int) -> list[dict[Any, float]]:
-    """By step of `size` rollouts, the factor of the tokens in the loss of each sample."""
+    """For each step of `size` rollouts: the factor of the tokens in the loss of each sample."""
     rollouts = list(dict.fromkeys(data["rollout_ids"]))
     steps = [rollouts[start : start + size] for start in range(0, len(rollouts) - size + 1, size)]
     columns = ("sample_indices", "rollout_ids", "loss_masks", "rewards", "rollout_mask_sums")

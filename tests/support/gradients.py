@@ -83,7 +83,7 @@ MEANS = ("token", "sample", "rollout", "group", "constant")
 
 
 def run_rank(rank: int, world: int) -> dict:
-    """In each process: the distance of every gradient from that of the whole batch, in both precisions."""
+    """Run in each process: how far is every gradient from that of the whole batch, in both precisions?"""
     found = {}
     for dtype in (torch.float32, torch.float64):
         policy, batch = make_scene(dtype)
@@ -116,7 +116,7 @@ class SumOfWeights(torch.nn.Module):
 
 
 def run_uneven(rank: int, world: int) -> dict:
-    """In each process: the results and errors if one process has no rows, other rows or wrong rows."""
+    """Run in each process. Return results and errors if one process has no rows, other rows or wrong rows."""
     _, batch = make_scene(torch.float32)
     mine = take_rows(batch, torch.arange(rank, len(batch), world))
     wrong = mine.clone()
@@ -139,7 +139,7 @@ def run_uneven(rank: int, world: int) -> dict:
                 told[name, how] = len(found)
             except BatchError as err:
                 told[name, how] = str(err)
-    # One rank has no rows of a step, and no columns either.
+    # One rank has neither rows nor columns in a step.
     loss, step = SumOfWeights(), TensorDict({}, batch_size=[0])
     if rank == 0:
         step = LossWeight(unit="rollout")(ShuffleSplit(minibatches=1)(batch))

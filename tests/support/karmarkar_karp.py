@@ -1,4 +1,4 @@
-"""Largest differencing over k bins, the method by which most trainers balance, and lengths to try it."""
+"""Largest differencing over k bins, with which most trainers balance, and lengths to try it on."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _load(part: tuple[float, list[int]]) -> float:
 
 
 def lengths_of(kind: str, count: int, seed: int = 0) -> Tensor:
-    """(count,) int64 tokens: lognormal with a median of 1,100, uniform to 16,384, or three in ten long."""
+    """(count,) int64 tokens: lognormal with the median 1,100, uniform to 16,384, or three in ten are long."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(count, generator=generator)
     chance = torch.rand(count, generator=generator)

@@ -1,4 +1,4 @@
-"""Objects that one process of a pytest run makes and the others read."""
+"""Objects that one process of a pytest run makes, and that the other processes read."""
 
 from __future__ import annotations
 

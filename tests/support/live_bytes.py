@@ -1,4 +1,4 @@
-"""The memory of tensors while something runs."""
+"""Measure the memory of tensors while code runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live storages that were made under it, and their highest sum."""
+    """Count the bytes of live storages that were made in this context, and their highest sum."""
 
     def __init__(self):
         super().__init__()
@@ -40,5 +40,5 @@ class LiveBytes(TorchDispatchMode):
 
 
 def bytes_of(batch: TensorDictBase) -> int:
-    """The bytes of all its tensors."""
+    """The bytes of all tensors of a batch."""
     return sum(t.untyped_storage().nbytes() for t in batch.values(True, True) if torch.is_tensor(t))

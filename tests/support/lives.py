@@ -49,7 +49,7 @@ class Groups:
 
 
 class Killed(BaseException):
-    """The process ends here and loses its memory."""
+    """Raised where the process ends and loses its memory."""
 
 
 @dataclass
@@ -178,7 +178,7 @@ WORLDS = {
 def once_each(
     world: str, seed: int, kills: int, folder: Path, make: Callable[..., Any] = GroupAssembler
 ) -> None:
-    """Check random kills: the saved weights have trained each group once, or it was rejected once."""
+    """Kill at random. Check that the saved weights have trained, or the run has rejected, each group once."""
     folder.mkdir()
     dice = Random(seed)
     disk = killed(folder, [dice.randint(1, 400) for _ in range(kills)], seed, make=make, **WORLDS[world])

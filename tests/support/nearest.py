@@ -49,13 +49,13 @@ TESTED_ELSEWHERE = {
 
 
 def place_of(module: Path) -> Path:
-    """The folder of tests that mirrors a module's. The tests of `composing` are with those of the chain."""
+    """The folder of tests that mirrors the folder of a module. `composing` is tested with the chain."""
     folders = [name for name in module.parts[1:-1] if name != "composing"]
     return TESTS / (folders[0] if folders else "pipeline")
 
 
 def file_of(module: Path) -> str:
-    """The beginning of the names of its test files; for a module `stage`, that of its folder."""
+    """The beginning of the names of a module's test files. A module `stage` has the name of its folder."""
     is_family = module.stem == "stage" and module.parent.name not in ("table", "pipeline")
     return f"test_{module.parent.name if is_family else module.stem}"
 

@@ -1,8 +1,9 @@
-"""NeMo RL's own pumps and buffer from a clone, with stand-ins for their imports.
+"""Load NeMo RL's own pumps and buffer from a clone, with stand-ins for their imports.
 
-Real are the rollout pump and `_abort_stale_inflight` of `SingleControllerActor`, `generate_and_push` of
-`RolloutManager`, `TQReplayBuffer`, `KVBatchMeta`, all samplers and `create_sampler`. Generation is a sleep.
-The train pump is that of tests/support/prompt_groups.py, which calls evict and select in the same order.
+These parts are NeMo RL's own: the rollout pump and `_abort_stale_inflight` of `SingleControllerActor`,
+`generate_and_push` of `RolloutManager`, `TQReplayBuffer`, `KVBatchMeta`, all samplers and `create_sampler`.
+Generation is a sleep. The train pump is that of tests/support/prompt_groups.py, which calls evict and select
+in the same order.
 """
 
 from __future__ import annotations
@@ -160,15 +161,13 @@ def simulate(nemo: SimpleNamespace, world: World, config: dict[str, Any], hiccup
         controllers.append(Controller(run))
         await controllers[0]._rollout_pump()
 
-    async def after_step(run: Run) -> None:  # as _sync_weights
+    async def after_step(run: Run) -> None:  # does what _sync_weights does
         controllers[0]._rollout_permitted.clear()
         await controllers[0]._abort_stale_inflight()
         controllers[0]._rollout_manager.set_weight_version(run.version)
         controllers[0]._rollout_permitted.set()
 
     hooks: dict[str, Callable[..., Any]] = {"make_pump": pump, "after_step": after_step}
-    capacity = (
-        2 * world.groups * (1 + config.get("max_staleness_versions", 0))
-    )  # of the sampler without a gate
+    capacity = 2 * world.groups * (1 + config.get("max_staleness_versions", 0))  # the sampler without a gate
     ungated = capacity if config["name"] == "windowed" else None
     return Run(world, make_sampler, make_buffer, capacity=ungated, **hooks).go()

@@ -1,4 +1,4 @@
-"""The functions that each process runs in the laws of batches that lose all rows."""
+"""Functions that each process of a group runs, for tests of batches that lose all rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace.transforms import BatchTransform, CompletenessGate, SampleFilter
 
 
 class AllLeave(BatchTransform):
-    """A stage that every row leaves."""
+    """A stage that takes out every row."""
 
     def __init__(self, effect: str):
         super().__init__()
@@ -39,9 +39,9 @@ def choose_none(batch: TensorDictBase) -> torch.Tensor:
 
 
 def emptied(recipe: str, stages: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Pipelines of these stages with one that removes all rows, in each place before the cut or as the gate.
+    """Add to a pipeline a stage that removes all rows, at each index before the cut, or as the gate.
 
-    In every second place rows are dropped. In the other places a different stage removes them each time.
+    At every second index the rows are dropped. At each other index, a different stage removes them.
     """
     names = list(stages)
     other = {
@@ -61,9 +61,9 @@ def emptied(recipe: str, stages: Mapping[str, Any]) -> Iterator[tuple[str, dict[
 
 
 def run_to_nothing(rank: int, world: int, pipelines: Sequence[tuple[str, Pipeline]]) -> tuple[int, list[str]]:
-    """Try each recipe with each way to remove all rows. Return how many, and those that are not empty.
+    """Try each recipe with each way to remove all rows. Return the number of cases, and the failed ones.
 
-    Either one of two ranks has no rows, in turn, or both have some.
+    In turn, one of two ranks has no rows, or both have some.
     """
     together = TOGETHER if world > 1 else {}
     tried, wrong = 0, list[str]()

@@ -1,4 +1,4 @@
-"""Made-up runs for the tests of the page: small enough to count by hand, and one large."""
+"""Made-up runs for the tests of the page: small ones that you can count by hand, and a large one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def standardise(value: float, values: Sequence[float]) -> float:
 
 
 def advantages(rows: list[Row]) -> None:
-    """Set the advantage of each row as computed by rollouts, and beside it the one by rows."""
+    """Set two advantages of each row: one counts each rollout once, the other counts each row once."""
     for group in {row["group"] for row in rows}:
         mine = [row for row in rows if row["group"] == group]
         by_rollout = list({row["rollout"]: row["reward"] for row in mine}.values())
@@ -235,7 +235,7 @@ def reading_run() -> dict[str, Any]:
     """Two steps of four groups with the spreads 0, 0.5, 0.1 and 0.25, with prompts, responses and tokens.
 
     Group 2 has a prompt in the format of a chat, and responses of all lengths; group 3 has tokens with
-    numbers, as text, as text of which some are left out, and without text; group 4 has no room for texts.
+    numbers, with text, with text of only some tokens, and without text; group 4 has no room for texts.
     """
     rows = rollouts_of(1, [1.0, 1.0]) + rollouts_of(2, [0.0, 1.0]) + rollouts_of(3, [0.4, 0.6])
     rows += rollouts_of(4, [0.5, 1.0])

@@ -1,4 +1,4 @@
-"""Check the adapters in the installed code of a trainer, one process each: `python peer_checks.py verl`."""
+"""Check an adapter in the installed code of its trainer, in one process: `python peer_checks.py verl`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ForGPUs(MetaPathFinder, Loader):
 
 
 def verl() -> None:
-    """The registry of 0.9.1, by rows, and the v1 trainer's function, by sessions of several outputs."""
+    """verl 0.9.1: the registry, with a row per rollout, and the v1 trainer's function, with more rows."""
     import numpy as np
 
     os.environ["VERL_USE_EXTERNAL_MODULES"] = "headrace.adapters.verl"
@@ -120,7 +120,7 @@ def verl() -> None:
 
         theirs = their_sessions(*batch(), core_algos.AdvantageEstimator.GRPO).batch["advantages"]
         same(ours(), theirs)
-        same(ours("rloo"), their_sessions(*batch(), "rloo").batch["advantages"])  # as others are, verl's own
+        same(ours("rloo"), their_sessions(*batch(), "rloo").batch["advantages"])  # stays verl's own
 
         os.environ["HEADRACE_OVERRIDES"] = "pipeline.stages.collapse.reward=sum"
         of_session, of_uid = (
@@ -152,7 +152,7 @@ def verl() -> None:
 
 
 def verl_sampler() -> None:
-    """Compare ReplayBufferAsync of 0.9.1 with ours in the loop of its trainer. Prints a table."""
+    """Compare verl 0.9.1's ReplayBufferAsync with ours in the loop of verl's trainer. Print a table."""
     from statistics import fmean
 
     from verl.trainer.ppo.v1 import replay_buffer
@@ -270,7 +270,7 @@ def swift() -> None:
         assert found[0] == 0.0
         samples[-1].prompt_id = "prompt_0"
         refused(lambda: mine._compute_advantages(samples, reward[rows], []), "group")  # noqa: B023
-    assert list(inspect.signature(SwiftRLHF.train).parameters) == ["self", "trainer"]  # as the page has it
+    assert list(inspect.signature(SwiftRLHF.train).parameters) == ["self", "trainer"]  # as on the page
     other = trainer(False)
     other.reward_weights = torch.tensor([1.0, 0.5])
     refused(lambda: attach(other), "remove reward_weights from the trainer")
@@ -295,7 +295,7 @@ def unsloth() -> None:
     def trained(
         recipe: str | None, *words: str, **options: Any
     ) -> tuple[Any, list[dict[str, Any]], list[Any]]:
-        """A trainer after two steps, its batches and its parameters. Recipe None: without headrace."""
+        """Return a trainer after two steps, its batches and its parameters. Recipe None: without headrace."""
 
         def ones(completions: list[str], **others: Any) -> list[float]:
             return [completion.count("1") + 0.1 * len(completion) for completion in completions]
@@ -448,7 +448,7 @@ def openrlhf() -> None:
 
 
 def nemo_rl() -> None:
-    """NeMo RL's own pumps and buffer with its samplers and ours. CLONE is a clone's path. Prints a table."""
+    """Run NeMo RL's own pumps and buffer with its samplers and ours, from a clone at CLONE. Print a table."""
     import contextlib
     import io
     from statistics import fmean

@@ -1,4 +1,4 @@
-"""Rows with the log-probabilities of two policies, and statistics of them by loops."""
+"""Rows with the log-probabilities of two policies, and loops that compute their statistics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OLD, SAMPLER, MASK = ("old_log_probs", "full"), ("log_probs", "full"), ("masks",
 
 
 def with_old(batch: TensorDict, spread: float = 0.002) -> TensorDict:
-    """Add the trainer's log-probabilities: those of the sampler, with a small difference by token."""
+    """Add the trainer's log-probabilities: those of the sampler, with a small difference for each token."""
     steps = batch["tokens", "full"] * 7 % 5 - 2
     batch[OLD] = batch[SAMPLER] + spread * steps
     return batch

@@ -18,7 +18,7 @@ def process_context():
 
 @contextlib.contextmanager
 def quick_starts() -> Iterator[None]:
-    """Inside, TorchRL's processes are also forked from one that has imported it."""
+    """In this context, TorchRL's processes are also forked from a process that has imported TorchRL."""
     process_context()
     before = torch.multiprocessing.get_start_method()
     torch.multiprocessing.set_start_method("forkserver", force=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 
 class Instant(selectors.SelectSelector):
-    """A selector that never waits: its time passes at once."""
+    """A selector that never waits. The time that it would wait passes at once."""
 
     now = 0.0
 
@@ -196,7 +196,7 @@ class Run:
     # -- the trainer --------------------------------------------------------------------------------
 
     async def _train(self) -> None:
-        """As `_train_pump`: evict and select until the step is full, train, then advance the version."""
+        """Do what `_train_pump` does: evict and select until the step is full, train, advance the version."""
         while True:
             while self.in_step < self.world.groups:
                 evicted = await self.sampler.evict(current_train_weight=self.version)
@@ -244,7 +244,7 @@ class Run:
 
 
 async def _pump(run: Run) -> None:
-    """As `_rollout_pump` and `generate_and_push`."""
+    """Do what `_rollout_pump` and `generate_and_push` do."""
     slots = asyncio.Semaphore(run.world.slots)
 
     async def generate(prompt: int) -> None:

@@ -1,4 +1,4 @@
-"""Environments that draw their own prompts, each several times in a row, as those of datasets do."""
+"""Environments that draw their own prompts, each several times in a row, as environments of datasets do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class QuizEnv(EnvBase):
     """An environment whose resets give prompt 0 to `repeats` rows, then prompt 1, and so on.
 
     The rollout with dispatch number n has 1 + n mod 3 steps, each with a reward of 1. `trouble` is called
-    with the number of steps before each; a callable that it returns changes the rows of the step.
+    before each step, with the number of earlier steps. If it returns a callable, this changes the rows of the
+    step.
     """
 
     def __init__(

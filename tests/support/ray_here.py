@@ -39,7 +39,7 @@ class Actor:
         if LOOP.is_running():
             return coroutine
         try:
-            return Stored(LOOP.run_until_complete(asyncio.wait_for(coroutine, 10)))  # not without end
+            return Stored(LOOP.run_until_complete(asyncio.wait_for(coroutine, 10)))  # with a time limit
         except Exception as error:
             return Stored(error=error)
 
@@ -58,7 +58,7 @@ def kill(actor: Actor) -> None:
 
 @contextmanager
 def ray_here() -> Iterator[Any]:
-    """Inside, `import ray` gives this stand-in."""
+    """In this context, `import ray` gives this stand-in."""
     import ray.cloudpickle  # the real one, which packs rows
 
     here: Any = SimpleNamespace(

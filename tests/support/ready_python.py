@@ -1,6 +1,6 @@
 """A Python process that has imported what tests need, and forks for each program.
 
-Imports take seconds, and otherwise each worker of pytest, TorchRL and Ray would do them.
+Imports take seconds. Without this process, each worker of pytest, TorchRL and Ray would repeat them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ NUMBER = 8  # bytes
 def ready_python() -> str:
     """The path of a command like ``python``, which gets the open files, folder and environment of its caller.
 
-    Its process ends with the process that called this first. If processes cannot be watched, it is Python
-    itself.
+    Its process ends with the process that called this first. If processes cannot be watched, the path is that
+    of Python.
     """
     if not hasattr(os, "pidfd_open"):  # only Linux has it
         return sys.executable
@@ -92,12 +92,12 @@ def run(address: str, words: list[str]) -> int:
 def is_passed(fd: int) -> bool:
     try:
         return os.get_inheritable(fd)
-    except OSError:  # the listing itself
+    except OSError:  # the folder that is being listed
         return False
 
 
 def forked(listener: socket.socket, owner: int) -> tuple[list[str], dict[str, str]]:
-    """Serve requests. Return only in a fork, with its arguments and its environment."""
+    """Serve requests. Return only in a forked process, with the program's arguments and environment."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     end = os.pidfd_open(owner)

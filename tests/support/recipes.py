@@ -1,4 +1,4 @@
-"""The recipes by name, one recipe for each chain of stages, and pipelines of recipes."""
+"""The names of recipes, one recipe for each chain of stages, and pipelines of recipes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ NAMES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CON
 # Recipes that compute with TorchRL, if it is installed.
 WITH_TORCHRL = ("ppo",) if find_spec("torchrl") else ()
 # Recipes with the same names and classes of stages differ only in numbers and in the advantage's equation.
-# One of them is enough for a law that names neither. test_compose_recipes.py checks that the list is
-# complete.
+# One of them is enough for a law that names neither numbers nor equation. test_compose_recipes.py checks that
+# the list is complete.
 CHAINS = (
     "as/verl",
     "dapo",
@@ -49,7 +49,7 @@ CHAINS = (
     "w_reinforce",
     *WITH_TORCHRL,
 )
-# And one for each baseline and scale that CHAINS lacks.
+# One recipe for each baseline and scale that CHAINS lacks.
 ADVANTAGES = (
     *CHAINS,
     "as/nemo_rl",

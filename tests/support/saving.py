@@ -1,4 +1,4 @@
-"""States as another process reads them from a file."""
+"""Save a state, and load it as another process would read it from a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def as_saved(state: Any) -> Any:
-    """The state after it was saved and loaded, which only plain values survive."""
+    """Return the state after it was saved and loaded. Only plain values survive."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)

@@ -76,7 +76,7 @@ def some_equal(prompts: Sequence[str], completions: Sequence[str], **others: Any
 
 
 def over_generating(rank: int, world: int, folder: str, port: int) -> dict[str, list[Any]]:
-    """Two steps of a GRPOTrainer on each rank, which trains half of the groups that it generates."""
+    """Take two steps of a GRPOTrainer on each rank. It trains half of the groups that it generates."""
     found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {name: str(value) for name, value in (found | {"MASTER_PORT": port}).items()}
     trainer = small_trainer(Path(folder), trl.GRPOTrainer, (some_equal,), 2, gradient_accumulation_steps=2)

@@ -47,7 +47,7 @@ def step_batch(step: int, shift: float = 0.0, **columns: Any) -> TensorDict:
 
 
 def report_of_step(step: int, shift: float = 0.0, **columns: Any):
-    """The report of :func:`step_batch` with stages that all have something to do."""
+    """The report of :func:`step_batch`. Each stage has something to do."""
     batch = step_batch(step, shift, **columns)
     return make_report(Pipeline(stages()).run(batch), step=step, batch=batch)
 
@@ -76,7 +76,7 @@ def served(*folders: Path) -> Iterator[Client]:
 
 @contextmanager
 def started(words: Sequence[str], folder: Path, *, code: str | None = None) -> Iterator[Any]:
-    """Run the command in its own process. Gives the process, its output and its address."""
+    """Run the command in its own process. Yield the process, its output and its address."""
     program = ["-m", "headrace.pipeline"] if code is None else ["-c", code]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, *program, *words], cwd=folder, text=True, **pipes) as process:

@@ -1,4 +1,4 @@
-"""Models for rows, packed rows and prefix trees, and the gradient of a loss through each."""
+"""Models for rows, packed rows and prefix trees, and the gradient of a loss through each of these."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def gradient_of(
 
 
 def run_rank(rank: int, world: int) -> dict:
-    """By scene, the distance of the gradient over ranks from that of one process."""
+    """For each scene: how far the gradient over ranks is from that of one process."""
     found = {}
     for name, rows in scenes().items():
         actor = make_actor("tiny")

@@ -44,7 +44,7 @@ class Trie:
 
     @staticmethod
     def sees(query: tuple, key: tuple) -> bool:
-        """Whether a token sees another: it sees the tokens on its path."""
+        """Whether one token sees another. A token sees the tokens on its path."""
         return query[: len(key)] == key
 
 

@@ -44,7 +44,7 @@ ALONE = PATIENCE + 2  # seconds to wait if no error may follow
 
 
 class Found(NamedTuple):
-    """The first report, or that there was none."""
+    """The first report; or the fact that there was none."""
 
     kind: str
     """The class of the error or warning; ``ends`` if the training process ended."""
@@ -63,10 +63,10 @@ class At:
     """Does something at a step, and writes down the time.
 
     Args:
-        what: may return a function that changes the rows of the step.
+        what: what happens; it may return a function that changes the rows of the step.
         begun: file for the time.
-        again: whether it happens again at each later step.
-        at: number of steps before.
+        again: whether `what` happens again at each later step.
+        at: number of earlier steps.
     """
 
     def __init__(self, what: Callable[[], Any], begun: Path, again: bool = False, at: int = AT):
@@ -139,11 +139,11 @@ TROUBLES: dict[str, Trouble] = {
     "uses the ids of another worker": Trouble(None),
     "gives a reward of another shape": Trouble(give_two),
 }
-TAKE_WEIGHTS = Collector.update_policy_weights_  # each worker runs it, too
+TAKE_WEIGHTS = Collector.update_policy_weights_  # each worker runs this function, too
 
 
 def maker(worker: int, trouble: str, begun: Path) -> Callable[[], Any]:
-    """A function that makes the environment of one of two workers; the second has the trouble."""
+    """Return a function that makes the environment of one of two workers. The second has the trouble."""
     what, again, in_update = TROUBLES[trouble]
     if what is None:
         return make_quiz
@@ -157,7 +157,7 @@ def maker(worker: int, trouble: str, begun: Path) -> Callable[[], Any]:
 
 
 def make_with_updates(worker: int, at: At | None) -> Any:
-    """An environment in whose process something happens at an update of the weights."""
+    """Make an environment. In its process, the trouble happens at an update of the weights."""
     updates = itertools.count()
 
     def take_weights(*args: Any, **options: Any) -> None:
@@ -407,7 +407,7 @@ def write(assembler: Any, worker: int, trouble: str, folder: Path) -> None:
 
 @functools.cache
 def on_ray() -> RayAssembler:
-    """An assembler in an actor, which is reset for each cell: to start a process takes seconds."""
+    """An assembler in an actor. It is reset for each cell, because starting a process takes seconds."""
     assembler = RayAssembler()
     assembler.put(next(iter(collect(make_quiz(), FRAMES, 1))))  # starts the process that stores rows
     return assembler
@@ -435,7 +435,7 @@ def look_at_ray(trouble: str) -> Found:
         try:
             while len(list(folder.glob("ready*"))) < len(writers):
                 ended, _ = ray.wait(writers, timeout=0.05)
-                ray.get(ended)  # raises if a writer has failed: none may end before
+                ray.get(ended)  # raises if a writer has failed: no writer may end earlier
             stream = assembler.batches(writers, patience=PATIENCE, worker_patience=PATIENCE)
             threading.Thread(target=start_when_heard, args=(assembler, folder), daemon=True).start()
             policy = OneAction("left")
@@ -448,7 +448,7 @@ def look_at_ray(trouble: str) -> Found:
             return report(stream, update, trouble, folder / "begun")
         finally:
             (folder / "stop").touch()
-            ray.wait(writers, num_returns=len(writers), timeout=BOUND)  # their processes serve the next cell
+            ray.wait(writers, num_returns=len(writers), timeout=BOUND)  # the next cell reuses the processes
 
 
 def look_at_all(place: str, at_once: int = len(TROUBLES)) -> dict[str, Found]:

@@ -110,7 +110,7 @@ class OneAction(TensorDictModuleBase):
 
 
 def makers(ranks: int, trouble: Callable[[int], None] | None = None, first: int = 0) -> list[Callable]:
-    """Functions that make the environment of each worker; the last one has the trouble."""
+    """Functions that make the environment of each worker. The last worker has the trouble."""
     troubles = [None] * (ranks - 1) + [trouble]
     return [functools.partial(TurnsEnv, rank, ranks, troubles[rank], first) for rank in range(ranks)]
 

@@ -118,8 +118,7 @@ class Trainer:
         return self
 
     def shares(self) -> tuple[float, float, float]:
-        """The share of the slowest tenth among dispatched and among trained groups, and the share of lost
-        groups.
+        """The share of the slowest tenth among dispatched and trained groups, and the share of lost groups.
 
         Only groups that were dispatched early enough to be trained count.
         """

@@ -1,4 +1,4 @@
-"""Rows whose tokens were sampled by several policy versions, and their versions by loops."""
+"""Rows whose tokens were sampled by several policy versions, and loops that compute their versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches in which some rollouts vote only, with results by loops and by the stages."""
+"""Batches in which some rollouts vote only, with results of loops and of the stages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from headrace.transforms import (
 MASK = ("masks", "all_assistant_mask")
 NAN = float("nan")
 VOTED = {"baseline_of": "votes_only", "scale": "none"}
-# Baselines of all rollouts, of those that vote only, or of a column; one reward, or two that are decoupled.
+# Baselines are of all rollouts, of those that vote only, or of a column. There are one or two rewards; two
+# are decoupled.
 ADVANTAGES = (
     {"scale": "none"},
     {},
@@ -191,7 +192,7 @@ def weights_by_loops(batch: TensorDict, rows: list[int], unit: str) -> dict[int,
 
 
 def found_in(run) -> tuple[dict, dict, list[list[int]]]:
-    """The advantage and weight of each row, and the rows of each minibatch, by the rows' own numbers."""
+    """By the row's own number, the advantage and weight of each row; the row numbers of each minibatch."""
     advantage, weight, steps = dict[int, float](), dict[int, float](), []
     for part in run.minibatches():
         numbers = part["number"].tolist()
@@ -202,7 +203,7 @@ def found_in(run) -> tuple[dict, dict, list[list[int]]]:
 
 
 def vote_on_ranks(rank: int, world: int, seeds: range) -> list:
-    """By batch, the advantages, weights and reasons of the rows of this rank."""
+    """For each batch: the advantages, weights and reasons of the rows of this rank."""
     found = []
     for seed in seeds:
         batch = drawn(seed)

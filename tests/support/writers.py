@@ -25,7 +25,7 @@ def shared_buffer(size: int, rows: TensorDict) -> ReplayBuffer:
 
 
 def write_when_told(buffer: ReplayBuffer, pipe: Any) -> None:
-    """Write rows that come through a pipe, and answer each. A string instead: lock the buffer for good."""
+    """Write rows that come through a pipe, and answer each. If a string comes, lock the buffer for good."""
     torch.set_num_threads(1)
     while (rows := pipe.recv()) is not None:
         if isinstance(rows, str):
@@ -36,7 +36,7 @@ def write_when_told(buffer: ReplayBuffer, pipe: Any) -> None:
 
 
 def write_all(buffer: ReplayBuffer, rows: TensorDict, size: int, room: Any) -> None:
-    """Write rows in pieces; `capacity` is a semaphore that the reader releases for each row it has read."""
+    """Write rows in pieces. The reader releases the semaphore `capacity` once for each row that it read."""
     torch.set_num_threads(1)
     for piece in rows.split(size):
         for _ in range(len(piece)):
