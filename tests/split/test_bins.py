@@ -58,7 +58,7 @@ def test_swaps_never_make_the_heaviest_bin_heavier(costs, bins):
     for place, cost in enumerate(sorted(costs, reverse=True)):
         turn, seat = divmod(place, bins)
         assigned[bins - 1 - seat if turn % 2 else seat] += cost
-    limit = max(assigned) * (1 + 1e-12)  # sums in float64
+    limit = max(assigned) * (1 + 1e-12)  # float64 sums are rounded
     assert max(loads(costs, balance_evenly(column(costs), bins), bins)) <= limit
 
 
@@ -100,7 +100,7 @@ def test_first_fit_never_needs_fewer_bins(lengths, budget, multiple):
 
 @pytest.mark.parametrize("lengths", [[4] * 200 + [3] * 400, [3] * 400 + [4] * 200], ids=["falling", "rising"])
 def test_many_items_need_the_fewest_bins_possible_where_first_fit_needs_more(lengths):
-    """4 + 3 + 3 = 10. First fit puts two long ones or three short ones together."""
+    """4 + 3 + 3 = 10 fills a bin. First fit puts two long items or three short items together."""
     assert len(plain_first_fit(lengths, 10)) > 200
     assert bins_within(column(lengths), 10) == 200
     assert loads(lengths, balance_within(column(lengths), 10), 200) == [10] * 200
@@ -136,7 +136,7 @@ def test_first_fit_takes_the_first_bin_with_capacity(lengths, budget):
     st.integers(30, 40),
 )
 def test_an_item_goes_into_the_cheapest_bin_with_room_for_it(items, count, budget):
-    """Of equally cheap ones into that with the fewest items. The items are the longest first."""
+    """Of equally cheap bins, it goes into the one with the fewest items. The longest items come first."""
     items = sorted(items, reverse=True)
     bins: list[list[tuple[int, int]]] | None = [[] for _ in range(count)]
     for length, cost in items:

@@ -27,7 +27,7 @@ def batch_of(rows) -> TensorDict:
 
 
 def by_unit(rows) -> list[list[int]]:
-    """Row numbers of each unit, in the order of first rows."""
+    """The row numbers of each unit. Units are in the order of their first rows."""
     units: dict[int, list[int]] = {}
     for row, (unit, _) in enumerate(rows):
         units.setdefault(unit, []).append(row)
@@ -66,7 +66,7 @@ def test_whole_units_are_dropped_until_no_micro_batch_is_empty(rows, ranks, max_
 
 
 def test_a_minibatch_without_rows_is_not_a_step():
-    """Rollout 2 has one row for two ranks; the others fill a minibatch."""
+    """Rollout 2 has one row for two ranks. The other rollouts fill a minibatch."""
     rows = [(0, 4), (1, 4), (2, 4)]
     split = ShuffleSplit(minibatches=None, minibatch_size=2, max_tokens=4, ranks=2, remainder="drop")
     out, _, measured, *_ = cut_alone(split, batch_of(rows))

@@ -93,7 +93,7 @@ def test_the_split_keeps_its_documented_promises(lengths, fan_out, options, cut)
             homes.setdefault(unit, set()).add(minibatch)
         assert all(len(home) == 1 for home in homes.values())
 
-    # All ranks have as many micro-batches, and none is empty.
+    # All ranks have equal numbers of micro-batches, and none is empty.
     ranks = out.get(RANK, torch.zeros(len(out), dtype=torch.int64))
     place = torch.stack([out[MINIBATCH], ranks, out[MICROBATCH]], 1)
     assert place.tolist() == sorted(place.tolist())
@@ -345,7 +345,7 @@ def test_a_copied_minibatch_has_the_same_micro_batches(ranks, inference):
             )
             assert known == read
             assert len(known) == 3 * ranks
-            minibatch[MICROBATCH].copy_(minibatch[MICROBATCH].flip(0))  # by somebody in the meantime
+            minibatch[MICROBATCH].copy_(minibatch[MICROBATCH].flip(0))  # as another function might
             with pytest.raises(BatchError, match="reordered since"):
                 split_microbatches(minibatch)
 

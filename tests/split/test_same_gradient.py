@@ -122,7 +122,7 @@ def test_processes_that_share_a_batch_or_have_own_rows_agree(tmp_path):
 
 @pytest.mark.slow
 def test_an_error_in_one_process_is_raised_in_all_and_empty_ranks_take_each_step(tmp_path):
-    """Otherwise the other processes would wait."""
+    """Otherwise the other processes would wait for ever."""
     first, second = results_of(run_uneven, 2, tmp_path)
     for how, all_steps in (("minibatches", 2), ("call", 1)):
         for told in (first, second):

@@ -47,8 +47,7 @@ def collected(draw, make_batch, recipe):
 
 
 def credit_of(recipe, batch):
-    """(N, T) the advantage of each row in the order in which it came in, and what stages before the split
-    measured, or None where it is refused; a stage that cuts draws another order."""
+    """(N, T) advantages in the input's row order, and metrics of stages before the split; None: refused."""
     pipeline = pipeline_of(recipe, **BY_TURN.get(recipe, {}))
     try:
         run = pipeline.run(batch)

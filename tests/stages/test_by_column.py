@@ -115,7 +115,7 @@ def test_a_batch_of_several_environments_is_that_of_each_alone():
 
 
 def test_yaml_gives_each_environment_its_baseline_and_its_criterion():
-    """By hand: math minus ¼; code 1 minus 0, and 0 minus ½; of games 9 leaves before the mean of 1 and 0."""
+    """By hand: math R − ¼; code 1 − 0 and 0 − ½; in games the reward 9 leaves before the mean of 1 and 0."""
     batch = batch_of([1.0, 0, 0, 0, 1, 0, 0, 9, 1, 0], [0] * 4 + [1] * 3 + [2] * 3)
     batch["environment"] = ["math"] * 4 + ["code"] * 3 + ["games"] * 3
     advantage = {"math": {}, "code": {"baseline": "leave_one_out"}, "games": {}}
@@ -170,7 +170,7 @@ def test_what_cannot_be_decided_by_column_is_refused():
 
 
 def test_an_excluded_row_needs_an_entry_too():
-    """Without one no stage would see the row, and its advantage would be unknown instead of 0."""
+    """Without an entry no stage would see the row, and its advantage would be unknown instead of 0."""
     batch = batch_of([1.0, 0, 9], [0, 0, 1])
     batch["environment"] = torch.tensor([0, 0, 7])
     out = SampleFilter(criterion=RewardWithin(high=5.0), action="exclude")
@@ -191,7 +191,7 @@ def test_a_gate_by_column_follows_empty_of_each_value():
 
 
 def test_orders_are_checked_for_each_value():
-    """The options of one value make the order wrong."""
+    """The options of one value are enough to make the order wrong."""
     by_row = SampleFilter(criterion=RewardWithin(high=5.0), action="drop", unit="sample")
     both = {0: by_row, 1: SampleFilter(criterion=RewardsVary(), action="drop")}
     filters = ByColumn(column="environment", stages=both)

@@ -55,7 +55,7 @@ def drawn_batch(rows=6, tokens=7):
 
 
 def stated(batch, name) -> list[dict[int, float]]:
-    """The advantage of each token in the loss, by row, as the docstring of the term states it."""
+    """For each row, the advantages of its tokens in the loss, as the docstring of the term states them."""
     mask = batch[MASK].tolist()
     places = [(n, t) for n, row in enumerate(mask) for t, trains in enumerate(row) if trains]
     credit = {n: float(batch["advantage"].flatten()[n]) for n in range(len(batch))}
@@ -156,7 +156,7 @@ OF_VERL = {
 @pytest.mark.parametrize("groups", OF_VERL)
 @pytest.mark.parametrize("shift", [0, 2])
 def test_the_optimal_token_baseline_is_that_of_verl(groups, shift):
-    """Prompts may have other lengths: tokens before the response are not in the loss and change nothing."""
+    """Prompts may differ in length: tokens before the response are not in the loss and change nothing."""
     expected = OF_VERL[groups]
     batch = batch_of([1.0, 0.0, 0.5, 0.25], groups, tokens=5 + shift)
     batch["next", "reward"] = batch["next", "reward"].double()
@@ -258,7 +258,7 @@ def of_turn(batch, trains):
 
 
 def test_scores_of_turns_become_credit_of_their_tokens():
-    """A term of one line, compared with a loop."""
+    """The term has one line, and is compared with a loop."""
     batch = drawn_batch()
     batch["turn_index"] = torch.tensor([[-1, 0, 0, 1, -1, 2, 2]]).expand(6, 7).contiguous()
     batch["turn_reward"] = torch.arange(18.0).view(6, 3)

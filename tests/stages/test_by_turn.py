@@ -20,7 +20,7 @@ MASK = ("masks", "all_assistant_mask")
 
 
 def stated(rollouts, *, discount):
-    """The advantage of each turn, by rollout. A rollout is (group, {turn: reward})."""
+    """For each rollout, (group, {turn: reward}), the advantage of each turn."""
     returns = [
         {k: sum(discount ** (u - k) * r for u, r in turns.items() if u >= k) for k in turns}
         for _, turns in rollouts
@@ -112,7 +112,7 @@ def test_the_stage_writes_it_to_the_tokens_of_each_turn(rollouts, where, ragged,
 
 
 def test_an_outcome_is_added_once_at_the_last_turn_on_any_row():
-    """Rollout 0 has turn 0 on one row and turn 1 on another; 8 and 2 are paid at turn 1 of both."""
+    """Rollout 0 has turns 0 and 1 on two rows. The outcomes 8 and 2 count at turn 1 of the two rollouts."""
     has_turn = torch.tensor([[False, True], [True, False], [True, True]])
     reward, outcome = torch.zeros(3, 2), torch.tensor([8.0, 8.0, 2.0])
     groups, rollouts = torch.zeros(3, dtype=torch.int64), torch.tensor([0, 0, 1])
@@ -153,7 +153,7 @@ def test_rows_that_are_turns_equal_turns_inside_rows(rollouts, options, data):
 
 
 def test_an_excluded_turn_keeps_its_index():
-    """Two rollouts of two turns, the first of them excluded: the other turns keep their index."""
+    """There are two rollouts of two turns, and one turn is excluded: the other turns keep their index."""
     batch = turns_as_rows([10.0, 1.0, 20.0, 2.0], [0] * 4, [0, 0, 1, 1], turn=[0, 1, 0, 1])
     batch[COUNTED] = torch.tensor([False, True, True, True])
     for order in ([0, 1, 2, 3], [3, 1, 2, 0]):

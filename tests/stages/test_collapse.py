@@ -35,7 +35,7 @@ def test_segment_rewards_must_agree_unless_a_reduction_is_set(make_batch):
 def test_first_and_last_may_follow_a_turn_column(segments, how, counted):
     """Compared with a loop: the reward of the segment with the lowest or highest turn.
 
-    If that segment is out of the statistics and others are in, nothing says what the rollout is worth.
+    If that segment is out of the statistics and others are in, the rollout has no known reward.
     """
     rollouts, turns = [rollout for rollout, _ in segments], [turn for _, turn in segments]
     rewards = [float(row) for row in range(len(segments))]
@@ -121,7 +121,7 @@ def test_segments_that_disagree_on_a_missing_reward_are_refused(make_batch, rewa
     found = re.escape(f"rollout 7 (rows [1, 2]: {[[value] for value in rewards]})")
     with pytest.raises(BatchError, match=rf"missing on all segments of its rollout; found {found}$"):
         FanOutCollapse(missing="skip")(batch)
-    batch[COUNTED] = torch.tensor([True, True, False])  # a segment out of the statistics says nothing
+    batch[COUNTED] = torch.tensor([True, True, False])  # an excluded segment is not compared
     assert FanOutCollapse(missing="skip")(batch)[IS_FIRST_SEGMENT].tolist() == [True, True, False]
 
 

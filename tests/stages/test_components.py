@@ -73,7 +73,7 @@ def drawn(seed: int) -> TensorDict:
 
 
 def components_of(seed: int) -> dict[str, dict]:
-    """Three components with units by the seed: two of tokens in the loss, one of seen tokens."""
+    """Three components, whose units depend on the seed: two of tokens in the loss, one of seen tokens."""
     units = [UNITS[(seed + shift) % 6] for shift in (0, 1, 3)]
     own = [{"unit": unit, **MORE.get(unit, {})} for unit in units]
     return {
@@ -144,7 +144,7 @@ def rows_in_loss(batch: TensorDict) -> set[int]:
 
 
 def test_each_component_is_the_mean_of_its_own_tokens_in_the_step_of_any_cut():
-    """300 batches are compared with loops, all three components at once: each term has its own values."""
+    """In 300 batches, three components at once are compared with loops. Each term has its own values."""
     masked, excluded, padded = 0, 0, 0
     for seed in range(300):
         batch, components = drawn(seed), components_of(seed)
@@ -179,7 +179,7 @@ def test_each_component_is_the_mean_of_its_own_tokens_in_the_step_of_any_cut():
 
 
 def of_ranks(rank: int, world: int, seeds: Sequence[int], gradients: str) -> list[list[float]]:
-    """By batch and component, the sum of the parts of this rank."""
+    """For each batch and component: the sum over the rows of this rank."""
     found = []
     for seed in seeds:
         batch, components = drawn(seed), components_of(seed)
@@ -234,8 +234,9 @@ CHORD = {"objective": {"factor": 0.9}, "imitation": {"unit": "sample", "loss_mas
 
 
 def test_a_demonstration_trains_in_its_component_and_is_in_no_statistic():
-    """Without a token in the loss mask it is excluded as empty: the advantages are those of the pair alone.
-    Imitation is the mean of rows of 1 and of 2 tokens: 0.1/2 each, and per token 0.05 and 0.025.
+    """The demonstration has no token in the loss mask, so it is excluded: only the pair has advantages.
+
+    Imitation is the mean over rows of 1 and of 2 tokens: 0.1/2 each, so a token weighs 0.05 or 0.025.
     """
     batch = pair()
     batch["expected_rollouts"] = torch.tensor([2, 2, 1])
@@ -265,7 +266,7 @@ def test_a_group_with_equal_rewards_trains_in_a_component_with_its_own_mask_alon
 
 def test_dropped_rows_are_in_no_component():
     batch = pair()
-    batch[LOSS][2, 1] = True  # otherwise it is excluded, and a filter drops no excluded row
+    batch[LOSS][2, 1] = True  # otherwise the row is excluded, and no filter drops it
     drop = SampleFilter(criterion=RewardsVary(), action="drop")
     out = Pipeline({"filter": drop, "weight": LossWeight(components=CHORD)})(batch)
     assert out["rollout_id"].tolist() == [0, 1]
@@ -403,7 +404,7 @@ def steps_taken(minibatches, seen: list | None = None) -> int:
 
 
 def test_a_step_with_tokens_of_a_component_alone_is_taken():
-    """The gradient of 0.1 × a mean of ones is 0.1; without any token there is no step."""
+    """The gradient of 0.1 × a mean of ones is 0.1. Without any token no step is taken."""
     batch, seen = pair(), []
     batch[LOSS] &= False
     out = LossWeight(components=CHORD)(batch)
@@ -427,7 +428,7 @@ def test_rows_that_are_not_those_of_one_step_are_refused():
         BatchError, match=r"all tokens of 2 components of the loss; found the weights of 1\.5"
     ):
         steps_taken([mixed])
-    assert steps_taken([out.exclude("headrace")]) == 1  # such rows do not say it
+    assert steps_taken([out.exclude("headrace")]) == 1  # such rows have no sums to check
 
 
 def test_ragged_rows_of_a_step_are_checked_too():

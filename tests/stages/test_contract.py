@@ -139,13 +139,13 @@ STAGES: dict[str, Callable[[], BatchTransform]] = {
         }
     ),
 }
-if find_spec("torchrl"):  # they use its arithmetic
+if find_spec("torchrl"):  # these stages use TorchRL's arithmetic
     STAGES |= {"gae": lambda: GAE(gamma=0.5, lam=0.5), "gae-turn": lambda: GAE(unit="turn")}
 NAMES = list(STAGES)
 
 
 def every(law: Callable) -> Callable[[], None]:
-    """Mark a law of all stages, and try it with each stage in one test."""
+    """Mark a law of all stages. One test tries the law with each stage."""
 
     def test() -> None:
         for name in NAMES:
@@ -157,9 +157,9 @@ def every(law: Callable) -> Callable[[], None]:
 
 
 def rows() -> TensorDict:
-    """Two complete groups with a fan-out and a group that lacks a rollout; one reward above 5/16.
+    """Two complete groups with a fan-out, and a group that lacks a rollout. One reward is above 5/16.
 
-    It has the columns of earlier stages, for stages that need them.
+    The batch has the columns of earlier stages, for stages that need them.
     """
     return made_once().clone()
 
@@ -238,11 +238,11 @@ def test_lazy_stacks_of_ragged_rows_are_accepted(name):
     expected = [int(deep[0, 0]) // 6 + 2 for deep in dense["stranger", "deep"]]
     if name == "dense":
         lengths = out["masks", "all_attention_mask"].sum(1).tolist()
-    if name in ("split-microbatches", "split-budget", "weight-fold"):  # lengths differ here
+    if name in ("split-microbatches", "split-budget", "weight-fold"):  # lengths differ
         assert sorted(lengths) == sorted(expected)
         return
     assert lengths == expected
-    if name.startswith("token-advantage"):  # its advantage is as long as the row
+    if name.startswith("token-advantage"):  # the advantage is as long as the row
         assert [row["advantage"].shape for row in out.unbind(0)] == [(n, 1) for n in expected]
         return
     if name in ("turns", "tree", "tree-parents", "gae", "gae-turn"):  # per token
@@ -452,7 +452,7 @@ COUNT_ROWS = {
 
 @every
 def test_a_rollout_of_more_rows_changes_no_other_rollout(name):
-    """Rollout 0 gets eight more rows. They have no tokens in the loss, so means over tokens stay."""
+    """Rollout 0 gets eight more rows without tokens in the loss, so means over tokens do not change."""
     batch = rows()
     batch["number"] = torch.arange(8)
     fanned = batch[torch.cat([torch.arange(8), torch.zeros(8, dtype=torch.int64)])]
@@ -492,7 +492,7 @@ COUNT_UNREWARDED = {
 
 @every
 def test_a_metric_of_rewards_leaves_out_rollouts_without_one(name):
-    """It is as if they were absent. Only a metric that no reward changes, such as a count, may count them."""
+    """Only a metric that no reward changes, such as a count, may count rollouts without a reward."""
     make = WITHOUT_REWARDS.get(name, STAGES[name])
     try:
         unrewarded = metrics_with(make(), torch.nan)
@@ -517,7 +517,7 @@ def test_a_metric_of_rewards_leaves_out_rollouts_without_one(name):
 
 
 def metrics_with(stage: BatchTransform, reward: float | None) -> dict[str, str]:
-    """The metrics of the stage if rollout 1, of two rows, has this reward. None: if it is absent."""
+    """The metrics of the stage if rollout 1, of two rows, has this reward; None: if rollout 1 is absent."""
     batch = rows()
     its = batch["rollout_id"] == 1
     for key in (("next", "reward"), REWARD, RETURN):
@@ -536,7 +536,7 @@ def others(out: TensorDict) -> TensorDict:
 
 
 def alike(a: TensorDict, b: TensorDict, key) -> bool:
-    """Whether a column is equal, up to rounding: a sum may have another number of terms."""
+    """Whether a column is equal, up to rounding, because a sum may have another number of terms."""
     x, y = a.get(key), b.get(key)
     if not isinstance(x, torch.Tensor):
         return list(x) == list(y)
@@ -545,13 +545,13 @@ def alike(a: TensorDict, b: TensorDict, key) -> bool:
 
 @every
 def test_what_a_stage_writes_is_in_its_out_keys(name):
-    """Exceptions: the tokens that ``rows.leave`` masks, and the column of rollouts that were found empty."""
+    """Exceptions are token columns that ``rows.leave`` masks, and the column that excludes empty rollouts."""
     stage, batch = STAGES[name](), rows()
     if isinstance(stage, Pipeline):
-        return  # its stages declare it
+        return  # its stages declare their columns
     allowed = [*stage.out_keys, COUNTED, *(POLICIES[1:] if stage.reasons else [])]
     if name == "token-filter":
-        allowed += POLICIES[1:]  # it masks tokens as rows.leave does
+        allowed += POLICIES[1:]  # the filter masks tokens as rows.leave does
     if name == "merge":
         allowed.append("advantage")  # the same numbers, for each token of the merged row
     out = stage(batch)
@@ -565,7 +565,7 @@ def test_what_a_stage_writes_is_in_its_out_keys(name):
 def test_what_a_stage_reads_is_in_its_columns(name):
     """Otherwise a column with another name would not be found, and no option could name it."""
     stage = STAGES[name]()
-    lacking = [] if isinstance(stage, Pipeline) else undeclared(stage, rows())  # a pipeline's stages say it
+    lacking = [] if isinstance(stage, Pipeline) else undeclared(stage, rows())  # its stages declare them
     assert not lacking, lacking
 
 
@@ -664,7 +664,7 @@ def test_rows_that_leave_are_dropped_or_masked_with_a_reason(name):
         assert here == set(range(8))
         assert {row for row in range(8) if not out[IN_LOSS][row]} == leaves
     if name in ("gate", "filter-best", "filter-mask", "filter-exclude", "filter-drop", "filter-diverged"):
-        assert leaves, "the batch of this test has somebody to take out"
+        assert leaves, "the batch of this test has no row to take out"
 
 
 @every
@@ -673,7 +673,7 @@ def test_an_unset_id_is_named(name):
         if key not in needed(name) or name.startswith("pipeline"):
             continue
         if key == getattr(STAGES[name](), "state_key", None):
-            continue  # here the column is a state, which may be any label
+            continue  # the column is a state here, with any labels
         batch = rows()
         batch[key] = torch.full((8,), -1)
         with pytest.raises(BatchError, match=rf"{key} ≥ 0; found -1 at row 0"):

@@ -44,7 +44,7 @@ ESTIMATORS, OVER = ("k1", "k2", "k3"), ("token", "sum", "mean", "max")
 
 
 def spread_out(rows: list[list[float]], mask: torch.Tensor) -> torch.Tensor:
-    """(N, T) the numbers of the tokens in the loss in their places, and 0 elsewhere."""
+    """(N, T) the numbers of the tokens in the loss at these tokens, and 0 at all others."""
     out = torch.zeros(mask.shape, dtype=torch.float64)
     out[mask] = torch.tensor([value for row in rows for value in row], dtype=torch.float64)
     return out
@@ -122,7 +122,7 @@ def check_rejection(estimator, level, low, high) -> None:
 @pytest.mark.parametrize(("old", "low", "high"), [(math.log(2.0), None, 2.0), (math.log(0.5), 0.5, 5.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bounds_are_inclusive(old, low, high, dtype):
-    """They are so in the precision of the numbers: the next float32 after log 2 is above the bound."""
+    """Values are compared in their own precision: the next float32 after log 2 is above the bound."""
     ratio, zero, mask = (
         torch.tensor([[old]], dtype=dtype),
         torch.zeros(1, 1, dtype=dtype),
@@ -159,7 +159,7 @@ def test_ragged_rows_have_the_bits_of_dense_ones(level):
 
 @pytest.mark.parametrize("level", ["sequence", "mean"])
 def test_a_rollout_is_one_sequence_for_any_cut_into_rows(level):
-    """Rows of one rollout have one weight, that of the rollout as one row, and count once."""
+    """Rows of one rollout have the weight that the rollout has as one row, and count once."""
     batch = two_policies(8, 6, 3)
     whole = TensorDict({"rollout_id": torch.arange(4), "advantage": torch.ones(4, 1, 1).double()}, [4])
     for key in (OLD, SAMPLER, MASK):
@@ -225,7 +225,7 @@ def test_corrected_rows_are_not_corrected_again():
 @pytest.mark.parametrize("form", [lambda batch: batch, ragged], ids=["dense", "ragged"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_pipeline_equals_its_stages_one_after_another(level, form):
-    """This holds even if a stage reads what the stage before it delays until rows are gathered."""
+    """This holds even if a stage reads a column that the stage before it computes when rows are gathered."""
     keys = {"numerator_key": OLD, "denominator_key": SAMPLER}
     stages = {
         "term": TokenAdvantage(term=LogRatio(**keys), factor=0.5),
@@ -348,7 +348,7 @@ def test_divergences_are_measured_before_rejection(unit):
 
 @given(st.integers(0, 99), st.floats(0.01, 0.9), st.floats(1.1, 50), st.booleans(), st.booleans())
 def test_every_removes_a_row_if_the_ratio_of_a_token_is_out_of_bounds(seed, least, most, of_rollout, half):
-    """ρ = π_old / μ in [a, b], compared with a loop over tokens; low and high bound the inverse of ρ."""
+    """ρ = π_old / μ must be in [a, b], as in a loop over tokens. low and high bound the inverse of ρ."""
     batch = two_policies(8, 6, seed, spread=1.5)
     logs = log_ratios(batch)
     inside = [all(math.log(least) <= clamp(log) <= math.log(most) for log in row) for row in logs]
@@ -377,7 +377,7 @@ def test_max_bounds_the_largest_token_and_every_bounds_all():
     assert Diverged(estimator="k1", level="max", low=1 / 3, high=None)(batch).tolist() == [True]
     assert Diverged(estimator="k1", level="every", low=1 / 3, high=None)(batch).tolist() == [False]
     assert Diverged(estimator="k1", level="every", low=1 / 3.1, high=None)(batch).tolist() == [True]
-    for estimator in ("k2", "k3"):  # they have only an upper bound
+    for estimator in ("k2", "k3"):  # these have only an upper bound
         for high in (0.5, 0.62, 1.0, 3.0):
             levels = [Diverged(estimator=estimator, level=level, high=high) for level in ("max", "every")]
             assert levels[0](batch).tolist() == levels[1](batch).tolist()

@@ -245,7 +245,7 @@ def test_meaningful_orders_are_accepted(names):
     ("action", "credit"), [("exclude", [0.5, -0.5]), ("mask", None), ("drop", [0.5, -0.5])]
 )
 def test_a_rejected_reward_is_in_the_baseline_only_if_kept_there(action, credit):
-    """verl issues 6375 and 6452: rewards 100 (rejected), 1 and 0, scale none."""
+    """verl's issues 6375 and 6452. The rewards are 100, of a rejected row, 1 and 0. The scale is none."""
     batch = rewarded([100.0, 1, 0], [0, 0, 0], spread=0.0)
     batch[OLD][0] += 1.0
     stages = {
@@ -312,7 +312,7 @@ def credit_of(rewards: list[float], own: float) -> float:
 @pytest.mark.parametrize("kind", ["dense", "ragged"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_equals_its_formula(name, kind):
-    """Computed row by row, in groups of four with different rewards."""
+    """The formula is computed row by row, in groups of four with different rewards."""
     rewards = [1.0, 0, 2, 5, 3, 3, 4, 4, 0, 1, 1, 7]
     groups = [row // 4 for row in range(12)]
     batch = rewarded(rewards, groups, spread=0.002 if name in ("mis", "opsm", "mlperf") else 0.9)
@@ -341,7 +341,7 @@ def test_a_recipe_equals_its_formula(name, kind):
 
 
 def presets() -> dict[str, dict[str, str]]:
-    """By preset of verl, the options of its stages in the page's table; "–" stands for no such stage."""
+    """For each preset of verl: the options of its stages in the page's table; "–" if there is no stage."""
     lines = [line for line in PAGE.splitlines() if line.startswith("| `decoupled_")]
     cells = [[cell.strip(" `") for cell in line.strip("|").split(" | ")] for line in lines]
     return {name: {"reject": reject, "correction": correction} for name, reject, correction in cells}
@@ -364,7 +364,7 @@ def recipe_of(preset: Mapping[str, str]) -> str:
     return text
 
 
-# By factory method of verl: the level and bounds of the weight, and the statistic and bounds of the
+# For each factory method of verl: the level and bounds of the weight, and the statistic and bounds of the
 # rejection.
 VERL = {
     "decoupled_token_is": (("token", "truncate", None, 2.0), None),

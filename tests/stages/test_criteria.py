@@ -29,7 +29,7 @@ from headrace.transforms import (
 )
 from headrace.transforms.table.schema import COUNTED, REWARD
 
-# Criteria, each of which keeps some rows of the batch and not others.
+# Criteria. Each keeps some rows of the batch, and removes others.
 CRITERIA: dict[str, Callable[[], Criterion]] = {
     "best-reward": lambda: BestOf(k=2),
     "best-variance": lambda: BestOf(k=2, by="variance"),
@@ -104,7 +104,7 @@ def test_what_a_criterion_reads_is_in_its_columns_and_keys():
 
 
 class RowMean(Criterion, columns=("reward", "group")):
-    """It has two faults: it counts rows, and its `in_keys` lack the reward."""
+    """A criterion with two faults: it counts rows, and its `in_keys` lack the reward."""
 
     def __init__(self, **names):
         self.name_columns(names)

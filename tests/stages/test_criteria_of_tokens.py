@@ -1,4 +1,4 @@
-"""A criterion that reads tokens: one number per row from (B, T) columns; errors say how to read them."""
+"""A criterion reads (B, T) columns of tokens and computes one number per row. Errors say how to do that."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sure(Criterion, columns=("loss_mask",)):
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.lists(st.floats(0, 1), min_size=1, max_size=4)), min_size=1))
 def test_a_criterion_of_tokens_keeps_the_rows_of_a_loop(drawn):
-    """Also after a filter has dropped some rows: the criterion must not confuse tokens of different rows."""
+    """A filter has dropped some rows before: the criterion must not confuse tokens of different rows."""
     rewards, entropies = [reward for reward, _ in drawn], [values for _, values in drawn]
     batch = batch_of(rewards, [0] * len(drawn))
     batch["next", "reward"] = torch.tensor(rewards, dtype=torch.float64)
@@ -104,7 +104,7 @@ HOW = r"token column is rows.token_column\(KEY\), and the batch with its tokens 
         (
             lambda rows: rows.token_column(ENTROPY) > 0,
             BatchError,
-            r"returned .*from_batch\(numbers\) makes one",
+            r"returned .*with rows\.from_batch\(result\)",
         ),
     ],
 )

@@ -153,7 +153,7 @@ def test_response_log_probabilities_align_with_its_tokens(key):
 
 
 def test_log_probabilities_without_first_tokens_become_nan():
-    """TransformersWrapper's generate writes 0 for them, and their ratios would be close to 0."""
+    """TransformersWrapper's generate writes 0 for first tokens, and their ratios would be close to 0."""
     zeros = [torch.tensor([0.0]), torch.tensor([0.0, -3.0])]
     dense = DenseRows(pad_id=PAD)(ragged(ROWS, {("log_probs", "response"): zeros}))
     assert ("log_probs", "full") not in dense.keys(True)
@@ -234,7 +234,7 @@ def test_dense_rows_with_padding_on_the_right_or_inside_are_refused():
 
 
 def test_a_padding_token_inside_a_response_is_refused():
-    """With pad_output=True it is visible; otherwise TransformersWrapper has removed it."""
+    """With pad_output=True the token is in the row; otherwise TransformersWrapper has removed it."""
     batch = as_written_padded([([5], [6, 7, 8])])
     batch[FULL][0, 2] = batch[RESPONSE][0, 1] = PAD
     batch[ATTENTION] = batch[FULL] != PAD

@@ -36,7 +36,7 @@ PAD = TOKENIZER.pad_token_id
 
 
 def steps_of(mode: str, envs: int) -> int:
-    """Steps for a group. With tokens ChatEnv takes one: in the next it would read the mask of the last."""
+    """Steps for a group. With tokens ChatEnv takes one: in a second it would read the mask of the first."""
     return 1 if mode == "tokens" else 16 // envs
 
 
@@ -120,7 +120,7 @@ def test_each_row_is_padded_on_the_left_and_trains_its_response(mode, envs, most
 
 @every_mode
 def test_scores_and_the_loss_equal_those_of_the_ragged_rows_for_any_mask(mode, envs, most, options):
-    """As in TorchRL: a scorer of ragged rows, and the strategy sft."""
+    """The ragged rows have TorchRL's own scorer and its masking strategy sft."""
     batch, model = collect(mode, envs, most, **options)
     flat = batch.reshape(-1)
     actor = make_actor(model, TOKENIZER)
@@ -169,7 +169,7 @@ def test_a_report_shows_prompts_and_responses(mode, envs, most, options):
 
 @every_mode
 def test_a_recipe_trains_on_what_the_collector_yields(mode, envs, most, options):
-    """With texts and histories: rows are dropped, ordered, reported and trained."""
+    """Rows with texts and histories are dropped, ordered, reported and trained."""
     batch, model = collect(mode, envs, most, **options)
     untouched = batch.clone()
     recipe = load_pipeline(

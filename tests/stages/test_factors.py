@@ -34,7 +34,7 @@ def test_positive_and_negative_advantages_have_their_factors(dtype):
 
 
 def test_stages_change_a_token_advantage_as_that_of_its_row():
-    """It is changed in the table, where rows are gathered, or when a later stage reads it."""
+    """The advantage is changed in the table, when rows are gathered, or when a later stage reads it."""
     batch = FanOutCollapse()(batch_of([1.0, 1, 0, 0, 1], [0, 0, 0, 1, 1], [0, 0, 1, 2, 3]))
     batch["advantage"] = torch.tensor([-2.0, 1, 3, 4, -5]).view(5, 1, 1)
     stages = {

@@ -232,7 +232,7 @@ def test_a_callables_verdict_on_ragged_rows_is_not_taken_for_a_column():
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_oldest_sampled_token_of_a_row_decides(layout):
-    """In 40 random batches. Padding, tokens that were not sampled, and rows without any do not count."""
+    """There are 40 random batches. Only sampled tokens count, and rows without them stay."""
     found = set()
     for seed in range(40):
         batch = with_versions(seed, layout, rows=12)

@@ -68,7 +68,7 @@ def test_a_size_that_no_group_has_is_answered_with_the_one_that_all_have(make_ba
 
 
 def test_two_rows_with_one_id_are_named_where_a_group_lacks_ids(make_batch):
-    """The usual advice to wait would bring no further id. A failed rollout has its id."""
+    """The usual advice to wait would not help, because no other id comes. A failed rollout has an id."""
     ids = r"Are rollout ids repeated\? Group 4 has 3 rows, but 2 rollout ids: rows \[2, 4\] have the id 9\. S"
     with pytest.raises(IncompleteGroupsError, match=ids):
         CompletenessGate(group_size=3)(make_batch([0.0] * 6, [4, 0, 4, 0, 4, 0], [8, 1, 9, 2, 9, 3]))
@@ -217,8 +217,8 @@ def test_the_function_requires_a_dispatched_count():
         incomplete_groups([0], [0])
 
 
-def groups_that_pass(groups, rollouts, size, said):
-    """By a loop: the groups that lack rollouts, or a text that says what is wrong with the numbers."""
+def passing_by_loop(groups, rollouts, size, said):
+    """Find by a loop the groups that lack rollouts, or a text that says what is wrong with the numbers."""
     wrong = []
     for group in dict.fromkeys(groups):
         own = {number for number, home in zip(said, groups, strict=True) if home == group}
@@ -249,7 +249,7 @@ def test_a_group_size_must_match_the_column_and_groups_pass_as_by_a_loop(rows, s
     groups = [group for group, _ in rows]
     rollouts = [group * 10 + number for group, number in rows]
     said = [size if agree and size else of_group[group] for group in groups]
-    expected = groups_that_pass(groups, rollouts, size, said)
+    expected = passing_by_loop(groups, rollouts, size, said)
     batch = TensorDict(
         {"group_id": groups, "rollout_id": rollouts, "expected_rollouts": said}, batch_size=[len(rows)]
     )

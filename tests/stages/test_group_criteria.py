@@ -51,7 +51,7 @@ def test_the_best_k_of_each_group_are_kept(drawn, k, by):
 
 
 def test_of_sets_of_equal_variance_the_one_with_the_most_large_rewards_is_kept():
-    """So rounding does not decide between the sets."""
+    """So rounding does not decide between sets."""
     for most in (0.1, 0.3, 0.7):
         batch = FanOutCollapse()(batch_of([most, 0, 0, 0, 0], [0] * 5))
         assert BestOf(k=4, by="variance")(batch).tolist() == [True] * 4 + [False]
@@ -83,7 +83,7 @@ def test_the_k_of_largest_variance_are_kept(drawn, k):
 
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=7), st.integers(1, 5), st.randoms())
 def test_of_equal_rewards_at_either_end_the_smaller_ids_are_kept(rewards, k, random):
-    """This is so for any `by`."""
+    """This holds for any option `by`."""
     ids = random.sample(range(20), len(rewards))
     batch = FanOutCollapse()(batch_of(rewards, [0] * len(rewards), ids))
     keep = BestOf(k=k, by="variance")(batch).tolist()

@@ -33,7 +33,7 @@ SCALES = [name for name in get_args(HINTS["scale"]) if name != "mean"]
 
 
 def go_together(options):
-    """The options, with ``skip`` if the spread may be 0 because all others are equal."""
+    """The options. They get ``skip`` if the scale may be 0, because all other rewards are equal."""
     return options | ({"eps_mode": "skip"} if options["scale"] in ("leave_one_out", "mad") else {})
 
 
@@ -157,7 +157,7 @@ def test_advantage_equals_the_definition_rounded_once(batch, options):
     # The tolerance is relative to the rewards, because differences cancel; float64 has 53 bits.
     slack = 1e-10 * max(1.0, float(batch[0].abs().max())) / (options["eps"] or 1e-4)
     slack = slack if options["scale"] not in ("none", "nonzero") else 1e-9
-    slack += torch.finfo(found.dtype).smallest_normal * torch.finfo(found.dtype).eps  # the least there is
+    slack += torch.finfo(found.dtype).smallest_normal * torch.finfo(found.dtype).eps  # the least number
     torch.testing.assert_close(found.double(), expected, rtol=rounding * 1.001, atol=slack)
 
 
@@ -261,7 +261,7 @@ def test_dtype_of_the_rewards_gives_the_bits_of_the_reshape_formula(
         scale=scale,
         dtype=dtype,
     )
-    if dtype is torch.float64:  # the default's sums, which are as exact and need no order
+    if dtype is torch.float64:  # these sums are exact, and need no order
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         return
     assert found.dtype == torch.float32
@@ -340,7 +340,7 @@ def test_an_outlier_is_scaled_by_the_std_of_the_others(order, outlier):
 
 @given(st.lists(st.integers(0, 30), min_size=2, max_size=12), st.sampled_from([0.0, -7.0, 1e3, 1e6, 1e12]))
 def test_rewards_far_from_0_lose_no_digits(tenths, level):
-    """The mean of 1,000,000.1 and 1,000,000.2 has ten digits fewer behind the point than their difference."""
+    """The float64 mean of 1,000,000.1 and 1,000,000.2 has fewer exact decimals than their difference."""
     rewards = [level + tenth / 10 for tenth in tenths]
     exact = [Fraction(reward) - sum(map(Fraction, rewards)) / len(rewards) for reward in rewards]
     groups = torch.zeros(len(rewards), dtype=torch.int64)
@@ -415,7 +415,7 @@ def test_best_of_k_equals_the_mean_over_all_sets_of_others(drawn, random):
 
 
 def test_best_of_k_is_an_unbiased_gradient_estimate():
-    """A coin with P(1) = p, n = 4: all 16 outcomes, against d/dp of 1 − (1 − p)^k, over k."""
+    """For a coin with P(1) = p and n = 4, the mean over all 16 outcomes is (d/dp of 1 − (1 − p)^k) / k."""
     p, n = 0.3, 4
     for k in (2, 3, 4):
         total = 0.0

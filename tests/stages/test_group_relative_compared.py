@@ -15,7 +15,7 @@ from headrace.pipeline.tools.report import page_data, show_report
 from headrace.transforms import GroupRelativeAdvantage, ShuffleSplit
 
 NAN = float("nan")
-# The case of a team: group 0 keeps one rollout, and in group 1 the mean of the compared rewards is 4/15.
+# Group 0 keeps one rollout, and in group 1 the mean of the compared rewards is 4/15.
 CUT = {
     "group_id": [0] * 3 + [1] * 4,
     "rollout_id": [*range(7)],

@@ -21,7 +21,7 @@ ORDER = ["gate", "collapse", "filter", "advantage", "whitening", "split", "weigh
 def batch(seed: int, *, missing: bool) -> TensorDict:
     """Some groups have different rewards with equal sums; rollouts have one or two rows.
 
-    Two columns could also cancel: both differ, and their advantages add up to 0.
+    Two reward columns can also cancel: both differ, and their advantages add up to 0.
     """
     dice = np.random.default_rng(seed)
     rewards = dice.integers(0, 2**20, (GROUPS * SIZE, COLUMNS)) / 2.0**20
@@ -77,7 +77,7 @@ def test_the_groups_that_stay_are_those_whose_advantage_is_not_0(several, seed, 
 
 
 def groups_on_ranks(rank: int, world: int) -> list[tuple[int, str, set[int], set[int]]]:
-    """For each batch, the groups that stay and those that should. A rank has every `world`-th rollout."""
+    """For each batch, groups that stay and groups that should stay. A rank has every `world`-th rollout."""
     found = []
     for seed in range(12):
         for several in ("sum", "decoupled"):

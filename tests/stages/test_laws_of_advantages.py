@@ -47,7 +47,7 @@ FIRST = {
     "tree": TreeAdvantage,
     "tree against the others": lambda: TreeAdvantage(baseline="leave_one_out"),
 }
-SECOND = {  # they change an existing advantage
+SECOND = {  # these change an existing advantage
     "states": lambda: StateAdvantage(weight=1.0, state_key="role"),
     "whitening": BatchWhitening,
     "whitening by sample": lambda: BatchWhitening(per="sample"),
@@ -72,7 +72,7 @@ STAGES = FIRST | SECOND
 
 
 def rows(dtype: torch.dtype = torch.float64) -> TensorDictBase:
-    """Eight rollouts of one row in three groups; rewards are shares, tokens of two kinds fork anywhere."""
+    """Eight rollouts of one row in three groups. Rewards are in [0, 1]. Rows of two tokens fork anywhere."""
     size, tokens = 8, 6
     batch = batch_of([0, 1, 0.5, 0.25, 1, 0.75, 0, 0.5], [0, 0, 0, 5, 5, 5, 2, 2], tokens=tokens)
     places = torch.arange(size * tokens).view(size, tokens)

@@ -31,7 +31,7 @@ LAYOUTS = st.sampled_from(["left", "right", "ragged"])
 
 
 def rows_of(rollouts) -> list[dict]:
-    """For each turn: its tokens, which of them train, and whether the row continues the one before."""
+    """For each turn: its tokens, which of them train, and whether the row continues the row before."""
     found, token = [], 1
     for number, turns in enumerate(rollouts):
         whole: list[int] = []
@@ -228,7 +228,7 @@ def test_rows_that_cannot_be_merged_raise_with_the_reason():
             MergeTurns()(batch)
     batch = batch_of(rows)
     batch["score"] = torch.full((3, 1), torch.nan)
-    assert len(MergeTurns()(batch)) == 2  # NaN is itself
+    assert len(MergeTurns()(batch)) == 2  # NaN equals NaN here
     batch["entropy", "full"] = torch.zeros(3, 3)
     with pytest.raises(BatchError, match=r"the width of the tokens, \d+; \('entropy', 'full'\) has \(3,\)"):
         MergeTurns()(batch)

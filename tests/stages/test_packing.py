@@ -83,7 +83,7 @@ def packed_by_hand(rows, width) -> dict[str, list]:
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), min_size=1, max_size=6), st.booleans())
 def test_rows_of_any_padding_pack_as_by_a_loop(lengths, stacked):
-    """Ragged rows may have padding, as from a collector that pads each step by itself."""
+    """Ragged rows may have padding, as those of a collector that pads each step by itself."""
     batch = batch_of([length for length, _ in lengths], width=9, side="right")
     batch = ragged(batch, [length + more for length, more in lengths]) if stacked else batch
     packed, rows = pack(batch), batch.unbind(0)
@@ -160,7 +160,7 @@ def test_rows_that_cannot_be_packed_raise_with_the_reason():
             pack(rows.exclude(FULL))
     with pytest.raises(BatchError, match=r"every row needs a token; rows \[0\] have none"):
         pack(batch_of([0, 3]))
-    with pytest.raises(BatchError, match=r"rows \[1\] have none"):  # after the last of all tokens
+    with pytest.raises(BatchError, match=r"rows \[1\] have none"):  # rows after the last token
         pack(batch_of([3, 0]))
     first = batch.clone()
     first[LOSS] = first[ATTENTION].clone()

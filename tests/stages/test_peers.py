@@ -32,8 +32,8 @@ SCORES = [1.0, 4, 6, 3, 0, 8]
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        (["group_id", "role"], [-1, -0.5, 1.5, 1, -4.5, 3.5]),  # across episodes: means 2 and 4.5
-        (["episode_id", "role"], [0, -1, 1, 0, -4, 4]),  # within one: means 5 and 4; a proposer is alone
+        (["group_id", "role"], [-1, -0.5, 1.5, 1, -4.5, 3.5]),  # in the group: means 2 and 4.5
+        (["episode_id", "role"], [0, -1, 1, 0, -4, 4]),  # in the episode: means 5 and 4; 0 alone
         (
             ["peer", "role"],
             [-1, -1, 1, 1, -4, 4],

@@ -106,7 +106,7 @@ FORMULAS = {
     "nemo_rl": against_the_others,
     "skyrl": divided(1e-6, lone="raw"),
     "rllm": divided(1e-6, ddof=0, lone="raw"),
-    "areal": divided(1e-5),  # and whitened over tokens, below
+    "areal": divided(1e-5),  # whitened over tokens below, too
     "openrlhf": divided(1e-9),
     "open_instruct": divided(1e-8, ddof=0),
     "tinker": centred,
@@ -138,7 +138,7 @@ def test_every_convention_has_a_reference_formula():
 
 
 def test_every_convention_has_its_source_and_date():
-    """Repository, file, item, commit and date; and the differences."""
+    """The source has repository, file, item, commit and date. Differences are listed, too."""
     where = r" Source: [\w.-]+/[\w.-]+, [\w/]+\.py, \w+,? .*\bat [0-9a-f]{10} \(2\d{3}-\d\d-\d\d\)"
     for name in FORMULAS:
         text = (CONF / "as" / f"{name}.yaml").read_text()
@@ -245,10 +245,10 @@ def test_reinforce_pp_whitens_over_tokens(make_batch):
 
 
 def test_gigpo_adds_the_advantage_within_a_state(make_batch):
-    """Two rollouts of two steps, rewards 0, 4 and 0, 2; γ = 1/2. Both start in state 7, then part.
+    """Two rollouts of two steps, rewards 0, 4 and 0, 2; γ = 1/2. Both start in state 7.
 
-    Returns to go 2, 4 and 1, 2. Episodes 4 and 2: ±1. In state 7, 2 and 1 about 1.5: ±0.5; the others are
-    alone.
+    The returns are 2, 4 and 1, 2, so the rollouts, of 4 and 2, get ±1. In state 7 the returns 2 and 1 have
+    the mean 1.5, so ±0.5. The other steps are alone in their states.
     """
     batch = make_batch(
         [0.0, 4, 0, 2], [0] * 4, [0, 0, 1, 1], expected_rollouts=[2] * 4, state_id=[7, 8, 7, 9]
@@ -285,7 +285,7 @@ def columns_for(name, batch):
     if name == "gdpo":
         reward = batch["next", "reward"].view(-1)
         batch["next", "reward"] = torch.stack([reward, reward.flip(0)], -1)
-    return with_old(batch, 0.0)  # equal to the sampler's: all weights are 1
+    return with_old(batch, 0.0)  # log-probabilities equal the sampler's: all weights are 1
 
 
 BY_ROW = ("as/torchrl", "spo")  # these compare rows, as documented
@@ -338,6 +338,6 @@ def test_eight_equal_rewards_have_an_advantage_of_0(make_batch, recipes):
             assert len(out) == (0 if name == "dapo" else 8)  # dapo drops the group
             # recipes whose baseline is not the group's mean
             expected = {"asymre": 0.1, "w_reinforce": 0.1 * 0.7, "rae": 0.7}.get(name, 0.0)
-            close = 1e-7 if name == "otb" else 0  # its denominator has verl's 1e-8
+            close = 1e-7 if name == "otb" else 0  # otb's denominator has verl's 1e-8
             for advantage in out["advantage"].flatten().tolist() if len(out) else ():
                 assert advantage == pytest.approx(expected, rel=1e-6, abs=close)

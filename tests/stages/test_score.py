@@ -1,4 +1,4 @@
-"""Rows are scored under the current policy, in passes of bounded size; masked rows cost none."""
+"""Rows are scored under the current policy, in passes of bounded size. Masked rows need no pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLACED = ("gate", "collapse", "filter", "advantage", "split", "weight")  # in co
 
 
 class Bigram(nn.Module):
-    """The next token depends only on the last one. So scores depend on no padding and no other row."""
+    """A model whose next token depends only on the last one. Padding and other rows change no score."""
 
     def __init__(self):
         super().__init__()
@@ -226,7 +226,7 @@ def test_language_model_rows_work_with_every_recipe_or_name_the_unplaced_stage(r
 
 
 def test_an_actor_gets_the_attention_mask_of_torchrls_wrappers():
-    """Without one, they treat all but the padding token as tokens; rows may be padded with any token."""
+    """Without a mask, the wrappers find padding by its token id. But rows may be padded with any token."""
 
     class Attends(Bigram):
         def get_dist(self, batch, logits_key, mask_key=None):

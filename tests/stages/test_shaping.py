@@ -39,7 +39,7 @@ class Bonus(RewardShaping):
 
 
 class Seen(RewardShaping, columns=("group", "loss_mask")):
-    """Leaves rewards unchanged, and keeps the arguments of `shape`."""
+    """A shaping that leaves rewards unchanged, and keeps the arguments of `shape`."""
 
     reads = ("tone",)
 
@@ -175,7 +175,7 @@ def test_a_class_adds_its_columns_to_those_of_the_base_class():
 
 
 class OfRows(BatchTransform, columns=("reward",)):
-    """Adds 1 to the reward of each row, as a stage that is not a RewardShaping would."""
+    """A stage that is no RewardShaping, and adds 1 to the reward of each row."""
 
     def __init__(self, **names):
         self.name_columns(names)

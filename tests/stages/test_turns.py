@@ -26,7 +26,7 @@ from headrace.transforms.table.schema import PADDING, ROW, TOKEN_WEIGHT
 TOKENS, MASK, LOG_PROB = ("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full")
 REAL = ("masks", "all_attention_mask")
 INSIDE = {"unit": "turn", "turn_index_key": "turn_index", "dtype": "float64"}
-NAMES = 5  # of tokens
+NAMES = 5  # number of different tokens
 
 # -- against a loop ---------------------------------------------------------------------------------------
 
@@ -42,7 +42,7 @@ def drawn_rows(draw):
 
 
 def batch_of_rows(rows, ragged):
-    """The rows as a dense batch, padded on the right with turn −1, or as a lazy stack."""
+    """The rows as a dense batch, padded on the right (padding has turn −1), or as a lazy stack."""
     made = []
     for number, row in enumerate(rows):
         name, turn, mask, there = (torch.tensor(column) for column in zip(*row, strict=True))
@@ -136,7 +136,7 @@ def test_each_turn_has_weight_1_in_the_loss_of_its_step_for_any_cut(rows, cut, w
 
 @given(drawn_rows(), st.booleans())
 def test_the_documented_sum_by_hand_also_over_ragged_rows(rows, ragged):
-    """Σ loss_weight · Σ mask · token_weight · token loss; and the mean of a row's token weights is 1."""
+    """The loss is Σ loss_weight · Σ mask · token_weight · token loss. A row's token weights have mean 1."""
     batch = LossWeight(**INSIDE)(batch_of_rows(rows, ragged))
     theta, total = torch.arange(1.0, NAMES + 1).double(), 0.0
     for row in batch.unbind(0):
@@ -170,7 +170,7 @@ def test_turns_inside_rows_have_the_weights_of_turns_that_are_rows(rows):
 
 
 def test_a_turn_of_one_token_weighs_as_one_of_three():
-    """Rows of turns 3 + 1 and 2: three turns, so 1/9, 1/9, 1/9, 1/3 and 1/6, 1/6."""
+    """Three turns, of 3 and 1 tokens in a row, and of 2 in another: 1/9, 1/9, 1/9, 1/3 and 1/6, 1/6."""
     batch = batch_of([0.0, 0.0], [0, 0], tokens=5)
     batch[MASK] = torch.tensor([[0, 1, 1, 1, 1], [0, 1, 1, 0, 0]]).bool()
     batch["turn_index"] = torch.tensor([[-1, 4, 4, 4, 2], [-1, 0, 0, 1, -1]])

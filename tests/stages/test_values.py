@@ -42,7 +42,7 @@ class Drawn:
         self.step = [sorted(chance.randint(0, 3) for _ in range(tokens)) for _ in range(rows)]
 
     def by_loops(self, per: str, out: frozenset[int] = frozenset()) -> tuple[list, list]:
-        """The advantage and the target of each token by the equations; the rows in `out` do not count."""
+        """The advantage and the target of each token, by the equations. Rows in `out` do not count."""
         advantage, target = ([[0.0] * len(row) for row in self.value] for _ in range(2))
         for rollout, reward in self.rewards.items():
             rows = sorted((self.turn[row], row) for row, own in enumerate(self.ids) if own == rollout)
@@ -185,7 +185,7 @@ def test_advantages_and_targets_are_those_of_other_trainers(sampled, expected, n
 
 
 def test_lambda_0_gives_the_temporal_difference_and_lambda_1_the_return_minus_the_value():
-    """By hand, for γ = 1: δ = V' − V, and R − V."""
+    """By hand, for γ = 1: δ = V' − V under λ = 0, and R − V under λ = 1."""
     value, reward = torch.tensor([[0.5, 0.25, 1.0]]), torch.tensor([2.0])
     for lam, expected in ((0.0, [-0.25, 0.75, 1.0]), (1.0, [1.5, 1.75, 1.0])):
         found, _ = generalized_advantage(value, torch.ones(1, 3).bool(), reward, lam=lam)

@@ -1,4 +1,4 @@
-"""The weighted sum over any cut equals the named mean."""
+"""The weighted sum over any cut equals the mean that `unit` names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MASK, WEIGHT = ("masks", "all_assistant_mask"), "loss_weight"
 MEANS = ("token", "sample", "rollout", "group", "constant", "inverse_length")
 
 
-POWER = 0.75  # of inverse_length
+POWER = 0.75  # the power of inverse_length
 
 
 def power_of(unit: str) -> float | None:
@@ -52,7 +52,7 @@ TWELVE = [*NINE, [10.0, 11, 12]]
 
 
 def named_mean(unit, loss, mask, rollouts, groups, length) -> float:
-    """The definition, in a loop."""
+    """Compute the mean by its definition, in a loop."""
     rows = [i for i in range(len(loss)) if mask[i].any()]
     label = {"sample": range(len(loss)), "rollout": rollouts, "group": groups}
     if unit == "token":

@@ -1,4 +1,4 @@
-"""Loss weights belong to an optimiser step: rows from a buffer are weighted after sampling, or refused."""
+"""Loss weights belong to an optimiser step. So rows from a buffer are weighted after sampling, or refused."""
 
 from __future__ import annotations
 

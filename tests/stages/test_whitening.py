@@ -25,7 +25,7 @@ MODES = ["variance", "add", "clamp"]
     st.sampled_from(MODES),
 )
 def test_whitening_equals_its_definition(rows, eps, eps_mode):
-    """Compared with the standard library, where each value is repeated as often as its weight says."""
+    """Compared with the standard library: each value is repeated as often as its weight says."""
     values, weights = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
     each = [x for x, w in rows for _ in range(w)]
     found = whiten(values, weights, eps=eps, eps_mode=eps_mode)
@@ -62,11 +62,11 @@ def test_excluded_and_masked_rows_get_0(make_batch):
     batch["masks", "all_assistant_mask"] = mask
     batch["advantage"] = torch.tensor([1.0, 4, 50, 900]).view(4, 1, 1)
     batch[COUNTED] = torch.tensor([True, True, True, False])
-    # by token: four times 1 and twice 4, mean 2, variance (4 · 1 + 2 · 4) / 5
+    # Each token counts: four times 1 and twice 4, with mean 2 and variance (4 · 1 + 2 · 4) / 5.
     found = BatchWhitening(eps=0.0)(batch)["advantage"]
     assert found.shape == (4, 1, 1)
     assert found.flatten().tolist() == pytest.approx([-1 / 2.4**0.5, 2 / 2.4**0.5, 0, 0])
-    # by sample: 1, 4 and 50
+    # Each sample counts: 1, 4 and 50.
     found = BatchWhitening(per="sample", eps=0.0)(batch)["advantage"].flatten().tolist()
     mean, spread = statistics.fmean([1, 4, 50]), statistics.stdev([1, 4, 50])
     assert found == pytest.approx([(x - mean) / spread for x in (1, 4, 50)] + [0])

@@ -100,13 +100,13 @@ def test_rows_share_no_memory_with_the_collector_the_state_and_taken_rows(lazy):
 
     assembler = GroupAssembler()
     batch = put(Line(0, 0, 0, True), Line(0, 1, 0, True), Line(1, 2, 0, True), Line(2, 4, 0, True))
-    batch["number"].fill_(-9)  # as collectors that reuse their buffers do
+    batch["number"].fill_(-9)  # as collectors do that reuse their buffers
     state, out = assembler.state_dict(), assembler.take()
     assert out["number"].tolist() == [0, 1]
     out["mine"] = torch.zeros(len(out))
     for row in out.unbind(0):
         row["tokens", "full"].fill_(-9)
-    put(Line(1, 3, 0, True))  # a new column of taken rows does not matter to it
+    put(Line(1, 3, 0, True))  # taken rows may get a new column
     assert assembler.take()["tokens", "full"].tolist() == [[2] * 3, [0] * 3]
     assembler.load_state_dict(state)
     assert assembler.take()["tokens", "full"].tolist() == [[0] * 3, [1] * 3]
@@ -169,7 +169,7 @@ REFUSED = {
 
 
 def make_begun(**options) -> GroupAssembler:
-    """Group 9 was taken with rollouts 90 and 91; 8 was discarded; 0 has rollout 0 and half of 1."""
+    """Groups: 9 was taken with rollouts 90 and 91, 8 was discarded, 0 has rollout 0 and half of 1."""
     assembler = GroupAssembler(**options)
     assembler.put(batch_of_lines([Line(9, 90, 0, True), Line(9, 91, 0, True)]))
     assert assembler.take() is not None
@@ -271,7 +271,7 @@ def test_groups_that_wait_too_long_are_refilled_or_refused():
     again = wait(on_timeout="refill", refill=lambda *what: asked.append(what))
     assert (asked, again.pending) == ([(0, 1)], 2)
     again.put(batch_of_lines([]))
-    assert (asked, again.pending) == ([(0, 1), (1, 2)], 2)  # the timeout of the first has restarted
+    assert (asked, again.pending) == ([(0, 1), (1, 2)], 2)  # the timeout of group 0 has restarted
     again.put(batch_of_lines([]))
     assert (again.pending, again.counts["timeout"]) == (1, 2)
     with pytest.raises(
@@ -437,7 +437,7 @@ IDS = ("closed_groups", "late_groups", "closed_rollouts")
 
 
 def held_bytes(assembler: GroupAssembler, ids: bool = False) -> int:
-    """The bytes of all tensors and numbers that it keeps, without closed ids; or those of the `ids` alone."""
+    """The bytes of all tensors and numbers in an assembler, without closed ids; or of closed `ids` alone."""
     storages, numbers = {}, 0
     state = assembler.state_dict()
     closed = [state["state"].pop(name) for name in IDS]
@@ -456,7 +456,7 @@ def held_bytes(assembler: GroupAssembler, ids: bool = False) -> int:
 
 
 def test_a_waiting_rollout_of_one_row_costs_the_garbage_collector_nothing():
-    """The collector visits each object again and again: with one object per row, puts took twice as long."""
+    """The garbage collector visits objects repeatedly. With one object per row, puts took twice as long."""
 
     def put(assembler: GroupAssembler, rows: int) -> int:
         ids = torch.arange(rows)
@@ -497,7 +497,7 @@ def test_taken_rows_are_not_kept():
 
 
 def test_each_row_of_a_rollout_that_was_taken_is_a_duplicate():
-    """This is so even for two such rows in one put."""
+    """This holds even for two such rows in one put."""
     row = {"group_id": [4], "rollout_id": [0], ("next", "done"): [True]}
     assembler = GroupAssembler(group_size=1, on_duplicate="drop")
     once = TensorDict(row, batch_size=[1])
@@ -519,7 +519,7 @@ def test_a_waiting_row_keeps_no_memory_of_its_batch():
 
 @pytest.mark.slow
 def test_a_long_faulty_stream_gives_each_faultless_group_once_and_leaks_nothing():
-    """Groups of four rollouts of two segments.
+    """Groups have four rollouts of two segments.
 
     In every hundred rows one rollout breaks off, one fails and one row comes twice.
     """
@@ -606,7 +606,7 @@ def test_texts_numbers_and_non_tensors_come_out_unchanged(lazy, resumed):
         (
             {"done": [0, 1, 1], "is_init": [1, 0, 0], "expected_segments": [2] * 3},
             False,
-        ),  # a part lacks its first rows
+        ),  # a segment lacks its first rows
         ({"done": [0, 1, 1], "is_init": [1, 0, 1], "expected_segments": [2] * 3}, True),
     ],
 )

@@ -46,7 +46,7 @@ def iterator(cell: Cell) -> Carried:
 
 
 class Written:
-    """Pieces that two processes write in turn to a shared buffer; each is read before the next is written."""
+    """Pieces that two processes write in turn to a shared buffer. Each is read before the next write."""
 
     def __init__(self, cell: Cell, pieces: list[TensorDict], writers: Told, buffer: ReplayBuffer):
         from headrace.pipeline import drained
@@ -80,13 +80,13 @@ def drain(cell: Cell) -> Carried:
     from writers import shared_buffer, told_writers
 
     pieces = [piece.exclude("text") for piece in cell.pieces]
-    buffer = shared_buffer(2 * len(pieces[0]), pieces[0])  # it wraps around
+    buffer = shared_buffer(2 * len(pieces[0]), pieces[0])  # the buffer wraps around
     with told_writers(buffer, 2) as writers:
         return carry(cell, lambda: Written(cell, pieces, writers, buffer))
 
 
 def within(seconds: float, place: Place, cell: Cell) -> Carried:
-    """The result of a cell in a place, in bounded time."""
+    """The result of a cell with one source, in bounded time."""
     found: SimpleQueue[Callable[[], Carried]] = SimpleQueue()
 
     def run() -> None:

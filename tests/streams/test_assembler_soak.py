@@ -38,7 +38,7 @@ def now_and_then(steps: int, *, rng: random.Random) -> None:
 
 
 class CountingAssembler(GroupAssembler):
-    """Counts the rows that come, and keeps the newest rollout of each worker."""
+    """An assembler that counts the rows that come, and keeps the newest rollout of each worker."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -72,13 +72,13 @@ def test_started_rollouts_are_trained_counted_or_held(tmp_path):
                     break
         finally:
             for process in source.procs:
-                with contextlib.suppress(ValueError):  # it is closed
+                with contextlib.suppress(ValueError):  # the process is closed
                     process.kill()
             source.shutdown(raise_on_error=False)
     counted = sum(assembler.counts.values())
     assert assembler.came == sum(trained.values()) + counted + assembler.held
     assert counted == assembler.counts["lost"]
-    # Rollouts are numbered: each worker has begun all up to its newest, and none may be missing.
+    # Rollouts are numbered: each worker has begun all rollouts up to its newest, and none may be missing.
     for worker, begun in assembler.begun.items():
         newest = max(begun)
         of_worker = [n for n in range(newest + 1) if n // REPEATS % WORKERS == worker]

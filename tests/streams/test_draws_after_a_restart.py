@@ -132,7 +132,7 @@ def ended(*rollouts: int, version: int = 0) -> TensorDict:
 @pytest.mark.filterwarnings("ignore:no group may take longer")
 @pytest.mark.parametrize("newer", [1, 3])
 def test_a_group_waits_for_the_rollouts_that_are_undone(newer, tmp_path):
-    """The weights of one of its rollouts are gone. With it the group was complete, or not."""
+    """The weights that made one of its rollouts are gone. The group was complete before, or not."""
     options = {"groups": 2, "group_size": 2, "max_staleness": 2, "version_key": "version"}
     path = tmp_path / "journal"
     first = GroupAssembler(**options, journal=path)
@@ -152,7 +152,7 @@ def test_a_group_waits_for_the_rollouts_that_are_undone(newer, tmp_path):
 
 
 def test_a_process_that_dies_before_it_has_done_anything_changes_nothing(tmp_path):
-    """It had only opened the journal. The next process still knows the groups that were taken."""
+    """The process had only opened the journal. The next process still knows the groups that were taken."""
     options = {"groups": 1, "group_size": 2, "journal": tmp_path / "journal"}
     first = GroupAssembler(**options)
     first.put(ended(0, 1, 2, 3, 4, 5))
@@ -165,7 +165,7 @@ def test_a_process_that_dies_before_it_has_done_anything_changes_nothing(tmp_pat
 
 
 def test_a_step_with_rejected_groups_is_one_step_after_a_restart(tmp_path):
-    """Three groups were taken and one was rejected. So a step of two has ended, and there is room."""
+    """Three groups were taken and one was rejected. So a step of two groups has ended: there is capacity."""
     options = {"groups": 2, "group_size": 2, "steps_ahead": 0}
     path = tmp_path / "journal"
     first = GroupAssembler(**options, journal=path)

@@ -1,4 +1,4 @@
-"""Rows in an assembler survive its process: another resumes from its journal."""
+"""Rows in an assembler survive its process: another process resumes from the journal."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def act(assembler: GroupAssembler, event: tuple) -> list[int]:
 
 
 def events_of(rng: random.Random, name: str) -> list[tuple]:
-    """Events: pieces to put, some of them a second later, and other calls in between."""
+    """Random events: pieces to put, some of them a second later, and other calls in between."""
     events, row = [("announce", 50, 2)], 0
     for piece in faulty_stream(rng, 2 if name == "partitions" else 1):
         piece = [line._replace(expected=max(line.expected, 2)) for line in piece]
@@ -117,12 +117,12 @@ def events_of(rng: random.Random, name: str) -> list[tuple]:
 
 
 def numbered(event: tuple) -> list[tuple]:
-    """The lines of a put, each as (number of the piece's first row, place in the piece, line)."""
+    """The lines of a put, each as (number of the piece's first row, index in the piece, line)."""
     return [(event[2], at, line) for at, line in enumerate(event[1])]
 
 
 def all_that_is_left(assembler: GroupAssembler) -> list[int]:
-    """The numbers of the rows of all complete groups, which go out as the policy version rises."""
+    """The row numbers of all complete groups, which are taken as the policy version rises."""
     found = []
     for version in range(assembler.version, assembler.version + 4):
         assembler.version = version
@@ -158,7 +158,7 @@ def test_after_a_crash_rows_that_were_not_committed_come_again(name, seed, tmp_p
         assert again.ready >= first.ready
         versions = [event[0] for event in events[:committed]].count("version")
         assert again.version == versions
-        if name in ("stale", "again", "masked"):  # by the version of the commit they are not too old
+        if name in ("stale", "again", "masked"):  # at the committed version they are not too old
             again.version = first.version = versions
         rest = all_that_is_left(first)
         clock.seconds = again_at
@@ -190,7 +190,7 @@ def test_state_after_crashes_equals_that_without_crashes(name, seed, tmp_path_fa
             if event[0] in ("put", "announce", "version", "discard_batch"):
                 act(assembler, event)
                 act(other, event)
-            elif event[0] == "take" and rng.random() < 0.5:  # is trained, saved and committed
+            elif event[0] == "take" and rng.random() < 0.5:  # the step is trained, saved and committed
                 out = act(assembler, event)
                 assert out == act(other, event)
                 act(assembler, ("commit",))
@@ -232,7 +232,7 @@ def test_a_file_cut_at_any_byte_keeps_its_whole_events(tmp_path, clock):
         words = [str(each.message) for each in said]
         lost = length - sizes[whole]
         assert [f"ends with {lost} bytes of an incomplete event" in each for each in words] == [True][:lost]
-        assert known(opened(cut, "plain")) == states[whole]  # and from what it appended
+        assert known(opened(cut, "plain")) == states[whole]  # and from the events it appended
     for length in (0, 5, sizes[0] - 1):
         cut.write_bytes(content[:length])
         if length == 5:
@@ -295,7 +295,7 @@ def test_columns_of_any_dtype_come_out_unchanged(lazy, tmp_path):
 
 
 def test_a_single_row_of_an_expanded_tensor_is_written(tmp_path):
-    """Its stride may be 0, for example if a policy expands one action to all rows."""
+    """The row's stride may be 0, for example if a policy expands one action to all rows."""
     rows = batch_of_lines([Line(0, 0, 0, True)])
     rows["action"] = torch.tensor(2.5).expand(1)
     path = tmp_path / "rows"

@@ -90,10 +90,10 @@ def die_again_and_again(folder: Path, kills: int) -> None:
 
 
 def check(log: list[list[str]]) -> None:
-    """Check that groups before a commit come out once, and that only later groups come out again."""
+    """Check that committed groups come out once, and that only groups after the last commit come again."""
     committed: set[int] = set()
     out: set[int] = set()  # since the last commit
-    doubtful: set[int] = set()  # killed while they were committed
+    doubtful: set[int] = set()  # the process was killed while it committed these
     again: set[int] = set()  # must come out again
     commits = False
     for word, *said in log:

@@ -113,7 +113,7 @@ def test_a_group_with_a_lost_rollout_ends_as_one_with_a_failed_rollout():
 
 @pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
 def test_a_rollout_that_fails_and_lacks_rows_is_missing_once():
-    """Rows come in any order, in one put or several. Of four rollouts two are complete; one is not there."""
+    """Rows come in any order, in one or several puts. Of four rollouts, two are complete; one has no rows."""
     fleet = Fleet(1, 4, 4, 9)
     others = [Sent(0, number, 0, True, 0, number) for number in (1, 2)]
     own = [Sent(0, 0, number, number == 4, 0, 0) for number in (0, 2, 4)]  # without its rows 1 and 3
@@ -134,7 +134,7 @@ def test_a_rollout_that_fails_and_lacks_rows_is_missing_once():
 
 @pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
 def test_a_lost_rollout_is_forgotten_as_soon_as_its_environment_has_gone_on():
-    """Its last row is lost, too: without the next rollout, nothing would say that no row of it can arrive."""
+    """Its last row is lost, too: only the next rollout shows that no further row of it can arrive."""
     assembler, sizes = GroupAssembler(), []
     for group in range(40):
         assembler.put(rows_of((2 * group, [0, 2], 4)))

@@ -1,4 +1,4 @@
-"""The law of a run: no group is lost for its age, and slow ones are trained like others."""
+"""The law of a run: no group is lost for its age, and slow groups are trained like others."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def random_run(seed: int) -> Run:
 
 
 def broken_laws(run: Run) -> Counter:
-    """By law, the number of groups that break it."""
+    """For each law, the number of groups that break it."""
     run.go()
     known, counts = run.known.values(), run.assembler.counts
     bound = run.assembler.max_staleness + run.world.behind
@@ -111,7 +111,7 @@ def too_few(steps, whole, waiting, size, options):
 
 
 class Forgets(Steps):
-    """Treats a step as ended as soon as it has taken its groups."""
+    """An assembler that treats a step as ended as soon as the step has taken its groups."""
 
     def take(self, oldest):
         super().take(oldest)
@@ -123,7 +123,7 @@ class Forgets(Steps):
 @pytest.mark.filterwarnings("ignore:no group may take longer")
 @pytest.mark.parametrize("broken", ["dispatches too much", "no check", "no order", "forgets the step"])
 def test_each_part_of_the_rule_is_needed(broken, monkeypatch):
-    """Without any one part, groups are trained too late, or the run stops."""
+    """Without any single part of the rule, groups are trained too late, or the run stops."""
     if broken == "no check":
         monkeypatch.setattr(assembler_module, "waits_for", too_few)
     if broken == "no order":

@@ -76,7 +76,7 @@ def arrive(
     late=st.sampled_from(["drop", "raise"]),
 )
 def test_row_order_changes_no_group_and_no_count(seed, on_failure, timeout, takes, rows, surplus, late):
-    """Rows without numbers keep the order of their rollout."""
+    """Rows without segment numbers keep their order within the rollout."""
     rng = random.Random(seed)
     lines = lines_of(rng, rng.randint(1, 3), repeated="repeated" in rows and not surplus)
     options = {"on_failure": on_failure, "timeout": timeout, "on_late": late}
@@ -112,7 +112,7 @@ def put_all(assembler: GroupAssembler, pieces: list[TensorDict]) -> None:
 
 
 def test_segments_with_their_own_end_may_come_in_any_order():
-    """Two parts: one of two rows, the other of one."""
+    """A rollout has two parts, of two rows and of one row."""
     lines = [
         Line(0, 0, 0, False, expected=1),
         Line(0, 0, 1, True, expected=1),
@@ -300,7 +300,7 @@ class Workers:
 def test_paced_and_informative_continue_for_any_share_and_limit(
     seed, share, max_staleness, groups, draw_size, concurrent, fails
 ):
-    """No batch is too stale. A group may become so if later ones overtake it; it is dropped and counted."""
+    """No batch is too stale. A group that later groups overtake may be dropped and counted."""
     assembler = GroupAssembler(
         groups=groups, max_staleness=max_staleness, max_concurrent_rollouts=concurrent, max_idle=10**6
     )
@@ -313,7 +313,7 @@ def test_paced_and_informative_continue_for_any_share_and_limit(
         assert int(versions.max()) <= step
         for group in batch["group_id"].unique():
             assert len(batch["next", "reward"][batch["group_id"] == group].unique()) == 2
-        state = stream.state_dict()  # it includes the rejected groups
+        state = stream.state_dict()  # the state includes the rejected groups
         room = assembler.capacity(2)
         stream.load_state_dict(state)
         assert assembler.capacity(2) == room

@@ -37,7 +37,7 @@ LOSSY = list(survivors.POLICIES)[:5]
 
 
 def tail(trained: list[int], lost: list[int], k: int) -> float:
-    """Of all ways to lose as many groups, the share that loses as many in part k and after it."""
+    """Of all ways to lose that many groups, the share that loses at least as many from part k on."""
     total, above, losses = sum(trained + lost), sum(trained[k:] + lost[k:]), sum(lost)
     ways = [math.comb(above, x) * math.comb(total - above, losses - x) for x in range(losses + 1)]
     return sum(ways[sum(lost[k:]) :]) / math.comb(total, losses)
@@ -48,7 +48,7 @@ PARTS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=2, 
 
 @given(PARTS)
 def test_the_bound_holds_for_any_number_of_groups(parts):
-    """With K cuts: P(z ≤ the found z) ≤ Σ over cuts of their tails ≤ K · exp(−z² / 2 − ln K)."""
+    """For K cuts, P(z ≤ the found z) ≤ Σ of the tails over all cuts ≤ K · exp(−z² / 2 − ln K)."""
     trained, lost = (list(each) for each in zip(*parts, strict=True))
     z, part = slow_loss(trained, lost)
     assert (z < 0) == (part > 0)
@@ -105,7 +105,7 @@ def test_tenths_have_the_groups_in_order_and_equal_values_together():
     numbers = found.numbers()
     assert numbers["survivors/trained"] == 0.7
     assert (numbers["survivors/lost/stale"], numbers["survivors/early"]) == (10, 20)
-    assert numbers["survivors/latency/slow"] == 2  # 20 of 50 from there on, and all before
+    assert numbers["survivors/latency/slow"] == 2  # of slower groups 20 of 50, of others all are trained
     assert numbers["survivors/latency/slow_trained"] == 0.4
     assert numbers["survivors/latency/others_trained"] == 1
     assert numbers["survivors/outstanding"] == 3
@@ -158,7 +158,7 @@ def test_the_latency_is_from_the_announcement_to_the_last_row():
 def test_a_group_that_times_out_has_a_lower_bound():
     run = Clock(timeout_seconds=8.0)
     run.announce(0, 1)
-    run.put(0, 8.0)  # both are too old; this group became complete just in time
+    run.put(0, 8.0)  # both are too old; group 0 became complete in time
     assert run.fates() == {("timeout", False, 8.0): 1}
     run.assembler.take()
     assert run.fates() == {("timeout", False, 8.0): 1, ("trained", True, 8.0): 1}
@@ -276,7 +276,7 @@ def rows_of_two(**more: list) -> TensorDict:
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_the_length_is_that_of_the_longest_rollout_and_the_reward_the_mean(at_once):
-    """(2 + (−1)) / 2 = 0.5: the last row of the first rollout counts. The other group has one reward, −8."""
+    """The last row of each rollout counts: (2 + (−1)) / 2 = 0.5. The other group has one reward, −8."""
     run, batch = Clock(group_size=2), rows_of_two(reward=[[9.0], [2.0], [-1.0], [math.nan], [-8.0]])
     for piece in [batch] if at_once else batch.split(1):
         run.assembler.put(piece)
@@ -402,7 +402,7 @@ def test_a_loss_of_short_groups_has_none():
 @pytest.mark.parametrize("title", survivors.TITLES)
 @pytest.mark.parametrize("policy", survivors.POLICIES)
 def test_the_report_says_that_slow_groups_are_lost_where_they_are(policy, title):
-    """Runs of 400 groups; the benchmark tries 100 seeds of each."""
+    """Runs have 400 groups. The benchmark tries 100 seeds for each kind of run."""
     known = title != survivors.TITLES[2] or policy != "not announced, drop"  # all its rows come at once
     for seed in (0, 1):
         assert survivors.fires(title, policy, seed, 400) == (policy in LOSSY and known)

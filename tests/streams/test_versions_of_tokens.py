@@ -40,7 +40,7 @@ def test_a_group_is_as_old_as_the_oldest_sampled_token_of_its_rows(layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_group_waits_for_the_version_of_its_newest_sampled_token(layout):
-    """Also after a restart."""
+    """This holds after a restart, too."""
     for seed in range(10):
         batch = with_versions(seed, layout)
         for version in range(3, 9):
@@ -97,7 +97,7 @@ def test_a_group_with_a_token_of_lost_weights_is_undone():
 
 
 def test_another_process_gets_the_oldest_and_the_newest_version():
-    """So it decides as the process that has the tokens."""
+    """So that process decides like the process that has the tokens."""
     batch = with_versions(2)
     assembler = GroupAssembler(**OPTIONS)
     sent = columns_to_send(batch, assembler._options)

@@ -116,7 +116,7 @@ def test_the_groups_that_hold_up_a_step_are_named_with_their_workers_and_their_a
 
 @pytest.mark.filterwarnings("ignore:the trainer has waited")
 def test_the_time_of_a_wait_counts_once_for_each_group(clock):
-    """Group 0 is too old after 10 of these seconds. Group 10 came 20 puts later, and has 20 seconds more."""
+    """Group 0 is too old after 10 of these seconds. Group 10 came 20 puts later: it has 20 seconds more."""
     assembler = GroupAssembler(groups=20, group_size=2, timeout=30)
     for rollout in range(0, 42, 2):
         clock.seconds += 1
