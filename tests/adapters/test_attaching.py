@@ -162,7 +162,7 @@ def test_a_recipe_is_refused_if_and_only_if_it_lacks_a_column_of_trl(recipe):
         return
     with pytest.raises(ValueError, match=f"the trainer cannot run this recipe: stage {CANNOT_RUN[recipe]}"):
         attach(trainer, pipeline)
-    assert type(trainer).__module__ == "trl.trainer"  # unchanged
+    assert type(trainer).__module__ == "trl.trainer"  # its class is unchanged
     with pytest.raises(MissingKeyError):
         advantages_of(pipeline, batch)
 

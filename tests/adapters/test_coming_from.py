@@ -53,7 +53,7 @@ def recipe(monkeypatch) -> Callable[..., None]:
 
 
 SHARED = ("__init__", "attaching", "environment", "measured", "over_generation", "samples")
-# A protocol of eight methods; two trainers; a queue and its pacing.
+# Longer limits: NeMo RL's protocol has eight methods, `trl` has two trainers, `trl_async` a queue and pacing.
 OWN_RULES = {"nemo_rl": 90, "trl": 105, "trl_async": 250}
 
 
@@ -161,7 +161,7 @@ def test_miles_gets_its_own_numbers_where_rollouts_fan_out(recipe):
 
 
 def test_slime_removes_rows_that_a_recipe_masks(recipe):
-    recipe("grpo", "pipeline.empty=count")  # as slime does
+    recipe("grpo", "pipeline.empty=count")  # slime counts them, too
     samples = samples_of([1.0, 1.0, 1.0, 0.0], [0, 0, 1, 1])
     samples[2].remove_sample = True
     _, advantages = slime.post_process_rewards(foreign.slime_args(2, 2), samples)
@@ -184,7 +184,7 @@ def test_invalid_samples_of_slime_are_refused(recipe):
 
 
 def mean_of(unit: str, rows: list[foreign.SlimeSample]) -> dict[int, float]:
-    """By row, the weight of each of its tokens in the mean over tokens, samples or rollouts of these rows."""
+    """For each row, the weight of each of its tokens in the mean over tokens, samples or rollouts."""
     tokens = {s.index: sum(s.loss_mask) for s in rows}
     of_rollout = {
         s.rollout_id: sum(tokens[t.index] for t in rows if t.rollout_id == s.rollout_id) for s in rows
@@ -273,7 +273,7 @@ def rollout_data(seed: int, **columns) -> dict[str, list]:
 
 
 def test_slimes_tokens_have_the_recipes_advantage(recipe):
-    """Without a term: the reward of the row. With `opd`: slime's --use-opd, A − c · (student − teacher)."""
+    """Without a term, the reward of the row; with `opd`, slime's --use-opd: A − c · (student − teacher)."""
     args = foreign.slime_args(2, 3)
     for seed in range(5):
         recipe("as/slime")
@@ -370,7 +370,7 @@ def test_prime_rl_reports_a_lost_rollout(prime_rl, recipe):
 
 
 class Position:
-    """A token term: the position of the token."""
+    """A token term: the index of the token."""
 
     def __call__(self, batch, mask):
         return mask.cumsum(1) - 1.0
@@ -462,7 +462,7 @@ def test_rllm_gets_its_own_numbers_of_each_role(monkeypatch, recipe):
             expected = (theirs - (0 if alone else theirs.mean())) / ((1 if alone else theirs.std()) + 1e-6)
             assert mine == pytest.approx(expected, rel=2e-6, abs=2e-6)
             assert again is mine
-    groups[1].trajectories.append(groups[0].trajectories[0])  # of another task
+    groups[1].trajectories.append(groups[0].trajectories[0])  # a rollout of another task
     rewards[1] = np.append(rewards[1], rewards[0][0])
     with pytest.raises(BatchError, match="group"):
         registry["headrace"](rewards=rewards, algorithm_config=None, traj_groups=groups)
@@ -506,7 +506,7 @@ def test_names_in_the_pages_configurations_exist():
         call = ast.parse(line).body[0].value
         recipe = ast.literal_eval(call.args[1]) if call.args[1:] else "as/trl"
         keywords = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
-        keywords.pop("over_generation", None)  # of attach alone
+        keywords.pop("over_generation", None)  # only attach has this option
         assert load_pipeline(recipe, **keywords)
 
 

@@ -106,7 +106,7 @@ def test_with_its_own_recipe_trl_trains_on_its_own_advantages(make_trainer, thei
         assert batch["num_items_in_batch"] == batch["completion_mask"].sum()
     assert run.trainer.state.log_history[-1]["headrace/rows/trained"] == ROWS
     assert run.trainer.last_run.ledger.reason.tolist() == [0] * ROWS
-    assert run.trainer.last_run.report().step == 1  # of the global steps 0 and 1
+    assert run.trainer.last_run.report().step == 1  # the global steps are 0 and 1
     after = [p.detach() for p in run.trainer.model.parameters()]
     assert any(not torch.equal(x, y) for x, y in zip(before, after, strict=True))
 
@@ -180,7 +180,7 @@ def test_each_reward_function_is_a_column(make_trainer, theirs):
     trainer = run.trainer
     trainer.__class__ = trl.GRPOTrainer
     del trainer.pipeline
-    attach(trainer)  # which says nothing of them
+    attach(trainer)  # without options for them
     trainer.train()
     assert_equal(run, theirs)
 
@@ -226,7 +226,7 @@ def test_prompts_that_are_not_repeated_are_refused(make_trainer, theirs):
     run = make_trainer("pipeline=as/trl", trainer=OneOfEach, steps=1)
     with pytest.raises(IncompleteGroupsError, match=r"0: 12.* 1 of 4"):
         run.trainer.train()
-    assert theirs[0].abs().max() > 0.1  # of prompts that have nothing to do with one another
+    assert theirs[0].abs().max() > 0.1  # TRL compares unrelated prompts
 
 
 def test_a_recipe_is_attached_once_by_name_and_options(make_trainer):

@@ -8,7 +8,7 @@ pytestmark = [
     pytest.mark.slow,
     # transformers 5 warns of names that its own Trainer uses.
     pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Ray state API:DeprecationWarning"),  # of verl's imports
+    pytest.mark.filterwarnings("ignore:Ray state API:DeprecationWarning"),  # verl's imports warn
 ]
 MODULES = {"ms_swift": "swift.rlhf_trainers.grpo_trainer", "openrlhf": "deepspeed"}
 LOST = "with 3 micro-batches, micro-batch 0, 1 (from 0) has no gradient"
@@ -24,7 +24,7 @@ def test_a_recipe_in_a_trainer_trains_its_declared_weights_in_any_number_of_micr
     assert len(recipes) == len(getattr(measured, f"OF_{trainer.upper()}"))
     for setting in settings:
         found = setting.measure((1, 3)).xray
-        if setting.name.endswith(f"{measured.DYNAMIC}=True, ds.zero_stage=2"):  # as its page says
+        if setting.name.endswith(f"{measured.DYNAMIC}=True, ds.zero_stage=2"):  # as the trainer's page says
             assert found.verdict.endswith(LOST), found.verdict
             continue
         assert found.verdict == "the weights of the pipeline, in 2 of 2 runs", setting.name

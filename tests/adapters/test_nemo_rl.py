@@ -178,7 +178,7 @@ def test_a_step_waits_for_groups_that_would_be_too_old():
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_dispatch_runs_ahead_by_whole_steps(ahead):
-    """The number of batches that are admitted while the trainer waits, and after it has trained a step."""
+    """Count the batches that are admitted while the trainer waits, and after it has trained a step."""
     buffer = Buffer()
     sampler = DeadlineSampler(buffer, max_staleness_versions=3, steps_ahead=ahead)
     assert sampler.required_buffer_capacity(4) == (max(ahead, 1) + 1) * 4

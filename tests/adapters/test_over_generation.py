@@ -54,7 +54,7 @@ def test_the_first_informative_groups_train_and_each_other_row_has_a_reason(acti
 
 def test_the_advantages_of_what_trains_are_those_without_over_generation():
     batch = batch_of([[0.0, 1.0], [1.0, 1.0], [2.0, 0.0], [0.0, 5.0]])
-    pipeline = load_pipeline("lite_ppo")  # whose scale is of the whole batch
+    pipeline = load_pipeline("lite_ppo")  # its scale is over the whole batch
     whole = advantages_of(pipeline, batch.clone()).advantage
     part = advantages_of(train_first(pipeline, 2), batch.clone())
     rows = part.in_loss.any(1)

@@ -27,7 +27,7 @@ GROUP_SIZE = 4
 
 
 def handed_out(trainer: Any) -> list[Any]:
-    """A list to which the trainer's dataset adds each sample that it gets, with the policy version then."""
+    """A list to which the trainer's dataset adds each sample that it gets, with the policy version."""
     found, own = [], WholeGroups.get
 
     def spy(self: Any, *args: Any, **options: Any) -> Any:
@@ -152,7 +152,7 @@ def test_rollouts_of_several_samples_count_once_and_their_rows_train(make):
 
 @pytest.mark.parametrize("allowed", [None, SimpleNamespace(value=0)], ids=["own worker", "TRL's"])
 def test_rows_that_wait_for_a_further_step_do_not_become_too_old(make, allowed):
-    """A group with six rows of each rollout is enough for six steps of four rows."""
+    """A group of rollouts with six rows each is enough for six steps of four rows."""
     worker = own_worker(lambda answer, random: 0.0)
     options = {"gradient_accumulation_steps": 1, "max_staleness": 3, "weight_sync_steps": 1}
     trainer = attach(make(rollout_worker=worker, **options), scale="none")
@@ -169,7 +169,7 @@ def test_rows_that_wait_for_a_further_step_do_not_become_too_old(make, allowed):
     with suppress(queue.Empty):
         while queued.get(block=False):
             found += 1
-    # Of TRL's own worker a row may be one version older than its group.
+    # With TRL's own worker, a row may be one version older than its group.
     handed_out = 4 * 4 if allowed is None else 4 * 5
     assert found == handed_out
     assert queued.counts == {"came": 24, "handed_out": found, "waiting": 0, "stale": 24 - found}

@@ -36,7 +36,7 @@ def trained(minibatches) -> list[list[int]]:
     data=st.data(),
 )
 def test_an_interruption_anywhere_trains_nothing_again(rows, epochs, remainder, again, saved, data):
-    """An uninterrupted loop over all minibatches, compared with one interrupted after the n-th.
+    """An uninterrupted loop over all minibatches is compared with a loop that is interrupted after the n-th.
 
     The source repeats its last batch, whether or not that was finished, and then gives the other batches.
     """
@@ -157,7 +157,7 @@ def test_the_second_half_trains_repeated_samples_of_a_buffer():
 
 
 def interrupt_on_ranks(rank: int, world: int) -> dict[str, object]:
-    """The rows that a rank trains of two batches, interrupted after each minibatch of the first."""
+    """The rows of two batches that a rank trains, if it is interrupted after each minibatch of the first."""
 
     def shared() -> Pipeline:
         split = ShuffleSplit(minibatches=2, unit="sample", remainder=remainder)

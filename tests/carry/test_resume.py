@@ -237,7 +237,7 @@ def test_a_batch_without_minibatches_is_finished():
 
 
 def test_a_state_inside_two_batches_is_refused():
-    """Two pipelines that share one split would do this, and one of the two batches would be forgotten."""
+    """Two pipelines that share one split would save such a state, and forget one of the two batches."""
     split = ShuffleSplit(minibatches=4)
     first, second = (Pipeline({"split": split, "weight": LossWeight()}) for _ in "ab")
     one = first.minibatches(sixteen())

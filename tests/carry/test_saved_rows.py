@@ -1,4 +1,4 @@
-"""Rows that are saved or sent come back as they were."""
+"""Rows that are saved or sent come back unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of complete groups from a source: how it ends, when it is silent (`reading`), how it resumes."""
+"""Batches of complete groups from a source: the source ends, is silent (`reading`), or resumes."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_environments_in_processes_number_their_own_groups():
 
 
 def test_a_collector_that_drops_the_prompts_of_its_first_reset_is_refused():
-    """Those prompts would be announced and never arrive. An environment that draws by itself is accepted."""
+    """These prompts would be announced without any row. An environment with its own draws is accepted."""
 
     def collector_of(draws) -> LLMCollector:
         rows = (row.set("query", NonTensorStack(*("12" for _ in row["prompt"]))) for row in draws)

@@ -1,4 +1,4 @@
-"""One pipeline object wherever TorchRL takes a transform, on real rollouts."""
+"""One pipeline object works wherever TorchRL takes a transform, on real rollouts."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_a_dead_worker_is_named_by_an_update_of_the_collector_itself(kind):
 @torchrl
 @slow
 def test_a_worker_that_another_signal_ended_is_named_by_an_update():
-    """One of the signals is SIGTERM, by which the collector itself ends workers."""
+    """One of the signals is SIGTERM, with which the collector itself ends workers."""
     with collecting("MultiSyncCollector") as (stream, _):
         stream.procs[0].terminate()
         stream.procs[0].join()
@@ -142,7 +142,7 @@ class Source:
     """A source with a given update, which may wait.
 
     Args:
-        update: what it does.
+        update: the function that an update of the weights calls.
         more: further attributes.
     """
 
@@ -240,7 +240,7 @@ def test_waits_for_worker_processes_are_bounded_where_they_are_known():
 
 @pytest.mark.ray
 def test_an_error_names_its_actor_or_else_the_dead_ones_but_none_if_a_task_raised_it():
-    """Nor if the collector has ended its actors itself, as it does after an error of one."""
+    """It names none either if the collector has ended its actors itself, as after an error of one actor."""
     errors = pytest.importorskip("ray.exceptions", reason="the extra `ray` is not installed")
 
     def actor(name: str, answer: Stored) -> Any:

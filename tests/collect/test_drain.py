@@ -48,7 +48,7 @@ def read(drain) -> list[int]:
 @settings(max_examples=25)
 @given(size=st.integers(1, 6), writes=st.lists(st.one_of(st.none(), st.integers(1, 6)), max_size=20))
 def test_each_row_comes_out_once_in_order_or_is_reported_lost(kind, size, writes):
-    """`writes`: the number of rows, or None for a read."""
+    """`writes` has a number of rows for each write, and None for each read."""
     buffer_class = TensorDictReplayBuffer if kind == "tensor" else ReplayBuffer
     buffer = buffer_class(storage=STORAGES[kind](size))
     drain, written, seen = drained(buffer, wait=1e-6), 0, []

@@ -82,7 +82,7 @@ def test_it_requests_groups_up_to_a_limit():
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_source_may_write_each_batch_into_the_memory_of_the_last(lazy):
-    """Collectors do so. Rows that wait for the next batch keep the values that were read."""
+    """Collectors reuse memory like this. Rows that wait for the next batch keep the values that were read."""
     batches = [batch_of({g: [0.0, 1.0], g + 1: [0.5, 0.25 * g]}) for g in range(0, 8, 2)]
 
     def reusing():
@@ -128,7 +128,7 @@ def test_leftover_groups_wait_for_the_next_batch_also_over_a_restart():
 
 
 def assembled_of(kinds: str) -> tuple[GroupAssembler, Informative]:
-    """An assembler with whole groups, v with rewards that differ and f without; and batches of two groups."""
+    """An assembler with whole groups, and batches of two groups. Rewards of v differ, those of f do not."""
     assembler = GroupAssembler(groups=2, group_size=2)
     for rows in many(kinds):
         rows["next", "done"] = torch.ones(len(rows), 1, dtype=torch.bool)
@@ -137,7 +137,7 @@ def assembled_of(kinds: str) -> tuple[GroupAssembler, Informative]:
 
 
 def test_an_assembler_is_asked_for_at_most_so_many_groups():
-    """For each batch anew."""
+    """The limit holds for each batch."""
     assembler, stream = assembled_of("fffvfv" * 3)
     for first in (0, 6, 12):
         found = stream.take_from(assembler, last=False)["group_id"].tolist()

@@ -115,7 +115,7 @@ def on_ray(cell: Cell, came: Path) -> Carried:
     finally:
         if cell.then == "hangs":
             ray.cancel(writer, force=True)
-        ray.wait([writer], timeout=LONGEST)  # its process serves the next one
+        ray.wait([writer], timeout=LONGEST)  # its process serves the next writer
     return Carried(batches, assembler.counts, assembler.held, count + int(came.read_text()), error)
 
 
@@ -323,7 +323,7 @@ def test_at_most_200_bytes_per_row_go_through_the_assembler(monkeypatch):
 
 
 def test_rows_of_a_dead_writer_are_trained():
-    """The loss of a writer raises, unless `on_lost` lets the others go on."""
+    """The loss of a writer raises an error, unless `on_lost` lets the others continue."""
     assembler, begun = fresh(), [batch_of_lines([Line(90, 90, 0, False)])]
     dead = send.remote(assembler, [*map(ragged, pieces(slice(0, None, 2)) + begun)], then="dies")
     ended = send.remote(assembler, [*map(ragged, pieces(slice(1, None, 2)))])
@@ -388,7 +388,7 @@ def test_a_missing_extra_is_reported(monkeypatch):
 
 
 def test_a_ray_collector_is_a_valid_source():
-    """It yields one worker's batch at a time, which ends in the middle of rollouts; here there is one."""
+    """It yields batches of one worker at a time, which end in the middle of rollouts. Here is one worker."""
 
     def make() -> ReverseEnv:
         sampler = RepeatSampler(1110, group_size=4, prompts_per_batch=4, remainder="drop")
@@ -442,7 +442,7 @@ def test_errors_of_writers_and_counts_of_the_actor_reach_the_trainer():
     assert account.metrics["groups/trained"] == 3
     assert account.ledger.counts()["trained"] == 12
     with pytest.raises(Exception, match=r"end only once.*found again rollout 0"):
-        buffer.extend(collected()[:1])  # of another writer that numbers alike
+        buffer.extend(collected()[:1])  # from another writer, with equal ids
     with pytest.raises(
         Exception, match=r"refused when they were written into the buffer.*found again rollout 0"
     ):
@@ -469,7 +469,7 @@ def test_ranks_that_take_from_one_assembler_train_as_one_process():
     example = importlib.import_module("ray_ranks_grpo")
     ranks = example.main(batches=4)
     pipeline, seen = composed("pipeline=grpo", "pipeline.stages.collapse.reward=sum"), []
-    for parts in zip(*(trained for trained, _ in ranks), strict=True):  # as many steps on each rank
+    for parts in zip(*(trained for trained, _ in ranks), strict=True):  # equal step counts
         parts = [part for part in parts if len(part)]
         seen += [group for part in parts for group in part["group_id"].unique().tolist()]
         together = torch.cat(parts)

@@ -1,4 +1,4 @@
-"""What is dispatched next: as much as there is room for. After a restart, lost groups come first."""
+"""As many groups are dispatched as there is capacity for. After a restart, lost groups come first."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_draw_is_cut_only_if_nothing_is_pending():
 
 
 def test_without_room_nothing_is_drawn_and_with_room_for_one_group_only_this_one():
-    """Though no group is pending: the only one is whole."""
+    """This holds although no group is pending, because the only group is whole."""
     assembler = GroupAssembler(groups=1, group_size=1, steps_ahead=0)
     draws = paced(iter([TensorDict({"group_id": [0, 1]}, [2])]), assembler, patience=0.01)
     assert next(draws)["group_id"].tolist() == [0]

@@ -1,4 +1,4 @@
-"""The actor of an assembler on Ray, without Ray's processes: what it hands out, and when again."""
+"""The actor of an assembler on Ray, without Ray's processes: what it hands out, and what it repeats."""
 
 from __future__ import annotations
 

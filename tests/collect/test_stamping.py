@@ -175,7 +175,7 @@ def test_an_environment_of_a_creator_continues_its_numbers():
 
 
 def groups_of(batches) -> list[dict[int, set]]:
-    """By batch, the rollouts of each group; every batch passes a strict gate."""
+    """For each batch, the rollouts of each group. Every batch passes a strict gate."""
     found = []
     for batch in batches:
         CompletenessGate()(batch)

@@ -226,7 +226,7 @@ def wire_of(patch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_at_most_200_bytes_per_row_reach_the_decider_for_any_number_of_tokens(name):
-    """All messages count: reads, polls, steps and clears; pieces of 32 rows, two ranks."""
+    """All messages count: reads, polls, steps and clears. There are pieces of 32 rows, and two ranks."""
     pipeline, assembler, sizes, rows = composed(*GRPO), GroupAssembler(groups=32), [], 0
     source = RolloutQueue(name, producers=1, decided_by=[assembler, pipeline])
     put_groups(RolloutQueue(name, decided_by=[assembler, pipeline]), groups=64, tokens=4096)

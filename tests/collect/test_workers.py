@@ -121,7 +121,7 @@ class Counting:
 
 
 def take_groups(stream, count: int, then=lambda batch: None) -> list[TensorDictBase]:
-    """Take batches until they have `count` groups: nothing says how long workers take for them."""
+    """Take batches until they have `count` groups, however long the workers take."""
     batches: list[TensorDictBase] = []
     for batch in stream:
         batches.append(batch)

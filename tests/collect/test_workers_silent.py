@@ -48,7 +48,7 @@ def close(source) -> None:
 
 
 def check_rollouts(batch) -> None:
-    """All rows of each rollout are there: rollout n of a worker has 1 + n mod 3."""
+    """Check that each rollout has all its rows: rollout n of a worker has 1 + n mod 3 rows."""
     numbers = {}
     for rollout, number, dispatched in zip(
         *(batch[key].flatten().tolist() for key in ("rollout_id", "number")),

@@ -74,7 +74,7 @@ def test_recipes_have_every_option_of_the_pipeline_at_its_default():
 
 
 def test_each_recipe_says_its_order():
-    """So a stage that the order lacks is refused, and `after` cannot move a stage of the recipe."""
+    """So a stage that is not in the order is refused, and `after` cannot move a stage of the recipe."""
     for name in NAMES:
         node = configure("load", f"pipeline={name}").pipeline
         assert {stage for stage, own in node.stages.items() if own} <= set(node.order), name

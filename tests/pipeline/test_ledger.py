@@ -35,7 +35,7 @@ def batch_for(recipe: str, start: int = 0):
     groups = np.repeat(np.arange(12), [3, 2, 4, 2, 3, 4, 2, 2, 3, 4, 2, 3])
     rewards = rng.integers(0, 3, len(groups)).astype(float)
     rewards[groups == 4] = 1.0
-    rewards /= 2  # shares, as some recipes need them
+    rewards /= 2  # in [0, 1], as some recipes need them
     batch = batch_of(rewards.tolist(), (groups + start).tolist(), tokens=5)
     batch["rollout_id"] += 100 * start
     batch["expected_rollouts"] = torch.tensor([int((groups == g).sum()) for g in groups])

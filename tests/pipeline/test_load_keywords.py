@@ -233,7 +233,7 @@ IN_ORDER = f"pipeline.order=[{','.join(ORDER)}]"
     ],
 )
 def test_a_bare_stage_is_the_usual_one(overrides, options):
-    """GDPO has no filter. A bare one is that of grpo, which judges the rewards that are compared."""
+    """GDPO has no filter. A filter without options is grpo's, and judges the rewards that are compared."""
     found = load_pipeline("gdpo", *overrides, **options)
     assert list(found.stages) == ORDER
     assert repr(found.stages["filter"]) == "SampleFilter(criterion=RewardsVary(several='decoupled'))"

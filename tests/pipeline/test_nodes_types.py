@@ -74,7 +74,7 @@ def test_an_unresolved_annotation_is_any():
 
 
 def test_every_option_takes_its_type_or_raises_by_name_without_python_terms():
-    """Each option of each class in a recipe."""
+    """Each option of each class of a recipe is tried."""
     tried, refused = set(), 0
     for recipe in CHAINS:
         config = compose_config("load", f"pipeline={recipe}")
@@ -103,7 +103,7 @@ def test_every_option_takes_its_type_or_raises_by_name_without_python_terms():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_setting_without_a_target_has_a_type_and_refuses_others_by_name(task):
-    """Its default has this type."""
+    """The default of each setting has this type."""
     config = compose_config("config", f"task={task}")
     check_types(config)
     settings = settings_of(config)

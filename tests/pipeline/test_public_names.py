@@ -244,7 +244,7 @@ def test_each_answer_to_a_guess_names_what_there_is():
 
 
 def test_each_guess_of_the_file_is_answered_by_its_line():
-    """No earlier rule, such as the name of a recipe, answers in its place."""
+    """No earlier rule, such as the rule for recipe names, answers instead."""
     for line in (FOLDER / "pipeline" / "guesses.txt").read_text().splitlines()[1:]:
         guesses, _, answer = line.partition(": ")
         assert {guess for guess in guesses.split() if answer not in hint(guess)} == set(), line

@@ -28,7 +28,7 @@ def test_any_callable_is_a_stage_and_its_dropped_rows_are_recorded(make_batch):
 
 
 class Quiet(BatchTransform):
-    """Drops a row and gives no verdict."""
+    """A stage that drops a row, and names no reason."""
 
     def apply(self, batch):
         return batch[1:]

@@ -51,7 +51,7 @@ def test_a_copy_says_so_until_it_runs_a_batch(copied):
     assert other.metrics == pipeline.metrics
     with pytest.raises(BatchError):
         other(batch.exclude("group_id"))
-    assert other.ledger is None  # after a batch that was refused
+    assert other.ledger is None  # the batch was refused
 
 
 # -- in a buffer that several processes write ---------------------------------------------------------------
@@ -110,7 +110,7 @@ def extend(buffer: ReplayBuffer, batch, answers=None) -> str:
 
 
 def elsewhere(function, *args) -> str:
-    """The result of a function in its own process."""
+    """Run a function in its own process, and return the result."""
     context = process_context()
     answers = context.Queue()
     process = context.Process(target=function, args=(*args, answers))

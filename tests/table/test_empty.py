@@ -57,7 +57,7 @@ def advantages(pipeline, batch):
 
 
 def by_hand(batch):
-    """A = R - mean(R of the group's rollouts that have a token in the loss), row by row; 0 without one."""
+    """Row by row, R − the mean R of the group's rollouts with a token in the loss; 0 for other rollouts."""
     rollouts, groups = batch["rollout_id"].tolist(), batch["group_id"].tolist()
     rewards = batch["next", "reward"].tolist()
     trains = (batch[MASK] & batch[LOG_PROBS].isfinite()).any(1).tolist()
@@ -74,7 +74,7 @@ def by_hand(batch):
 
 
 def test_an_empty_rollout_of_four_leaves_a_mean_over_three():
-    """The numbers requested in NVIDIA-NeMo/RL #3467."""
+    """These are the numbers that NVIDIA-NeMo/RL #3467 asks for."""
     batch = rows_of([1.0, 1, 0, 0], [2, 0, 2, 2])
     assert advantages(Pipeline(stages()), batch) == [0.667, 0.0, -0.333, -0.333]
     assert advantages(Pipeline(stages(empty="count")), batch) == [0.5, 0.5, -0.5, -0.5]
@@ -116,7 +116,7 @@ def test_every_statistic_excludes_empty_rollouts_as_a_loop_does():
 
 
 def test_a_group_is_judged_without_empty_rollouts():
-    """Rewards 9, 1, 1 and 1: the first is empty, and the counted ones are equal (as in SkyRL)."""
+    """The rewards are 9, 1, 1 and 1. The first rollout is empty, so counted rewards are equal, as in SkyRL."""
     chain = stages() | {"filter": SampleFilter(criterion=RewardsVary(), action="drop")}
     order = ["gate", "collapse", "filter", "advantage"]
     assert len(Pipeline(chain, order=order)(rows_of([9.0, 1, 1, 1], [0, 2, 2, 2]))) == 0
@@ -180,10 +180,10 @@ def test_the_reward_of_an_empty_rollout_changes_no_number():
 
 @pytest.mark.slow
 def test_stages_alone_exclude_empty_rollouts_as_a_pipeline_does():
-    """Stages of recipes without a gate do so, too, even if a stage masks all tokens of a rollout later."""
+    """Stages of recipes without a gate do so, too, even if a later stage masks all of a rollout."""
     for recipe in ADVANTAGES:
         if recipe.startswith("as/"):
-            continue  # they set `empty` for the whole pipeline
+            continue  # these set `empty` for the whole pipeline
         batch = collected("uniform", recipe)
         rollouts = batch["rollout_id"].unique()
         batch[MASK][torch.isin(batch["rollout_id"], rollouts[[1, 5]])] = False
@@ -212,7 +212,7 @@ def test_stages_alone_follow_the_gate_about_empty_rollouts(empty):
 
 @pytest.mark.parametrize("recipe", ["trl", "verl", "skyrl", "prime_rl", "slime", "tinker"])
 def test_conventions_that_count_empty_rollouts_do(recipe):
-    """TRL's mask_truncated_completions and the advantages of verl, SkyRL and prime-rl compare all rewards."""
+    """These are TRL's mask_truncated_completions and the advantages of verl, SkyRL and prime-rl."""
     pipeline = pipeline_of(f"as/{recipe}", gate={"group_size": 4})
     found = []
     for reward in (0.0, 1.0):

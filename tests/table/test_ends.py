@@ -1,4 +1,4 @@
-"""An unfinished rollout makes its group incomplete, and one that ends twice is refused."""
+"""An unfinished rollout makes its group incomplete. A rollout that ends twice is refused."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_ends_are_bool_columns(make_batch):
 
 
 def test_a_collapse_checks_ends_only_without_a_gate(make_batch):
-    """The gate knows the segment numbers, or its options say not to check."""
+    """A gate knows the segment numbers, or its options say that ends are not checked."""
     batch = ended(make_batch, [7, 7, 8], [True, True, True], segment=[0, 1, 0])
     for options in ({"segment_key": "segment"}, {"done_key": None}):
         gate = CompletenessGate(group_size=2, **options)
@@ -112,7 +112,7 @@ def test_a_collapse_checks_ends_only_without_a_gate(make_batch):
 
 @pytest.mark.parametrize("file_format", ["parquet", "jsonl"])
 def test_unfinished_rollouts_stay_unfinished_in_a_dump(make_batch, tmp_path, file_format):
-    """A dump has no ends; a rollout unfinished when written is absent in a replay."""
+    """A dump has no ends. A rollout that was unfinished when it was written is absent in a replay."""
     batch = ended(make_batch, [0, 1, 2, 3], [True, False, True, True], [0, 0, 1, 1])
     pipeline = Pipeline({"gate": CompletenessGate(group_size=2, on_incomplete="drop")})
     report = make_report(pipeline.run(batch))
@@ -144,7 +144,7 @@ def test_all_expected_segments_must_end(make_batch):
 
 
 def says(rows) -> bool | None:
-    """Whether a rollout with rows (done, begins, segment, expected) is finished. None: it is refused."""
+    """Whether a rollout with rows (done, begins, segment, expected) is finished; None: it is refused."""
     with_begins, by_segment, expected = rows[0][1] is not None, rows[0][2] is not None, rows[0][3]
     ends = sum(done for done, *_ in rows)
     begun = sum(begins for _, begins, *_ in rows) if with_begins else ends
@@ -263,7 +263,7 @@ def test_batches_that_end_inside_rollouts_train_no_wrong_reward():
 @pytest.mark.parametrize(
     ("rows", "options", "verdict"),
     [  # (done, begins, segment) of each row, from the agents of one rollout
-        ({"done": [0, 1, 1], "init": [1, 0, 0]}, {"expected": 2}, 3),  # the first rows of one are missing
+        ({"done": [0, 1, 1], "init": [1, 0, 0]}, {"expected": 2}, 3),  # one agent's first rows are missing
         ({"done": [0, 0, 0, 1], "init": [1, 0, 1, 0]}, {"segment": [0, 0, 1, 1]}, 3),  # one agent still runs
         ({"done": [0, 0, 1], "init": [0, 1, 0]}, {}, 3),  # the rollout begins in its middle
         ({"done": [0, 0, 1, 1], "init": [1, 1, 0, 0]}, {"expected": 2}, 0),  # both complete, interleaved

@@ -1,4 +1,4 @@
-"""Text ids count as numbers do and are named by their text."""
+"""Text ids count as numbers do, and errors name their text."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def as_numbers(batch: TensorDict) -> TensorDict:
 @pytest.mark.slow
 @every
 def test_text_ids_are_counted_as_numbers(name):
-    if name == "by-column":  # its entries are the ids themselves, here numbers
+    if name == "by-column":  # entries are ids, here numbers
         return
     for made in (lambda batch: batch, lambda batch: lazy_stack(list(batch.unbind(0)))):
         text = made(as_text(rows()))

@@ -41,7 +41,7 @@ def test_an_error_keeps_its_facts_when_it_is_sent_to_another_process(make_batch)
 
 
 def test_no_text_of_the_package_doubles_its_braces():
-    """Braces are single in a text that is formatted. Only the source of an f-string doubles them."""
+    """A text that is formatted has single braces. Only the source of an f-string doubles them."""
     for folder in ("transforms", "pipeline", "adapters"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             tree = ast.parse(path.read_text())
@@ -96,7 +96,7 @@ def test_a_field_that_is_not_among_the_facts_is_refused_where_the_error_is_made(
 
 
 class Odd:
-    """A criterion that does not return bools, and whose repr has braces."""
+    """The criterion does not return bools, and its repr has braces."""
 
     def __init__(self, text):
         self.text = text

@@ -1,4 +1,4 @@
-"""With ``masked_log_prob=keep`` the documented loss is finite in any user's loss."""
+"""Under ``masked_log_prob=keep``, any loss that is written as the page says is finite."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def high_entropy(batch: TensorDict) -> torch.Tensor:
 def seven_rows(seed: int) -> TensorDict:
     """Rows for two filters, of which one removes a row and the other some tokens.
 
-    Tokens out of the loss, and one in the mask, have numbers without a meaning: NaN and −inf.
+    Tokens out of the loss, and one token in the mask, have meaningless numbers: NaN and −inf.
     """
     batch = batch_of([1.0, 3.0, 9.0, 2.0, 4.0, 4.5, 0.0], [0, 0, 0, 1, 1, 1, 1], tokens=5)
     generator = torch.Generator().manual_seed(seed)

@@ -126,7 +126,7 @@ def test_no_grad_and_inference_mode_have_the_same_metrics(expected):
 
 
 def test_rows_masked_later_change_no_metric():
-    """Some rows are masked earlier. A metric keeps the rows that are in the loss when it is defined."""
+    """Some rows are masked earlier. A metric covers the rows that are in the loss when it is defined."""
     batch = two_policies(8, 6, spread=3.0)
     batch["headrace", "in_loss"] = torch.arange(8) != 5
     before = Pipeline({"weigh": RolloutCorrection()}).run(batch).metrics
@@ -161,7 +161,7 @@ def test_row_order_changes_no_bit_of_divergences_and_padding_only_rounding(data)
         here, there, elsewhere = (alone(stage, each) for each in (batch, batch[order], padded[order]))
         assert here.metrics == there.metrics
         assert elsewhere.metrics == pytest.approx(here.metrics, rel=1e-12, abs=1e-12)
-        for key in ("advantage", "importance_weight", MASK):  # and no bit of what is trained
+        for key in ("advantage", "importance_weight", MASK):  # nor a bit of trained columns
             if here.batch.get(key) is not None:
                 trained = elsewhere.batch[key]
                 trained = trained[:, left : left + tokens] if trained.shape[1] > 1 else trained

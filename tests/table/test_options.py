@@ -64,7 +64,7 @@ def numeric_options():
 
 
 def call(thing, **given):
-    """Call it with placeholders for its other arguments, which it must not read before the numbers."""
+    """Call a function or class with placeholders for its other arguments. It must check the numbers first."""
     first, needed = [], {}
     for name, parameter in inspect.signature(thing).parameters.items():
         named = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
@@ -143,7 +143,7 @@ def test_options_of_a_user_stage_are_checked():
         ClipReward()
 
 
-# Options that have an effect only with others: a value, options with which it has none, and options with
+# Options that need others to have an effect: a value, options without which it has none, and options with
 # which it has one. Each is accepted at its default, whatever else is set.
 ONLY_WITH = {
     (RolloutCorrection, "bound"): ("zero", {"high": None}, {"high": None, "low": 0.5}),
@@ -308,7 +308,7 @@ def test_one_override_that_disables_an_option_composes():
 
 
 def test_an_option_is_fixed_at_construction(make_batch):
-    """Values that follow from an option, such as the columns to read, are computed once."""
+    """Values that are computed from an option, such as the columns to read, are computed once."""
     batch = make_batch([1.0, 2.0], [0, 0], [0, 1])
     stage, criterion = GroupRelativeAdvantage(eps=1e-4), Diverged(high=2.0)
     pipeline = load_pipeline("grpo")

@@ -82,7 +82,7 @@ def only_good(batch):
 
 
 def numbers_by_loop(kind, rollouts, rewards, turns, pays) -> list[float]:
-    """By row, the number that follows from the places of all rows of its rollout, dropped ones included."""
+    """For each row, the number that follows from the indices of all rows in its rollout, dropped or not."""
     found = []
     for rollout, turn in zip(rollouts, turns, strict=True):
         later = [j for j, other in enumerate(rollouts) if other == rollout and turns[j] >= turn]
@@ -128,7 +128,7 @@ def test_a_dropped_row_keeps_its_index_or_the_batch_is_refused(segments, kind, b
 
 @pytest.mark.parametrize("kind", PLACED)
 def test_stages_that_use_row_indices_refuse_missing_rows(kind):
-    """A single stage or a foreign one dropped or merged them before. Whole rollouts are accepted."""
+    """A stage outside of the pipeline dropped or merged rows before. Whole rollouts are accepted."""
     batch = segments_of([4, 4, 4, 7, 8], [0.0, 0.0, 8.0, 1.0, 2.0], [False, True, False, True, False])
     drop = SampleFilter(criterion=good, unit="sample", action="drop")
     stage = PLACED[kind]()
@@ -354,13 +354,13 @@ def test_a_padding_token_in_the_loss_is_refused_with_its_row(rows):
         return
     with pytest.raises(BatchError, match="tokens in the loss must be real") as refused:
         MergeTurns()(batch)
-    assert list(map(int, re.findall(r"row (\d+)", str(refused.value)))) == wrong[:8]  # and so many more
+    assert list(map(int, re.findall(r"row (\d+)", str(refused.value)))) == wrong[:8]  # others: a count
     with pytest.raises(BatchError):
         pack(batch)
     batch["group_id"], batch["next", "reward"] = batch["rollout_id"], torch.ones(len(rows))
     with pytest.raises(BatchError, match="tokens in the loss must be real") as refused:
         TreeAdvantage()(batch)
-    assert list(map(int, re.findall(r"row (\d+)", str(refused.value)))) == wrong[:8]  # and so many more
+    assert list(map(int, re.findall(r"row (\d+)", str(refused.value)))) == wrong[:8]  # others: a count
     batch[IN_LOSS] = ~(loss & ~real).any(1)  # rows out of the loss do not train
     TreeAdvantage()(batch)
 

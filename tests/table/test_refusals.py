@@ -1,4 +1,4 @@
-"""To refuse a batch costs no more than a few times what it costs to accept one of that size."""
+"""Refusing a batch costs at most a few times as much as accepting a batch of that size."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[int], dict[str, Any]]]] = 
 
 
 class Numbers(TorchDispatchMode):
-    """Counts the numbers that operators return."""
+    """A mode that counts the numbers that operators return."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -61,10 +61,10 @@ def test_the_reward_is_the_weighted_sum_of_the_present_ones(rewards, weights):
 
 
 def test_several_rewards_train_as_their_weighted_sum(make_batch, recipes):
-    """In every recipe, they are filtered, shaped and compared as their sum is."""
+    """In every recipe, several rewards are filtered, shaped and compared like their sum."""
     for name in (name for name in recipes if name not in ("gdpo", "gigpo")):  # need a single reward
         batch = columns_for(name, ragged_batch(make_batch, "grid", 3, lone=name not in NO_LONE))
-        reward = batch["next", "reward"].view(-1).abs() / 2  # 1.5 times this must be a share
+        reward = batch["next", "reward"].view(-1).abs() / 2  # 1.5 times this must be in [0, 1]
         batch["next", "reward"] = torch.stack([reward, reward.flip(0)], -1)
         with of(name):
             found = run(name, batch, collapse={"columns": 2, "weights": [1, 0.5]})
@@ -74,7 +74,7 @@ def test_several_rewards_train_as_their_weighted_sum(make_batch, recipes):
 
 @pytest.mark.parametrize("several", ["sum", "decoupled"])
 def test_metric_and_report_have_the_trained_reward(make_batch, several):
-    """Rewards (1, 1) and (0, 1) with weights 0.2 and 0.6 sum to 0.8 and 0.6; one is solved at 0.7."""
+    """Rewards (1, 1) and (0, 1) with weights 0.2 and 0.6 sum to 0.8 and 0.6. From 0.7 on a row is solved."""
     batch = table(make_batch, [[1.0, 1.0], [0.0, 1.0]])
     pipeline = Pipeline(
         {
@@ -130,7 +130,7 @@ def test_a_group_with_equal_compared_rewards_has_zero_variance(make_batch, sever
 
 
 def test_a_trl_table_of_two_rewards_is_read(tmp_path):
-    """Rewards 3 and 0, divided by 3/√2 + 1e-4."""
+    """The rewards are 3 and 0, and their deviations are divided by 3/√2 + 1e-4."""
     trl_dump(tmp_path / "completions_00004.parquet", length=[2.0, None])
     ((_, batch),) = open_dump(tmp_path, group_by="prompt", group_size=2)
     out = pipeline_of("as/trl", collapse={"columns": 2})(batch)
@@ -179,7 +179,7 @@ def test_whitening_excludes_rollouts_without_a_reward(make_batch, seed):
 
 
 def test_a_rollout_without_a_reward_changes_no_other_and_has_advantage_0(make_batch, recipes):
-    """Except for the recipes of steps, whose returns need each reward."""
+    """The exceptions are recipes of steps, whose returns need each reward."""
     for name in (name for name in recipes if name not in ("gigpo", "ppo")):
         batch = columns_for(name, ragged_batch(make_batch, "grid", 5, lone=name not in NO_LONE))
         batch["next", "reward"] = batch["next", "reward"].abs()

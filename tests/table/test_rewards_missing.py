@@ -32,7 +32,7 @@ MASK = ("masks", "all_assistant_mask")
 
 
 def lacking(make_batch, name: str) -> TensorDict:
-    """Groups of rollouts, and rollouts of two rows without a reward, which copy a third of the rows."""
+    """Groups of rollouts. A third of the rows is copied to rollouts of two rows without a reward."""
     batch = columns_for(name, ragged_batch(make_batch, "grid", 5, lone=name not in NO_LONE))
     batch["next", "reward"] = batch["next", "reward"].abs()
     more = torch.cat([batch[::3].clone()] * 2)
@@ -46,7 +46,7 @@ def lacking(make_batch, name: str) -> TensorDict:
 
 
 def test_a_masked_rollout_leaves_as_if_finite_excluded_it(make_batch, recipes):
-    """Compares advantages, weights and masks of every recipe bit by bit."""
+    """Advantages, weights and masks of every recipe are compared bit by bit."""
     for name in recipes:
         batch = lacking(make_batch, name)
         plain = pipeline_of(name)
@@ -98,7 +98,7 @@ def test_rows_that_are_turns_may_lack_a_reward(make_batch):
 
 @pytest.mark.parametrize("several", ["sum", "decoupled"])
 def test_only_a_rollout_that_lacks_all_its_rewards_is_masked(make_batch, several):
-    """The sums are 1, 2 and 3; the third lacks a reward. Alone, the rewards are 1, 2 and 0, 0."""
+    """The sums are 1, 2 and 3; the third rollout lacks a reward. Each by itself, they are 1, 2 and 0, 0."""
     batch = make_batch([0.0] * 4, [0] * 4)
     batch["next", "reward"] = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, NAN], [NAN, NAN]])
     collapse = FanOutCollapse(columns=2, missing="mask")

@@ -103,7 +103,7 @@ def test_writing_to_some_rows_leaves_the_others_unchanged(values):
 
 
 def reading(base, read, columns=(), **declared):
-    """A stage, shaping or criterion of one's own that reads a column, and what it declares."""
+    """A user's own stage, shaping or criterion that reads a column, and the columns that it declares."""
 
     class Mine(base, columns=columns):
         def __init__(self, **names):
@@ -153,7 +153,7 @@ def test_a_column_is_read_once_it_is_declared_as_the_error_says(base, read, decl
 
 
 class Keeps:
-    """A criterion of no base class."""
+    """A criterion without a base class."""
 
     def decide(self, rows):
         return rows["reward"] > 0

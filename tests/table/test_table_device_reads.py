@@ -1,4 +1,4 @@
-"""How often a batch on an accelerator is read, and that its numbers equal those on the CPU."""
+"""A batch on an accelerator is read as seldom as documented, and its numbers equal those on the CPU."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from headrace.transforms.table.tokens import finite_inside, nan_inside, plain_su
 
 
 def loss_tokens(batch: TensorDict, mask, log_prob) -> torch.Tensor:
-    """The number of tokens in the loss of each row, by the table."""
+    """The number of tokens in the loss of each row, as the table counts them."""
     rows = Rows.read(batch).seen_by(LossWeight(loss_mask_key=mask, log_prob_key=log_prob))
     return rows.count("loss_mask", finite=True)
 
@@ -125,7 +125,7 @@ def row_of(prompt: int, response: int) -> TensorDict:
 
 
 def scored(form: str) -> TensorDict:
-    """Prompts of 1 and 3 tokens, responses of 2 and 1, as laid out by TorchRL's wrappers; all are scored."""
+    """Prompts of 1 and 3 tokens and responses of 2 and 1, as TorchRL's wrappers lay them out; all scored."""
     if form == "ragged":
         return lazy_stack([row_of(1, 2), row_of(3, 1)])
     attention = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]]).bool()  # padding before and after
@@ -177,7 +177,7 @@ def test_an_optimiser_step_needs_a_token_in_the_loss():
 @forms
 @pytest.mark.parametrize("masked", [False, True])
 def test_weights_report_and_ledger_count_the_same_tokens(form, masked):
-    """The first row has a token whose log-probability is not finite, and the second has no other."""
+    """The first row has a token whose log-probability is not finite. The second row has only such tokens."""
     batch = scored(form)
     batch[0].get(LOG_PROB)[-1] = float("nan")
     batch[1].get(LOG_PROB)[3] = float("nan")

@@ -16,7 +16,7 @@ import headrace
 
 pytestmark = pytest.mark.slow  # each starts processes that import torch
 
-# The beginning of a program in which TorchRL cannot be imported, as beside a tensordict that it does not fit.
+# The beginning of a program in which TorchRL cannot be imported, for example because of another tensordict.
 WITHOUT = """
 import sys
 
@@ -128,7 +128,7 @@ def test_a_training_without_torchrl_is_one_sentence(tmp_path):
 
 
 def test_plain_columns_and_adapters_need_neither_rich_nor_pyarrow(saved):
-    """They do not import them even if they are installed."""
+    """They do not import rich and pyarrow even if these are installed."""
     program = (
         "from headrace import decide\n"
         "import headrace.adapters\n"

@@ -58,7 +58,7 @@ def close(found, expected):
 
 
 def test_random_batches_are_as_a_loop_has_them():
-    """Tries 300 batches with fan-out, exclusions, several or missing rewards, and every kind of baseline."""
+    """The 300 batches have fan-out, exclusions, several or missing rewards, and every kind of baseline."""
     voted = 0
     for seed in range(300):
         batch = voting.drawn(seed)
@@ -104,7 +104,7 @@ def test_ranks_that_share_a_batch_have_the_votes_of_all(world, tmp_path):
 
 
 def test_it_counts_for_completeness_for_the_filter_and_in_the_baseline():
-    """Rewards of 1, 1, and 4 for the voter: a complete group with different rewards and the mean 2."""
+    """The rewards are 1, 1, and 4 for the voter. The group is complete, rewards differ, the mean is 2."""
     run = Pipeline(stages()).run(rows_of([1.0, 1.0, 4.0], [False, False, True]))
     assert run.batch["advantage"].flatten().tolist() == [-1.0, -1.0]
     assert run.batch["loss_weight"].tolist() == [0.25, 0.25]  # four tokens are in the loss

@@ -16,7 +16,7 @@ PROMPTS, EPOCHS = 12, 3
 
 
 class Killed(BaseException):
-    """The process ends here and loses its memory."""
+    """Raised where the process ends and loses its memory."""
 
 
 class Weights:

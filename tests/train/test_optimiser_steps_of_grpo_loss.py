@@ -66,7 +66,7 @@ class Noted:
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_grpo_loss_reads_of_a_distribution_what_the_page_says(scene, entropy):
-    """docs/losses.md names log_prob and mask, and for the default options an entropy or samples for it."""
+    """docs/losses.md names log_prob and mask; for the default options also an entropy, or samples for it."""
     policy, batch = scene
     read, distribution = set[str](), policy.get_dist
     policy.get_dist = lambda rows, logits_key: Noted(distribution(rows), read)
@@ -86,7 +86,7 @@ def test_masked_rows_have_no_gradient_and_are_not_in_the_denominator(scene):
 
 
 def test_masked_rows_leave_a_loss_without_a_loss_mask(scene):
-    """With another mask than ours, as the strategy `sft` has, NaN log-probabilities mask the rows."""
+    """If the loss uses another mask, as under the strategy `sft`, NaN log-probabilities mask the rows."""
     policy, batch = scene
     masked = SampleFilter(criterion=halve, loss_mask_key=("masks", "absent"))(batch)
     assert torch.equal(masked["masks", "all_assistant_mask"], batch["masks", "all_assistant_mask"])
@@ -183,7 +183,7 @@ def test_token_terms_sum_to_the_loss(scene):
 
 
 def test_each_term_of_grpo_loss_may_have_a_mean_of_its_own(scene):
-    """The policy gradient has a mean over tokens and the KL one over rows, in one or three micro-batches."""
+    """The policy term is a mean over tokens, the KL term a mean over rows, in one or three micro-batches."""
     policy, batch = scene
     batch["next", "ref_log_probs", "full"] = batch["log_probs", "full"] - 0.1
     loss = TokenGRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, kl_to_ref_coeff=0.3)

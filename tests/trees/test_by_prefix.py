@@ -23,7 +23,7 @@ WORDS = ("tokens", "full")
 
 
 def stated(paths, groups, rewards, *, baseline):
-    """For each token of each rollout: V of its node minus V of the node that this one forks from.
+    """For each token of each rollout: V of its node, minus V of the node from which that node forks.
 
     A node is a prefix. The node of a token is the longest prefix that the same rollouts share; it forks from
     the prefix before its first token.
@@ -80,7 +80,7 @@ OPTIONS = st.fixed_dictionaries({"baseline": st.sampled_from(["mean", "leave_one
 
 
 def dense(paths, width, side):
-    """(N, T) the tokens and a mask of them, with padding on one side or anywhere."""
+    """The tokens, (N, T), and their mask, with padding on one side or anywhere."""
     tokens = torch.full((len(paths), width), 9)
     real = torch.zeros(len(paths), width, dtype=torch.bool)
     for row, path in enumerate(paths):
@@ -205,7 +205,7 @@ def test_later_rows_of_a_rollout_are_their_own_branch():
     for order in ([0, 1, 2, 3], [1, 0, 3, 2]):
         out = TreeAdvantage()(lazy_stack([rows[i] for i in order])).get("advantage", as_list=True)
         found = {i: credit.flatten().tolist() for i, credit in zip(order, out, strict=True)}
-        # the mean of all is 3, and that of 10 and 11 is 3; 10 alone has 1, so −2
+        # The mean of all is 3, and the mean of 10 and 11 is 3. Rollout 10 alone has 1, so −2.
         assert found == {0: [0, 0], 1: [0, 0], 2: [0, 0], 3: [-2, -2]}
 
 
@@ -244,7 +244,7 @@ class DropsFirst(BatchTransform):
 
 
 def test_a_fork_of_a_rollout_whose_first_row_has_left_is_refused():
-    """Its tokens begin in the row that has left. The second row is out of the statistics."""
+    """The fork's tokens begin in the row that has left. The second row is out of the statistics."""
     batch = leaves([[1], [1, 2], [1, 3]], [0] * 3, [1.0, 1.0, 5.0], parent_id=[-1, -1, 10])
     batch["rollout_id"] = torch.tensor([10, 10, 11])
     batch[COUNTED] = torch.tensor([True, False, True])

@@ -81,7 +81,7 @@ NUMBERS = st.sampled_from([-(2**63) + 1, -256, -1, 0, 1, 255, 256, 2**40, 2**63 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.lists(NUMBERS, max_size=4)), max_size=8))
 def test_rows_are_sorted_as_lists_and_share_what_a_loop_counts(rows):
-    """This holds for any numbers: each byte and the sign count, and nothing is hashed."""
+    """This holds for any numbers: each byte and the sign are compared, and nothing is hashed."""
     labels = torch.full((len(rows), 5), END)
     for number, (_, row) in enumerate(rows):
         labels[number, : len(row)] = torch.tensor(row, dtype=torch.int64)
@@ -120,7 +120,7 @@ def test_a_tree_above_the_budget_is_split_where_the_next_row_does_not_fit(rows, 
 
 @given(st.lists(ROW_OF, min_size=1, max_size=8), st.sampled_from(["tokens", "attention"]))
 def test_a_tree_costs_the_sum_over_its_nodes(rows, balance):
-    """Under attention, a token costs the tokens it attends to: 2 · depth + 1."""
+    """Under attention, a token costs as much as the tokens that it attends to: 2 · depth + 1."""
     lengths, number = torch.tensor([len(row) for row in rows]), torch.tensor([row[0] for row in rows])
     tree, common = forest_of(rows).pieces(torch.arange(len(rows)), None)
     assert (tree[:, None] == tree).equal(number[:, None] == number)
@@ -137,7 +137,7 @@ def test_a_tree_costs_the_sum_over_its_nodes(rows, balance):
 
 @given(st.integers(0, 2**32))
 def test_shared_tokens_of_any_rows_equal_those_of_a_loop(seed):
-    """A row may be repeated, like a row that pads a micro-batch."""
+    """A row may occur twice, like a row that pads a micro-batch."""
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(3, (1 + i % 9,), generator=generator).tolist() for i in range(40)]
     chosen = torch.randint(40, (25,), generator=generator)

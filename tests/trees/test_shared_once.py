@@ -72,7 +72,7 @@ def forked(seed: int, layout: str = "left", *, rollouts: int = 3, odd: bool = Tr
 
 
 def trained_by_loop(batch: TensorDict, once: bool) -> list[list[tuple]]:
-    """By row, the paths of the tokens that train. With `once`, without paths of an earlier row."""
+    """For each row, the paths of the tokens that train. With `once`, paths of earlier rows are left out."""
     seen: set[tuple] = set()
     found = []
     for number in range(len(batch)):
@@ -92,7 +92,7 @@ def trained_by_loop(batch: TensorDict, once: bool) -> list[list[tuple]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_sampled_prefix_of_a_rollout_trains_exactly_once(layout):
-    """It trains in the first row that has it in the loss, in 100 random batches."""
+    """In 100 random batches, it trains in the first row that has it in the loss."""
     shared = 0
     for seed in range(100):
         batch = forked(seed, layout)
@@ -120,7 +120,7 @@ def test_each_sampled_prefix_of_a_rollout_trains_exactly_once(layout):
 
 
 def test_the_rows_of_the_docs():
-    """3 4 5 6 and 3 4 7 8: the second row keeps 7 and 8. Another rollout keeps all."""
+    """Of rows 3 4 5 6 and 3 4 7 8, the second keeps 7 and 8. Another rollout keeps all tokens."""
     batch = dense([[3, 4, 5, 6], [3, 4, 7, 8], [3, 4, 9, 9]])
     batch[LOSS] = batch[ATTENTION].clone()
     batch["rollout_id"] = torch.tensor([5, 5, 6])
