@@ -21,7 +21,7 @@ from headrace.pipeline import RepeatSampler, load_pipeline, optimise
 from headrace.transforms import split_minibatches
 
 
-def make_tokenizer():  # padding has a token of its own: wrappers take it out wherever it stands
+def make_tokenizer():  # padding has a token of its own, because wrappers remove this token everywhere
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate("_$=0123456789")}))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="_", eos_token="$")
@@ -35,7 +35,7 @@ def make_model(tokenizer, seed):
 
 
 class PositionsRight(Transform):
-    def _step(self, now, following):  # the fraction of the answer's characters that are in their places
+    def _step(self, now, following):  # reward: the share of the answer's characters that are right
         pairs = zip(now["text"].response, now["query"], strict=True)
         right = [sum(map(str.__eq__, text, f"{query[::-1]}$")) / (len(query) + 1) for text, query in pairs]
         return following.set("reward", torch.tensor(right)[:, None, None])
@@ -73,7 +73,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60)
     steps = parser.parse_args().steps
-    torch.set_num_threads(1)  # the model is too small to share
+    torch.set_num_threads(1)  # more threads slow down so small a model
     tokens = make_tokenizer()
     for step, (_, numbers) in enumerate(train(make_model(tokens, seed=0), tokens, steps=steps)):
         print(f"step {step}: reward {numbers['collapse/reward_mean']:.3f}", flush=True)

@@ -1,8 +1,8 @@
-"""A complete loop of one's own: python examples/own_loop.py run --steps 120
+"""A complete training loop without a trainer: python examples/own_loop.py run --steps 120
 
-A thread generates rollouts with a copy of the policy, which may be some steps older. The loop trains on
-complete groups whose rewards differ, corrects for the older copy, and writes a report and numbers. If it is
-killed, the same command goes on after the last saved step. A network of 8,400 weights learns to repeat a
+A thread generates rollouts with a copy of the policy that may be some steps old. The loop trains on
+complete groups whose rewards differ, corrects for the age of the copy, and writes a report and numbers. If it
+is killed, the same command goes on after the last saved step. A network of 8,400 weights learns to repeat a
 digit, as in pytorch_grpo.py: in a minute on one CPU thread, the mean reward of its batches rises from below
 0.2 to 0.8.
 """
@@ -22,11 +22,11 @@ import headrace
 from headrace.pipeline import Checkpoint, RepeatSampler, RolloutStream
 
 END = 10
-PROMPTS = [(digit, times) for digit in range(10) for times in (1, 2, 3)]  # say the digit this many times
+PROMPTS = [(digit, times) for digit in range(10) for times in (1, 2, 3)]  # repeat digit this often
 MASK, SAMPLED, OLD = ("masks", "all_assistant_mask"), ("log_probs", "full"), ("old_log_probs", "full")
 
 
-def distribution(policy, prompts):  # of the four tokens of a response, (N, 4)
+def distribution(policy, prompts):  # the distribution of the four tokens of a response, (N, 4)
     digit, times = torch.tensor([PROMPTS[prompt] for prompt in prompts.tolist()]).T
     both = [nn.functional.one_hot(each, 10).float() for each in (digit, times)]
     return Categorical(logits=policy(torch.cat(both, 1)).view(-1, 4, 11))
@@ -51,21 +51,21 @@ class Sampler:
 
     @torch.no_grad()
     def generate(self, rows):
-        """Add to the rows of some prompts what an engine and a grader would: here all in one call."""
+        """Generate and grade: add to the rows of prompts what an engine and a grader would add."""
         with self.lock:
             sampler = distribution(self.policy, rows["prompt"])
             rows["next", "policy_version"] = torch.full((len(rows),), self.version)
         tokens = sampler.sample()
         ended = (tokens == END).int()
-        rows["tokens", "full"], rows[MASK] = tokens, ended.cumsum(1) - ended == 0  # up to the first END
-        rows[SAMPLED] = sampler.log_prob(tokens)  # μ: of the policy that sampled
+        rows["tokens", "full"], rows[MASK] = tokens, ended.cumsum(1) - ended == 0  # True up to the first END
+        rows[SAMPLED] = sampler.log_prob(tokens)  # μ: the policy that sampled
         rows["next", "reward"] = grade(rows["prompt"], tokens, rows[MASK])
         rows["next", "done"] = torch.ones(len(rows), dtype=torch.bool)
         return rows
 
 
 class NumbersFile:
-    """A logger: anything with log_scalar, such as TorchRL's WandbLogger, is one."""
+    """A logger. A logger is any object with log_scalar, such as TorchRL's WandbLogger."""
 
     def __init__(self, path):
         self.path = path
@@ -77,9 +77,9 @@ class NumbersFile:
 
 def loss_of(
     policy, rows
-):  # Σ loss_weight · mask · token loss: the mean over the tokens of the optimiser step
+):  # Σ loss_weight · mask · token loss, which is the mean over the tokens of the optimiser step
     log_probs = distribution(policy, rows["prompt"]).log_prob(rows["tokens", "full"])
-    ratio = (log_probs - rows[OLD]).exp()  # to π_old: the ratio π_old / μ is in the advantage
+    ratio = (log_probs - rows[OLD]).exp()  # relative to π_old, because the advantage has the factor π_old / μ
     advantage = rows["advantage"].flatten(1)
     token_loss = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     return (rows["loss_weight"][:, None] * rows[MASK] * token_loss).sum()
@@ -103,7 +103,7 @@ def train(path, steps, seed=0):
     # 2. Load the last saved step, before anything is dispatched.
     begun = checkpoint.load() or 0
     sampler = Sampler(policy)
-    sampler.version = stream.version  # that of the loaded weights
+    sampler.version = stream.version  # the version of the loaded weights
 
     # 3. Generate in a thread. draws() waits while no rollouts may be dispatched.
     writer = Future()
@@ -115,14 +115,14 @@ def train(path, steps, seed=0):
         except BaseException as error:
             writer.set_exception(error)
 
-    stream.watch(writer)  # so the loop below raises if the thread does
+    stream.watch(writer)  # the loop below raises if the thread has raised
     threading.Thread(target=generate, daemon=True).start()
     # 4. Train.
     with report:
         for step, batch in enumerate(stream, start=begun + 1):
             if step > steps:
                 break
-            with torch.no_grad():  # π_old: of the policy that trains, before the step
+            with torch.no_grad():  # π_old: the policy that trains, before the step
                 batch[OLD] = distribution(policy, batch["prompt"]).log_prob(batch["tokens", "full"])
             run = pipeline.run(batch)
             for minibatch in run.minibatches():
@@ -131,7 +131,7 @@ def train(path, steps, seed=0):
                 optimizer.step()
             stream.version = step  # before the thread gets the weights
             sampler.update(policy, step)
-            # 5. Say what happened, and save. A step that is not saved is trained again after a crash.
+            # 5. Report the step and save it. After a crash, a step that is not saved is trained again.
             texts = {
                 "prompt": [f"{digit} × {times}" for digit, times in (PROMPTS[i] for i in batch["prompt"])]
             }
@@ -144,7 +144,7 @@ def train(path, steps, seed=0):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # the network is too small to share
+    torch.set_num_threads(1)  # more threads slow down so small a network
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("--steps", type=int, default=120)

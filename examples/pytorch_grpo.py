@@ -1,6 +1,6 @@
 """GRPO in a plain PyTorch loop, without TorchRL: python examples/pytorch_grpo.py
 
-A network of 8,400 weights learns to repeat a digit: of (7, 3) it should make the tokens 7, 7, 7 and END. Its
+A network of 8,400 weights learns to repeat a digit: for (7, 3) it should make the tokens 7, 7, 7 and END. Its
 mean reward rises from 0.1 to above 0.95 in three seconds on one CPU thread.
 """
 
@@ -15,7 +15,7 @@ import headrace
 PROMPTS, GROUP_SIZE, END = 16, 8, 10
 
 
-def logits_of(policy, prompts):  # (N, 4, 11): of each token of a response
+def logits_of(policy, prompts):  # (N, 4, 11): the logits of each token of a response
     return policy(nn.functional.one_hot(prompts, 10).flatten(1).float()).view(-1, 4, 11)
 
 
@@ -59,7 +59,7 @@ def train(steps, seed=0):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # the network is too small to share
+    torch.set_num_threads(1)  # more threads slow down so small a network
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=160)
     for step, (reward, decision) in enumerate(train(parser.parse_args().steps)):

@@ -3,8 +3,8 @@
     pip install "headrace[ray]"
     python examples/ray_grpo.py --steps 60
 
-The stream says which prompts may be sent now. A task generates the rollouts of each, with the newest weights,
-and puts them into the stream's assembler, which is an actor of Ray. The trainer takes whole groups.
+The stream says which prompts may be sent now. A task generates the rollouts of a prompt, with the newest
+weights, and puts them into the stream's assembler, which is an actor of Ray. The trainer takes whole groups.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headrace.pipeline.reverse import DigitPolicy, ReverseEnv
 GROUP_SIZE, PROMPTS = 8, 8  # rollouts of a group, groups of a step
 
 
-@ray.remote(max_retries=0)  # a task that Ray restarts would send its rows twice, and be refused
+@ray.remote(max_retries=0)  # a restarted task would send its rows twice, and they are refused
 def generate(assembler: RayAssembler, draws: TensorDict, weights: dict[str, torch.Tensor]) -> None:
     """Generate the rollouts of a group: one or two turns each."""
     torch.set_num_threads(1)
@@ -43,7 +43,7 @@ def main(steps: int = 60) -> list[float]:
     pipeline = load_pipeline("grpo", reward="sum", minibatches=2)
     sampler = RepeatSampler(PROMPTS * steps, group_size=GROUP_SIZE, prompts_per_batch=PROMPTS)
     stream = RolloutStream(sampler, assembler=RayAssembler, steps_ahead=1, epochs=1, patience=300)
-    weights = [ray.put(policy.state_dict())]  # the newest
+    weights = [ray.put(policy.state_dict())]  # a reference to the newest weights
 
     def dispatch() -> None:
         for draws in stream.draws(wait=True):
@@ -70,6 +70,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="GRPO with tasks of Ray that generate")
     parser.add_argument("--steps", type=int, default=60)
     steps = parser.parse_args().steps
-    torch.set_num_threads(1)  # the model is too small to share
+    torch.set_num_threads(1)  # more threads slow down so small a model
     ray.init(log_to_driver=False)
     main(steps)

@@ -3,8 +3,8 @@
     pip install "headrace[ray]"
     python examples/ray_ranks_grpo.py --ranks 2
 
-Ranks are tasks of Ray, like the writers. Each rank takes the whole groups that are there when it asks. The
-rows come from the nodes of their writers, and pass through no other rank.
+Ranks are tasks of Ray, like the writers. Each rank takes the groups that are whole when it asks. The rows
+come from the nodes of their writers, and pass through no other rank.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Weights:
         return self.weights
 
 
-@ray.remote(max_retries=0)  # a task that Ray restarts would send its rows twice, and be refused
+@ray.remote(max_retries=0)  # a restarted task would send its rows twice, and they are refused
 def collect(
     writer: int, writers: int, assembler: RayAssembler, weights: ray.actor.ActorHandle, batches: int
 ) -> None:
@@ -102,7 +102,7 @@ def main(batches: int = 20, writers: int = 2, ranks: int = 2) -> list[tuple[list
     tasks = [collect.remote(writer, writers, assembler, weights, batches) for writer in range(writers)]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        store = f"tcp://127.0.0.1:{free.getsockname()[1]}"  # on several nodes: an address of rank 0's node
+        store = f"tcp://127.0.0.1:{free.getsockname()[1]}"  # with several nodes: an address of rank 0's
     found = ray.get([train.remote(rank, ranks, store, assembler, tasks, weights) for rank in range(ranks)])
     assembler.shutdown()
     return found

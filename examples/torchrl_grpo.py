@@ -99,6 +99,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--turns", type=int, default=1)
-    torch.set_num_threads(1)  # the model is too small to share
+    torch.set_num_threads(1)  # more threads slow down so small a model
     for step, (reward, _) in enumerate(train(**vars(parser.parse_args()))):
         print(f"step {step}: reward {reward:.3f}", flush=True)

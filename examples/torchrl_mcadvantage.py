@@ -1,9 +1,9 @@
 """GRPO with TorchRL's own parts: python examples/torchrl_mcadvantage.py --turns 2
 
-The structure of TorchRL's recipe (sota-implementations/grpo): LLMCollector with a policy of its own weights,
-a replay buffer that compares the rollouts of a group as they are written, GRPOLoss, and weight updates. The
-task is that of llm_grpo.py, asked `turns` times in a rollout. torchrl_grpo.py has headrace in place of
-MCAdvantage; a test counts the lines in which the two differ.
+The structure is that of TorchRL's recipe (sota-implementations/grpo): LLMCollector with its own copy of the
+policy, a replay buffer that compares the rollouts of a group as they are written, GRPOLoss, and weight
+updates. The task is that of llm_grpo.py, asked `turns` times in a rollout. torchrl_grpo.py has headrace in
+place of MCAdvantage; a test counts the lines in which the two differ.
 """
 
 import argparse
@@ -99,6 +99,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--turns", type=int, default=1)
-    torch.set_num_threads(1)  # the model is too small to share
+    torch.set_num_threads(1)  # more threads slow down so small a model
     for step, (reward, _) in enumerate(train(**vars(parser.parse_args()))):
         print(f"step {step}: reward {reward:.3f}", flush=True)

@@ -44,7 +44,7 @@ class Weights:
 
 
 def make_env(worker, workers, num_envs, seed):
-    """Prompts of this collector, each GROUP_SIZE times in a row."""
+    """Make an environment with the prompts of this collector, each GROUP_SIZE times in a row."""
     torch.set_num_threads(1)
     rng, tokenizer = random.Random(seed + worker), make_tokenizer()
     queries = ("".join(rng.choices("0123456789", k=rng.randint(1, 3))) for _ in itertools.count())
@@ -136,7 +136,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--collectors", type=int, default=2)
-    torch.set_num_threads(1)  # the model is too small to share
+    torch.set_num_threads(1)  # more threads slow down so small a model
     ray.init(log_to_driver=False)
     for step, (reward, _, account) in enumerate(train(**vars(parser.parse_args()))):
         waiting = f"{account.held} rows wait, {account.counts['lost']} were lost"

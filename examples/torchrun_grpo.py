@@ -26,9 +26,9 @@ WORKERS, GROUP_SIZE, PROMPTS = 2, 8, 8
 
 
 def roll_out(draws: TensorDict, worker: int, policy: DigitPolicy) -> TensorDict:
-    """Generate a worker's part of each group: every other rollout."""
+    """Generate a worker's half of each group: every second rollout."""
     rows = draws[worker::WORKERS]
-    torch.manual_seed(int(rows["rollout_id"][0]))  # no two workers sample alike
+    torch.manual_seed(int(rows["rollout_id"][0]))  # a seed of its own for each worker
     rows["tokens", "prompt"] = digits.prompts()[rows["prompt"]]
     rows = policy(rows)
     reward = digits.graded(rows["tokens", "response"], digits.answers()[rows["prompt"]])
@@ -66,9 +66,9 @@ def main(steps: int = 10, out: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="GRPO on several processes, whose weights are those of one")
+    parser = argparse.ArgumentParser(description="GRPO on several processes, with the same weights as on one")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--out", help="a folder for what the test compares")
+    parser.add_argument("--out", help="folder for the advantages and weights")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # the model is too small to share
+    torch.set_num_threads(1)  # more threads slow down so small a model
     main(options.steps, options.out)

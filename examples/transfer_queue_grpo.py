@@ -81,7 +81,7 @@ def produce(producer: int, producers: int, queue: RolloutQueue, weights: Any, ba
 
 @ray.remote(max_retries=0)
 def train(rank: int, queue: StepQueue, weights: Any, port: int) -> tuple[int, int]:
-    """Take this rank's part of each step; returns how many steps were taken, and on how many rows."""
+    """Train on this rank's rows of each step; returns the numbers of its steps and rows."""
     policy, rows = initial_policy(), 0
     store = dist.TCPStore("127.0.0.1", port, RANKS, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
@@ -98,7 +98,7 @@ def train(rank: int, queue: StepQueue, weights: Any, port: int) -> tuple[int, in
 
 
 def main(batches: int = 20, producers: int = 2) -> tuple[list[float], list[tuple[int, int]]]:
-    """Run it all; returns the mean reward of each batch, and what each rank did."""
+    """Run all processes; returns the mean reward of each batch, and each rank's numbers of steps and rows."""
     weights, assembler = Weights.remote(), GroupAssembler(groups=PROMPTS)
     pipeline = load_pipeline(
         "pipeline=grpo",

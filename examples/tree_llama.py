@@ -1,7 +1,7 @@
-"""A Llama that sees each token of a group once: python examples/tree_llama.py --turns 6
+"""Train a Llama that computes each shared token of a group once: python examples/tree_llama.py --turns 6
 
-Rollouts of four groups have a row for each turn, with everything before it as the prompt. The same optimiser
-steps are taken row by row and as trees, and the final weights are the same.
+Rollouts of four groups have a row for each turn, with all earlier turns in its prompt. One model trains on
+these rows and another on trees of them. The optimiser steps are the same, and so are the final weights.
 """
 
 import argparse
@@ -20,14 +20,14 @@ from headrace.transforms import ScoreRows, logits_of_tokens, tree_mask
 VOCABULARY, PROMPT, TURN = 64, 24, 8
 
 
-class Actor(TensorDictModuleBase):  # GRPOLoss asks it for the distribution of each token
+class Actor(TensorDictModuleBase):  # GRPOLoss asks the actor for the distribution of each token
     def __init__(self, model):
         super().__init__()
         self.model, self.seen = model, 0
         self.in_keys, self.out_keys = [("tokens", "full")], [("log_probs", "full")]
 
     def get_dist(self, batch, **_):
-        if "packed_node" in batch.keys():  # (1, M) nodes; the loss is of (1, L) tokens
+        if "packed_node" in batch.keys():  # the model gets (1, M) nodes, the loss (1, L) tokens
             mask = tree_mask(batch, self.model.dtype)
             logits = logits_of_tokens(self.logits(batch["input_ids"], batch["position_ids"], mask), batch)
         else:
@@ -48,7 +48,7 @@ def make_actor():
     return Actor(LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, attn_implementation="sdpa", **size)))
 
 
-def collected(turns, groups=4, group_size=4):  # as if they had been sampled
+def collected(turns, groups=4, group_size=4):  # random rows in place of sampled ones
     rows, ids = [], {"group_id": [], "rollout_id": []}
     for group in range(groups):
         prompt = torch.randint(1, VOCABULARY, (PROMPT,))
@@ -64,7 +64,7 @@ def collected(turns, groups=4, group_size=4):  # as if they had been sampled
         "all_assistant_mask": (place <= TURN // 2).expand(tokens.shape),
     }
     batch = TensorDict({"tokens": {"full": tokens}, "masks": masks, **ids}, batch_size=[len(rows)])
-    batch["next", "reward"] = torch.rand(groups * group_size)[batch["rollout_id"]]  # of the whole rollout
+    batch["next", "reward"] = torch.rand(groups * group_size)[batch["rollout_id"]]  # one per rollout
     return batch
 
 
