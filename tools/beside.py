@@ -1,10 +1,10 @@
 """Install headrace beside other packages, and run the tests there: `make test-light`.
 
-python tools/beside.py             # all, in an hour or so; writes docs/beside.json
-python tools/beside.py verl oldest # only these; the others keep their results
+python tools/beside.py             # all environments, in an hour or so; writes docs/beside.json
+python tools/beside.py verl oldest # only these two; the others keep their results
 
 Each environment is made anew in build/beside/NAME from the package index: first the other packages, then the
-wheel of this clone. `pip check` must find no conflict that was not there, no other version may have moved,
+wheel of this clone. `pip check` must find no new conflict, no version of another package may change,
 and the trainer's own tests must end as they did before.
 """
 
@@ -36,7 +36,7 @@ class Beside(NamedTuple):
 
     title: str
     packages: str
-    """Arguments of `pip install` before headrace; after ``;`` those of a second call."""
+    """Arguments of the `pip install` that runs before headrace's. After ``;`` are those of a second call."""
     runs: tuple[str, ...] = ()
     """Commands for the environment's Python, run in the clone. Each must end with status 0."""
     extra: str = ""
@@ -46,9 +46,9 @@ class Beside(NamedTuple):
     clone: str = ""
     """Repository whose clone the commands need. The variable CLONE has its path."""
     asks_only: bool = False
-    """Let pip resolve the packages together, and install nothing."""
+    """Whether pip only resolves the packages together, and installs nothing."""
     python: str = ""
-    """Another Python, without torch, and with headrace installed without its requirements."""
+    """Another Python. It gets no torch, and headrace without its requirements."""
 
 
 COMPILES = "-W error -m compileall -q {folder}/lib/*/site-packages/headrace"
@@ -60,12 +60,12 @@ COMPOSES = (
 
 
 def peer(name: str) -> str:
-    """The adapter's checks inside a trainer."""
+    """The command that runs an adapter's checks inside its trainer."""
     return f"-W ignore tests/support/peer_checks.py {name}"
 
 
 def measured(name: str) -> str:
-    """The weights of the adapter's recipes in the whole step of a trainer."""
+    """The command that measures the weights of an adapter's recipes in a whole step of its trainer."""
     return f"-m pytest -q tests/adapters/test_measured.py -k {name}"
 
 
@@ -124,11 +124,11 @@ BESIDE = {
 
 
 class RunError(Exception):
-    """A command ended with another status than 0."""
+    """A command ended with a status other than 0."""
 
 
 def run(command: str, log: Path, **options: Any) -> str:
-    """Run a command of a shell and return its output, which goes to `log`, too."""
+    """Run a shell command, append its output to `log`, and return the output."""
     with log.open("a") as file:
         print(f"$ {command}", file=file, flush=True)
         done = subprocess.run(
@@ -155,7 +155,7 @@ def conflicts(python: Path, log: Path) -> set[str]:
 
 
 def outcomes(python: Path, package: str, folder: Path, log: Path) -> dict[str, str]:
-    """The result of each test of a package that needs no GPU."""
+    """Run those tests of a package that need no GPU, and return the result of each."""
     if not list(folder.glob("*/tests")):
         run(f"{python} -m pip download -q --no-deps --no-binary :all: {package} -d {folder}", log)
         with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
@@ -167,7 +167,7 @@ def outcomes(python: Path, package: str, folder: Path, log: Path) -> dict[str, s
     command = f"{python} -m pytest -q -c /dev/null --rootdir . --junitxml={report} {files}"
     try:
         run(command, log, cwd=source, timeout=1800)
-    except RunError:  # some tests fail in any environment; it counts that results do not change
+    except RunError:  # some tests fail in any environment; what matters is that no result changes
         if not report.exists():
             raise
     cases = ElementTree.parse(report).iter("testcase")
@@ -233,13 +233,13 @@ def check(name: str, beside: Beside, built: Path) -> dict[str, Any]:
             changed = sorted(each for each in theirs | now if theirs.get(each) != now.get(each))
             result |= {"own_tests": len(theirs), "changed": changed}
             if changed:
-                raise RunError(f"tests of {beside.own_tests} end otherwise than before: {changed[:5]}")
+                raise RunError(f"tests of {beside.own_tests} give other results than before: {changed[:5]}")
         if result["moved"]:
-            raise RunError(f"headrace moved {result['moved']}")
+            raise RunError(f"installing headrace changed the versions of {result['moved']}")
     except (RunError, subprocess.TimeoutExpired) as err:
         result["failed"] = str(err)
     finally:
-        rmtree(folder, ignore_errors=True)  # some have gigabytes
+        rmtree(folder, ignore_errors=True)  # some environments have gigabytes
     return result
 
 

@@ -1,7 +1,7 @@
 """Write the files that are generated from code: listings, YAML nodes, pages of recipes and symptoms.
 
-python tools/generate.py          # writes what is out of date
-python tools/generate.py --check  # names it, and exits with 1
+python tools/generate.py          # writes the files that are out of date
+python tools/generate.py --check  # names these files, and exits with 1
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAKERS = ("make_listings", "make_stages", "make_recipes", "make_symptoms", "make
 
 
 def outdated(maker: str) -> dict[Path, str]:
-    """The files of a maker that are out of date, each with its right text."""
+    """The files of a maker that are out of date, each with the text that it must have."""
     found: dict[Path, str] = import_module(maker).files()
     return {path: text for path, text in found.items() if not path.exists() or path.read_text() != text}
 
@@ -32,10 +32,10 @@ def write(files: dict[Path, str]) -> None:
 
 
 def check() -> None:
-    """Name the files of the first maker that has some out of date.
+    """Exit with the names of the files that are out of date, for the first maker that has such files.
 
     Raises:
-        SystemExit: there are some.
+        SystemExit: a file is out of date.
     """
     for maker in MAKERS:
         if found := outdated(maker):

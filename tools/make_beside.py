@@ -11,10 +11,10 @@ RESULTS = PAGE.with_suffix(".json")
 HEAD = """# headrace beside other packages
 
 headrace is installed into the environment of your trainer, and must change nothing there. `make test-light`
-makes each environment of this table from the package index: first what stands beside headrace, then
+makes each environment of this table from the package index: first the other packages, then
 headrace's wheel. For NeMo RL it also clones the repository. It requires that
 
-- `pip check` finds no conflict that was not there, and no version has moved;
+- `pip check` finds no new conflict, and no version of another package changes;
 - the commands below end without an error;
 - the tests of verl that need no GPU end as they did before.
 

@@ -1,7 +1,7 @@
 """Write docs/certificates.json: the certificate of every recipe on every task, in a minute or two.
 
 python tools/make_certificates.py               # all recipes
-python tools/make_certificates.py dapo as/verl  # only these; the others keep theirs
+python tools/make_certificates.py dapo as/verl  # only these; the others keep their certificates
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def rounded(value: Any) -> Any:
 
 
 def certificates(named: Collection[str] = ()) -> list[dict[str, Any]]:
-    """All certificates, except those of recipes that refuse a task's rows.
+    """Compute certificates, and return all. A recipe that refuses the rows of a task has none for it.
 
     Args:
-        named: the recipes that are computed; the others keep the certificates that they have. Empty: all.
+        named: the recipes to compute; other recipes keep their stored certificates. Empty: all recipes.
 
     Raises:
         SystemExit: there is no such recipe.

@@ -1,8 +1,8 @@
-"""Write the table of faults in docs/streams.md: the error of each, and after how many seconds.
+"""Write the table of faults in docs/streams.md: the error of each fault, and the seconds until it is raised.
 
 python tools/make_faults.py  # takes two minutes on two idle cores, with the extra `ray`
 
-The cells are those of tests/support/troubles.py, which tests/collect/test_fault_table.py tries.
+The cells come from tests/support/troubles.py. tests/collect/test_fault_table.py tests each of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def table() -> str:
         words = []
         for cell, place, found in zip(cells, PLACES, every, strict=True):
             if not cell.is_in(found[trouble]):
-                raise ValueError(f"{trouble} behind {place}: {found[trouble]} in place of {cell}")
+                raise ValueError(f"{trouble} behind {place}: found {found[trouble]}; expected {cell}")
             words.append(f"{cell.shown}, {seconds(found[trouble].after)}")
         lines.append(f"| {trouble} | " + " | ".join(words) + " |")
     return "\n".join(lines) + "\n"
@@ -47,7 +47,7 @@ def table() -> str:
 if __name__ == "__main__":
     folders = [str(ROOT / name) for name in ("src", "tests/support", "examples")]
     sys.path[:0] = folders
-    # Ray's processes and others look there, too.
+    # Worker processes, such as those of Ray, import from these folders, too.
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}")

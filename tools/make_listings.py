@@ -14,7 +14,7 @@ CONTRACTS = {"BatchTransform", "Criterion", "TokenTerm"}
 
 
 def parts() -> dict[str, Path]:
-    """The file of every public class that keeps one of the contracts, without importing it."""
+    """The file of every public stage, criterion and token term, found without importing it."""
     bases: dict[str, set[str]] = {}
     files: dict[str, Path] = {}
     for path in sorted(FOLDER.rglob("*.py")):
@@ -29,7 +29,7 @@ def parts() -> dict[str, Path]:
 
 
 def files() -> dict[Path, str]:
-    """The listing with all parts in it; empty if it lacks none."""
+    """The listing with the missing parts added; empty if no part is missing."""
     listing = FOLDER / "__init__.py"
     before = text = listing.read_text()
     for name, path in parts().items():
@@ -43,10 +43,10 @@ def files() -> dict[Path, str]:
 
 
 def write(listings: dict[Path, str]) -> None:
-    """Write the listings, if the package can be imported with them; else leave them as they were.
+    """Write the listings. If the package cannot be imported with them, restore the old ones.
 
     Raises:
-        SystemExit: it cannot be imported; the message names the file.
+        SystemExit: the package cannot be imported; the message names the file.
     """
     before = {path: path.read_text() for path in listings}
     for path, text in listings.items():

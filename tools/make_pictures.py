@@ -38,7 +38,7 @@ def browser() -> Any:
     for flag in FLAGS:
         options.add_argument(flag)
     if hasattr(os, "geteuid") and os.geteuid() == 0:
-        options.add_argument("--no-sandbox")  # chromium refuses root otherwise
+        options.add_argument("--no-sandbox")  # otherwise chromium does not start as root
     return webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=driver))
 
 
@@ -58,7 +58,7 @@ def take(
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     driver.get(page.resolve().as_uri())
-    if opened:  # one after the other, because a group adds its rollouts when it is opened
+    if opened:  # first the group, because it adds its rollouts to the page when it is opened
         for kind in ("group", "rollout"):
             driver.execute_script(f"document.querySelector('details.{kind} > summary')?.click()")
     of = "document.getElementById(arguments[0])" if panel else "document.documentElement"
@@ -77,11 +77,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("page", type=Path, help="report.html")
     parser.add_argument("folder", type=Path, help="where the pictures go")
-    parser.add_argument("--name", help="what they are called; default: as the page's folder")
-    parser.add_argument("--as", dest="file", help="the name of the one picture there is")
-    parser.add_argument("--height", type=int, help="pixels from above; default: all")
+    parser.add_argument("--name", help="start of the file names; default: the name of the page's folder")
+    parser.add_argument("--as", dest="file", help="the whole name, if there is only one picture")
+    parser.add_argument("--height", type=int, help="number of pixels from the top; default: all")
     parser.add_argument("--open", action="store_true", help="open the first group and its first rollout")
-    parser.add_argument("--panel", help="of one panel alone, by its id")
+    parser.add_argument("--panel", help="take only the panel with this id")
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--schemes", nargs="+", default=SCHEMES, choices=SCHEMES)
     given = parser.parse_args()

@@ -16,7 +16,7 @@ HEAD = """
 
 
 def files() -> dict[Path, str]:
-    """The page with its table. Each cell has the numbers of the first three worlds."""
+    """The page with its table. Each cell has the numbers of the first three simulated worlds."""
     worlds = json.loads(RESULTS.read_text())["tables"][:3]
     heads = worlds[0]["head"][1:]
     lines = []

@@ -1,4 +1,4 @@
-"""The pages of the recipes, from their YAML and certificates, and their names for editors."""
+"""Make the pages of the recipes from their YAML and certificates, and a module of their names."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ and the results. `headrace task=certify pipeline=NAME` computes the numbers agai
 
 
 def comment_of(path: Path) -> str:
-    """The comment at the head of a recipe, with its paragraphs.
+    """The comment at the head of a recipe, all paragraphs of it.
 
     Raises:
         SystemExit: the recipe has no comment.
@@ -196,7 +196,7 @@ def comment_of(path: Path) -> str:
 
 
 def row(name: str, pipeline: Pipeline) -> str:
-    """A recipe's line in the table."""
+    """The line of a recipe in the table."""
     weight = pipeline.stages["weight"]
     first, part = next(
         (stage, part) for stage, part in pipeline.stages.items() if "advantage" in part.out_keys
@@ -270,7 +270,7 @@ def meaning(advantage: dict[str, Any]) -> tuple[str, str]:
 
 
 def numbers(certificate: dict[str, Any]) -> list[str]:
-    """The cells of a certificate in a table."""
+    """The cells of the table for one certificate."""
     advantage, loss = certificate["advantage"], certificate["loss"]
 
     def cell(value: float | None, form: str) -> str:
@@ -287,12 +287,12 @@ def numbers(certificate: dict[str, Any]) -> list[str]:
 
 
 def certificates() -> list[dict[str, Any]]:
-    """All certificates that were computed, in order."""
+    """All stored certificates, in order."""
     return json.loads(CERTIFICATES.read_text())["certificates"]
 
 
 def certified() -> str:
-    """The recipes with a certificate on the first task, grouped by their gradient."""
+    """The table of the recipes that have a certificate on the first task. Equal gradients share a line."""
     found = certificates()
     alike: dict[tuple[str, str], list[str]] = {}
     for each in found:
@@ -311,7 +311,7 @@ def certified() -> str:
 
 
 def tables() -> str:
-    """The page with all recipes on every task."""
+    """The text of the page with all recipes on every task."""
     found, lines = certificates(), [NUMBERS]
     recipes = list(dict.fromkeys(each["recipe"] for each in found))
     for task in dict.fromkeys(each["task"] for each in found):
@@ -340,14 +340,14 @@ def tables() -> str:
 
 
 def page() -> str:
-    """The page of the recipes."""
+    """The text of the page of the recipes."""
     algorithms, conventions = table(RECIPES), table(RECIPES / "as", "as/")
     parts = [HEAD, "## Algorithms\n", algorithms + CONVENTIONS, conventions + LOSSES]
     return "\n".join(parts) + certified()
 
 
 def names() -> str:
-    """The module of the recipes' names."""
+    """The text of the module with the names of the recipes."""
     quoted = " ".join(f'"{name}",' for name in recipes())
     lines = fill(quoted, 100, initial_indent="    ", subsequent_indent="    ")
     return f"{NAMES_HEAD}\nRecipe = Literal[\n{lines}\n]  # fmt: skip\n"

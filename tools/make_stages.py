@@ -1,4 +1,4 @@
-"""The YAML nodes of stages, criteria and token terms, from the signatures of their classes."""
+"""Make the YAML nodes of stages, criteria and token terms from the signatures of their classes."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ NAMES = {
     "TreeAdvantage": "tree",
     "TurnAdvantage": "turns",
 }
-# Options that the pipeline has too: one word there renames a column for all stages.
+# Options that the pipeline has too: set there, they rename a column for all stages.
 SHARED = ("loss_mask_key", "log_prob_key", "group_key", "rollout_key")
-OWN = {(transforms.DenseRows, "log_prob_key")}  # always of the policy that sampled, whatever the loss reads
+OWN = {(transforms.DenseRows, "log_prob_key")}  # of the policy that sampled, always
 WIDTH = 110
-# Per folder of conf/: the contracts of its classes, and the levels from an option up to the pipeline's node.
+# For each folder of conf/: base classes of its classes, and levels from an option up to the pipeline's node.
 KINDS: dict[str, tuple[tuple[type, ...], int]] = {
     "stage": ((transforms.BatchTransform,), 3),
-    "criterion": ((transforms.Criterion, transforms.Diverged), 4),  # it may not import the filter
+    "criterion": ((transforms.Criterion, transforms.Diverged), 4),  # Diverged cannot be a Criterion
     "term": ((transforms.TokenTerm,), 4),
 }
 ABSTRACT = (
@@ -63,7 +63,7 @@ def node(cls: type, levels: int) -> str:
 
     Args:
         cls: a stage, a criterion or a term.
-        levels: from an option up to the pipeline's node.
+        levels: number of levels from an option up to the pipeline's node.
     """
     described = describe_arguments(cls)
     hints = annotations_of(cls)
@@ -91,7 +91,7 @@ def node(cls: type, levels: int) -> str:
 
 
 def as_comment(text: str) -> str:
-    """Make one line of a docstring's text about an option."""
+    """Join a docstring's text about an option to one line."""
     return " ".join(plain(text).replace("`", "").split()).removesuffix(".")
 
 
@@ -150,7 +150,7 @@ def literals(hint: Any) -> list[str]:
 
 
 def describe_arguments(cls: type) -> dict[str, str]:
-    """The docstring's text about each option, in one line each."""
+    """The text of the docstring about each option, as one line."""
     text = inspect.getdoc(cls) or ""
     section = re.search(r"^Args:\n((?:    .*\n|\n)+)", text + "\n", re.MULTILINE)
     found = re.findall(
@@ -160,7 +160,7 @@ def describe_arguments(cls: type) -> dict[str, str]:
 
 
 def undocumented() -> list[str]:
-    """The classes whose docstring and signature differ, each with what to do."""
+    """Messages for the classes whose docstring and signature differ. Each says what to do."""
     lacking = []
     for cls in (cls for contracts, _ in KINDS.values() for cls in nodes(contracts).values()):
         described = list(describe_arguments(cls))
@@ -196,7 +196,7 @@ def in_yaml(value: Any) -> str:
 
 
 def nodes(contracts: tuple[type, ...]) -> dict[str, type]:
-    """The public classes that keep one of these contracts, by the names of their nodes."""
+    """The public subclasses of these base classes, by the names of their nodes."""
     found = (getattr(transforms, name) for name in transforms.__all__)
     found = (cls for cls in found if isinstance(cls, type) and cls not in ABSTRACT)
     classes = [cls for cls in found if issubclass(cls, contracts)]

@@ -1,10 +1,10 @@
 """Measure the trainers that are installed, and write docs/xray.json and the tables of docs/xray.md.
 
 python tools/make_xray.py           # trainers that are not installed keep their last results
-python tools/make_xray.py ms_swift  # only this one, which needs another TRL
-python tools/make_xray.py openrlhf  # only this one, which needs DeepSpeed
+python tools/make_xray.py ms_swift  # only ms-swift, which needs another version of TRL
+python tools/make_xray.py openrlhf  # only OpenRLHF, which needs DeepSpeed
 
-`headrace task=xray xray=ms_swift` says what to install, and in which folder, without another torch.
+`headrace task=xray xray=ms_swift` says what to install and in which folder, so that torch is not replaced.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def in_columns(documented: str) -> tuple[str, str]:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """A table for each trainer. Settings with equal results share a line."""
+    """The text of a table for each trainer. Settings with equal results share a line."""
     lines = []
     for trainer in found.values():
         alike: dict[tuple[str, ...], list[str]] = {}
@@ -76,7 +76,7 @@ def tables(found: dict[str, Any]) -> str:
 
 
 def page(found: dict[str, Any]) -> str:
-    """The whole page, with these tables."""
+    """The text of the page, with the tables of these results."""
     pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
     return pattern.sub(lambda _: BEGIN + tables(found) + END, PAGE.read_text())
 

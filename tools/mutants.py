@@ -1,18 +1,18 @@
 """Plant faults in the code, one at a time, and run the tests that reach them: `make mutants`.
 
-python tools/mutants.py                            # in the lines that differ from main
+python tools/mutants.py                            # plants faults in the lines that differ from main
 python tools/mutants.py adapters pipeline/run.py   # in these files and folders
-python tools/mutants.py --sample 200 --seed 1      # at random places of the product, or of files and folders
+python tools/mutants.py --sample 200 --seed 1      # at random places of all code, or of files and folders
 
-The operators of cosmic-ray make the faults: at each place one of them, chosen at random. cosmic-ray's own
+The operators of cosmic-ray make the faults. At each place one operator is chosen at random. cosmic-ray's own
 runner has one command for all modules, and changes the clone. mutmut leaves out functions with a decorator,
 and tests do not see its copies, because they import through `src/`.
 
 First all tests run once: coverage says which of them run which line, and the time of each is kept. A fault
-gets the tests that run its line: those of its module first, then those that run the fewest lines.
+gets the tests that run its line: the tests of its module first, then those that run the fewest lines.
 
 Faults that change nothing are listed with the reason in benchmarks/equivalent_mutants.json. The status is 1
-if another one survives. A sample of the product writes benchmarks/results/mutation.json and the page.
+if any other fault survives. `--sample` without paths writes benchmarks/results/mutation.json and the page.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from nearest import nearest_tests  # noqa: E402
 FOLDERS = ("transforms", "pipeline", "adapters")
 EQUIVALENT = ROOT / "benchmarks" / "equivalent_mutants.json"
 OTHERS = "not (long or browser or gpu)"  # tests that a fault may get
-# Seconds without a fault: the most of a quick test; and of all quick, or all slow, tests that a fault gets.
+# Most seconds without a fault: for a quick test; and for all quick, or all slow, tests that a fault gets.
 QUICK, TOGETHER = 1.0, 300.0
-NEAREST = 100  # kill most faults, and are in few files
+NEAREST = 100  # this many tests kill most faults, and are in few files
 BY_NAME = "tests/house/test_house.py::test_an_argument_may_be_given_by_its_name"  # reads all signatures
 NO_SOURCE = (".*", "build", "dist", "site", "outputs", "multirun", "__pycache__", "*.egg-info")
 CHOSEN, TAKEN = "chosen.json", "taken.json"
-MOST_FAILED = 20  # of thousands; on a busy machine some wait for too short a time
-START, SLOWER = 60, 4  # seconds, and by how much tests may be slower with a fault before it is timed out
+MOST_FAILED = 20  # of thousands of tests; on a busy machine, some time out
+START, SLOWER = 60, 4  # time limit with a fault: START seconds + SLOWER × the time of its tests without it
 FATES = ("killed", "timed out", "survived", "equivalent")
 
 
@@ -69,18 +69,18 @@ class Mutant(NamedTuple):
 
     @property
     def is_equivalent(self) -> bool:
-        """Whether it is listed as a fault that changes nothing."""
+        """Whether this mutant is listed as a fault that changes nothing."""
         return self[:1] + self[2:4] in equivalent()
 
 
 @cache
 def equivalent() -> set[tuple[str, ...]]:
-    """File and lines of the mutants that change nothing."""
+    """The file and the lines of each mutant that changes nothing."""
     return {(each["file"], each["was"], each["now"]) for each in json.loads(EQUIVALENT.read_text())}
 
 
 def unseen_by_tests(node: ast.AST) -> ast.AST | None:
-    """A part that no test can see: `strict=` only matters if lengths differ, `TYPE_CHECKING` in no run."""
+    """Code whose faults no test sees: `strict=` matters if lengths differ, `TYPE_CHECKING` never runs."""
     if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
         return node
     return node.value if isinstance(node, ast.keyword) and node.arg == "strict" else None
@@ -88,7 +88,7 @@ def unseen_by_tests(node: ast.AST) -> ast.AST | None:
 
 @cache
 def places_of(file: str) -> dict[Any, list[tuple[Any, int]]]:
-    """The places of a file that operators change, each with the operators and the number of the place.
+    """The places of a file that operators change, each with its operators, and its number for each of them.
 
     Annotations are left out, because nothing reads them.
     """
@@ -104,7 +104,7 @@ def places_of(file: str) -> dict[Any, list[tuple[Any, int]]]:
         if isinstance(note, (ast.expr, ast.If))
     ]
     for operator in map(plugins.get_operator, sorted(plugins.operator_names())):
-        if not operator.arguments():  # those need the names of variables
+        if not operator.arguments():  # operators with arguments need the names of variables
             found = (place for node in nodes for place in operator().mutation_positions(node))
             for number, (start, end) in enumerate(found):
                 if not any(first <= start and end <= last for first, last in unseen):
@@ -113,7 +113,7 @@ def places_of(file: str) -> dict[Any, list[tuple[Any, int]]]:
 
 
 def mutant_at(file: str, place: Any, rng: random.Random) -> Mutant | None:
-    """One of the mutants of a place, at random; None if no mutant changes the program."""
+    """A random mutant of a place; None if no mutant of it changes the program."""
     from cosmic_ray.mutating import mutate_code
 
     source, ways = (ROOT / file).read_text(), places_of(file)[place]
@@ -134,7 +134,7 @@ def mutant_at(file: str, place: Any, rng: random.Random) -> Mutant | None:
 
 
 def changed_lines(base: str) -> dict[str, set[int]]:
-    """The lines of the product that differ from where this branch left `base`, by file."""
+    """The lines of each file that changed since this branch left `base`."""
     words = ["git", "diff", "-U0", "--merge-base", base, "--", *(f"{folder}/*.py" for folder in FOLDERS)]
     text = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     new = ["git", "ls-files", "--others", "--exclude-standard", *words[-len(FOLDERS) :]]
@@ -150,7 +150,7 @@ def changed_lines(base: str) -> dict[str, set[int]]:
 
 
 def chosen_mutants(paths: list[str], base: str, sample: int | None, seed: int) -> list[Mutant]:
-    """A mutant of each place in `paths`, or in lines that differ from `base`, or of a sample of places."""
+    """One mutant for each place in `paths`, in the lines that differ from `base`, or in a random sample."""
     rng = random.Random(seed)
     within = [ROOT / each for each in paths or FOLDERS]
     files = [path for each in within for path in (sorted(each.rglob("*.py")) if each.is_dir() else [each])]
@@ -165,7 +165,7 @@ def chosen_mutants(paths: list[str], base: str, sample: int | None, seed: int) -
 
 
 def lines_of(mutant: Mutant) -> tuple[range, bool]:
-    """The lines of a mutant's statement, or of a compound one's head; and whether they run at import.
+    """The lines of a mutant's statement, or of the head of a compound one, and whether they run at import.
 
     Coverage may name any of these lines.
     """
@@ -193,7 +193,7 @@ class Runner:
         self.lines = Counter(test for tests in self.tests.values() for test in tests)
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        """The tests that run a mutant's line, nearest first; if none is known, the tests of the file."""
+        """The tests that run a mutant's line, nearest first; if none are known, the tests of its file."""
         near, (lines, at_import) = tuple(nearest_tests(mutant.file)), lines_of(mutant)
         found = {test for line in lines for test in self.tests.get((mutant.file, line), ())}
         if at_import:
@@ -206,7 +206,7 @@ class Runner:
         return sorted(found, key=lambda test: (not test.startswith(near), self.lines[test], test))
 
     def batches_of(self, mutant: Mutant) -> tuple[list[str], list[str]]:
-        """The nearest of its quick tests, then the others and the slow ones."""
+        """Two batches of a mutant's tests: the nearest quick ones, then all others."""
         kinds = list[str](), list[str]()
         left = [TOGETHER, TOGETHER]
         for test in self.tests_of(mutant):
@@ -239,7 +239,7 @@ class Runner:
 
 
 def tests_by_line(copy: Path) -> tuple[dict[tuple[str, int], set[str]], Counter[str]]:
-    """The tests that run each line, by file and line, and the seconds that each takes.
+    """The tests that run each line, by file and line, and the seconds that each test takes.
 
     A test that fails without a fault tells nothing, and is left out.
     """
@@ -263,44 +263,44 @@ def tests_by_line(copy: Path) -> tuple[dict[tuple[str, int], set[str]], Counter[
 
 
 class Taken:
-    """A plugin of pytest: writes which tests failed, and how long each took."""
+    """A plugin of pytest that writes which tests failed, and how long each took."""
 
     def __init__(self) -> None:
         self.failed, self.seconds = set[str](), Counter[str]()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the name and the time of a test, or of what is before or after it."""
+        """Keep the outcome and the time of a test, its setup or its teardown."""
         self.seconds[report.nodeid] += report.duration
         if report.failed:
             self.failed.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        """Write both where pytest was started."""
+        """Write the results into the folder where pytest was started."""
         Path(TAKEN).write_text(json.dumps({"failed": sorted(self.failed), "seconds": self.seconds}))
 
 
 class Chosen:
-    """A plugin of pytest: the tests that are listed, in their order."""
+    """A plugin of pytest that runs only listed tests, in their order."""
 
     def __init__(self, tests: list[str]):
         self.places = {test: place for place, test in enumerate(tests)}
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Keep what is listed."""
+        """Keep the listed tests."""
         kept = [item for item in items if item.nodeid in self.places]
         items[:] = sorted(kept, key=lambda item: self.places[item.nodeid])
 
 
 def run_tests(words: list[str]) -> int:
-    """Run pytest in this process, with the tests that are listed in a file; all of them if there is none."""
+    """Run pytest in this process, on the tests that the file `CHOSEN` lists, or on all without this file."""
     tests = json.loads(Path(CHOSEN).read_text())
     files = dict.fromkeys(test.partition("::")[0] for test in tests)
     return pytest.main([*words, *files], plugins=[Chosen(tests) if tests else Taken()])
 
 
 def status_of(copy: Path, words: list[str], tests: Iterable[str], seconds: float) -> int | None:
-    """The status of pytest; None if it takes longer. Then all that it has started is killed."""
+    """The status of pytest; None if it takes longer. Then it is killed, with all that it has started."""
     paths = os.pathsep.join([str(copy / folder) for folder in ("src", "tests/support", "tools")])
     variables = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE")}
     variables |= {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -331,7 +331,7 @@ def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description="Plant faults, one at a time, and run the nearest tests.")
     parser.add_argument("paths", nargs="*", help="files and folders")
-    parser.add_argument("--base", default="main", help="the branch that a change leaves")
+    parser.add_argument("--base", default="main", help="the branch to compare with")
     parser.add_argument("--sample", type=int, help="number of random places")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -1,7 +1,8 @@
 """Prepare a release, or print its section of CHANGELOG.md.
 
-python tools/release.py prepare 0.1.0  # sets the version and the date in all files, and how to install it
-python tools/release.py notes v0.1.0   # refuses a tag that is not the version of the files
+python tools/release.py prepare 0.1.0 # sets the version and the date in all files, and changes the pages to
+install from PyPI python tools/release.py notes v0.1.0 # refuses a tag that differs from the version in the
+files
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RELEASE = re.compile(r"^## (\d+\.\d+\.\d+) - (\d{4}-\d{2}-\d{2})\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
-# The text on pages until headrace is on a package index.
+# The installation text of pages, until headrace is on a package index.
 UNPUBLISHED = re.compile(r"\s<!-- until it is on PyPI -->.*?<!-- \. -->", re.DOTALL)
 WHEEL = re.compile(r"[\w/]*headrace-[\d.]+-py3-none-any\.whl")
 VERSIONS = {"pyproject.toml": r'(?<=^version = ").*(?="$)', "CITATION.cff": r"(?<=^version: ).*$"}
@@ -33,11 +34,11 @@ def prepared(version: str, today: str, texts: dict[str, str]) -> dict[str, str]:
 
     Args:
         version: such as 0.1.0.
-        today: YYYY-MM-DD.
+        today: the date of the release, as YYYY-MM-DD.
         texts: the present texts of pyproject.toml, CITATION.cff, CHANGELOG.md and pages.
 
     Raises:
-        ValueError: the version is invalid, or in the changelog already, or nothing is unreleased.
+        ValueError: the version is invalid or in the changelog already, or there are no unreleased changes.
     """
     changelog = texts["CHANGELOG.md"]
     if not re.fullmatch(r"\d+\.\d+\.\d+", version):
@@ -59,7 +60,7 @@ def notes_of(tag: str, said: dict[str, str], changelog: str) -> str:
     """The changes of a version.
 
     Raises:
-        ValueError: a file has another version, or the changelog has no such version with a date.
+        ValueError: a file has another version, or the changelog has no section with this version and a date.
     """
     version = tag.removeprefix("v")
     if others := {name: other for name, other in said.items() if f"v{other}" != tag}:

@@ -1,4 +1,4 @@
-"""Docstrings as mkdocstrings takes them: Sphinx roles and literal blocks become Markdown."""
+"""Convert docstrings for mkdocstrings: Sphinx roles and literal blocks become Markdown."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def public_paths() -> dict[str, str]:
 
 @cache
 def has_entry(path: str, member: str) -> bool:
-    """Whether a member is documented with its class: the class defines it, and it has a docstring."""
+    """Whether a class documents a member: the class defines it, and the member has a docstring."""
     module, _, name = path.rpartition(".")
     own = vars(getattr(import_module(module), name)).get(member)
     bare = any(path in entries_by_topic()[page] for page in WITHOUT_MEMBERS)
@@ -37,7 +37,7 @@ def has_entry(path: str, member: str) -> bool:
 
 
 def link(target: str, owner: str) -> str:
-    """A role's target as a reference to its entry, or as code without one; `owner` is a class."""
+    """Return a reference to the entry of a role's target, or code if it has no entry. `owner` is a class."""
     *outer, name = target.lstrip("~.").split(".")
     paths = public_paths()
     if name in paths:
@@ -49,7 +49,7 @@ def link(target: str, owner: str) -> str:
 
 
 def with_tables(text: str) -> str:
-    """Tables between rulers of ``===``, as literal blocks."""
+    """Make literal blocks of tables that have rulers of ``===``."""
 
     def fenced(found: re.Match[str]) -> str:
         table = ROLE.sub(lambda role: role[1], found[0])
@@ -59,7 +59,7 @@ def with_tables(text: str) -> str:
 
 
 def with_fences(text: str) -> str:
-    """Literal blocks, which follow ``::``, between fences."""
+    """Put literal blocks, which follow ``::``, between fences."""
     out: list[str] = []
     lines = text.split("\n")
     while lines:
@@ -79,7 +79,7 @@ def with_fences(text: str) -> str:
 
 
 def as_markdown(text: str, owner: str = "") -> str:
-    """A docstring of this project, as Google-style Markdown.
+    """Convert a docstring of this project to Google-style Markdown.
 
     Example:
         >>> as_markdown("Sum::\\n\\n    a + b\\n")
@@ -102,7 +102,7 @@ class PlainDocstrings(griffe.Extension):
             obj.docstring.value = as_markdown(obj.docstring.value, parent.name)
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
-        """Spell out the keywords that a docstring explains, if the signature has a TypedDict of them."""
+        """List the keywords of a TypedDict as parameters, if the docstring explains them."""
         *others, last = [*func.parameters] or [None]
         if str(last and last.annotation) != "Unpack[PipelineOptions]" or not func.docstring:
             return
@@ -113,7 +113,7 @@ class PlainDocstrings(griffe.Extension):
             func.parameters = griffe.Parameters(*others, *keywords)
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Choose the function if a file has its name, because griffe would choose the file."""
+        """Choose the function if its file has the same name, because griffe would choose the file."""
         for path in public_paths().values() if pkg.name == "headrace" else ():
             listing, name = path.rsplit(".", 1)
             thing = getattr(import_module(listing), name)

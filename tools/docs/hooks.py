@@ -1,7 +1,8 @@
 """Hooks of `mkdocs build`: pages from outside docs/, links to the source, llms.txt.
 
-Links in docs/ are written as on disk, so that they work in the repository, too. On the site, links that leave
-docs/ go to a page for one of the three files at the root, or for the source file or folder that is named.
+Links in docs/ are paths in the repository, so that they work there, too. On the site, a link to a file
+outside docs/ goes to a page that shows this file. Three files at the root have their own pages; other files
+and folders get a source page.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", 
 
 
 def on_config(config: Any) -> Any:
-    """Let griffe find the packages where the source is: `headrace` is a namespace without a folder."""
+    """Tell griffe where the packages are, because `headrace` is a namespace without a folder."""
     folder = ROOT / "build" / "docs" / "headrace"
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("transforms", "pipeline"):
@@ -45,7 +46,7 @@ def pages_on_disk() -> list[str]:
 
 
 def pages_in(nav: Any) -> set[str]:
-    """The pages that a navigation names, patterns included."""
+    """The pages and the patterns that a navigation names."""
     if isinstance(nav, str):
         return {nav}
     items = nav.values() if isinstance(nav, dict) else nav
@@ -53,7 +54,7 @@ def pages_in(nav: Any) -> set[str]:
 
 
 def expanded(nav: Any, unnamed: list[str]) -> Any:
-    """Replace the patterns of a navigation by pages. Each page is taken once, from `unnamed`."""
+    """Replace each pattern of a navigation with the pages of `unnamed` that match it, each page once."""
     if isinstance(nav, dict):
         return {title: expanded(item, unnamed) for title, item in nav.items()}
     if isinstance(nav, str):
@@ -86,7 +87,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Change links to the addresses of pages on the site."""
+    """Replace the target of each link by the address of its page on the site."""
     source = home(page.file.src_uri)
     here = posixpath.dirname(page.file.src_uri)
 
@@ -100,12 +101,12 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Name source files by their paths in the repository."""
+    """Show the paths of source files as they are in the repository."""
     return html.replace("<code>build/docs/headrace/", "<code>")
 
 
 def on_nav(nav: Any, **_: Any) -> None:
-    """Keep the navigation. Its pages get their text later."""
+    """Keep the pages of the navigation. mkdocs adds their texts later."""
     NAV[:] = nav.pages
 
 
@@ -119,20 +120,20 @@ def on_post_build(config: Any) -> None:
 
 
 def home(uri: str) -> str:
-    """The path in the repository of a page's text."""
+    """The repository path of the file that holds a page's text."""
     back = {target: name for name, target in AT_ROOT.items()}
     return back.get(uri, f"docs/{uri}")
 
 
 def page_of(path: str) -> str:
-    """The page of a path in the repository."""
+    """The page that shows a file or folder of the repository."""
     if path in AT_ROOT:
         return AT_ROOT[path]
     return path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}.md"
 
 
 def resolved(source: str, target: str) -> str | None:
-    """A link's path in the repository; None if nothing is there. Then mkdocs reports it."""
+    """The repository path that a link leads to; None if nothing is there. mkdocs then reports the link."""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
     return path if not path.startswith("..") and (ROOT / path).exists() else None
 
@@ -151,7 +152,7 @@ def sources_named(source: str, text: str) -> set[str]:
 
 
 def source_page(path: str) -> str:
-    """A file as it is, or all files of a folder."""
+    """The Markdown of a source page: the text of a file, or a list of the files in a folder."""
     place = ROOT / path
     files = sorted(place.glob("*.*")) if place.is_dir() else [place]
     blocks = [f"# {path}"]
@@ -163,6 +164,6 @@ def source_page(path: str) -> str:
 
 
 def outside_fences(text: str, change: Any) -> str:
-    """Change a text, except for its fenced blocks."""
+    """Apply a change to a text, but not to its fenced blocks."""
     pieces = re.split(r"(^`{3,}.*?^`{3,}$)", text, flags=re.MULTILINE | re.DOTALL)
     return "".join(piece if i % 2 else change(piece) for i, piece in enumerate(pieces))

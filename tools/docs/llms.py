@@ -1,4 +1,4 @@
-"""llms.txt, an index of the site for language models, and llms-full.txt, its whole text (llmstxt.org)."""
+"""Make llms.txt, an index of the site for language models, and llms-full.txt with its text (llmstxt.org)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_PROSE = (
 
 
 class SitePage(NamedTuple):
-    """A page of the site: its address, title, section of the navigation, and Markdown."""
+    """A page of the site: its address, its title, its section in the navigation, and its Markdown."""
 
     url: str
     title: str
@@ -37,7 +37,7 @@ def first_sentence(text: str) -> str:
 
 
 def described(path: str) -> str:
-    """An entry of the API as text: its signature and docstring."""
+    """The text of an entry of the API: its signature and docstring."""
     module, _, name = path.rpartition(".")
     thing = getattr(import_module(module), name)
     try:
@@ -48,7 +48,7 @@ def described(path: str) -> str:
 
 
 def index(name: str, about: str, pages: list[SitePage]) -> str:
-    """The index: a line for each page, below the heading of its section."""
+    """The text of the index: a line for each page, below the heading of its section."""
     lines, section = [f"# {name}", "", f"> {about}"], None
     for page in pages:
         if page.section != section:
@@ -59,13 +59,13 @@ def index(name: str, about: str, pages: list[SitePage]) -> str:
 
 
 def full(pages: list[SitePage]) -> str:
-    """All pages. References in pages of the API are replaced by docstrings."""
+    """The text of all pages. In pages of the API, docstrings replace the references to them."""
     entry = re.compile(r"^::: (\S+)$(?:\n    .*)*", re.MULTILINE)
     return "\n\n".join(entry.sub(lambda found: described(found[1]), page.text) for page in pages)
 
 
 def write_llms(config: Any, pages: list[SitePage]) -> None:
-    """Write both to the root of the site."""
+    """Write both files to the root of the site."""
     folder = Path(config.site_dir)
     (folder / "llms.txt").write_text(index(config.site_name, config.site_description, pages))
     (folder / "llms-full.txt").write_text(full(pages))

@@ -1,4 +1,4 @@
-"""Which public name is documented on which page."""
+"""Choose the page that documents each public name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHOWN = (  # in this order
     *("stages", "functions", "criteria", "loss-rows", "pipeline", "collect", "reports", "sources", "certify"),
     "own-parts",
 )
-WITHOUT_MEMBERS = ("stages", "criteria", "loss-rows")  # members are those of the contract in "own-parts"
+WITHOUT_MEMBERS = ("stages", "criteria", "loss-rows")  # their members are documented in "own-parts"
 
 
 def _of(*modules: str) -> Callable[[Any, str], bool]:
@@ -45,7 +45,7 @@ def _kind(*bases: str) -> Callable[[Any, str], bool]:
 
 @cache
 def topics() -> dict[str, tuple[str, str, Callable[[Any, str], bool]]]:
-    """By page: its title, its subject, and a function that chooses its names among those left."""
+    """For each page: its title, its subject, and a function that chooses its names from the rest."""
     return {
         "own-parts": (
             "Parts of your own",
@@ -101,7 +101,7 @@ def topics() -> dict[str, tuple[str, str, Callable[[Any, str], bool]]]:
 
 
 def public_things() -> dict[str, Any]:
-    """Everything public, by the full name under which it is first listed."""
+    """All public objects, by the full names under which they are first listed."""
     found: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torchrl warns about its own classes, and mkdocs would show it
@@ -116,10 +116,10 @@ def public_things() -> dict[str, Any]:
 
 @cache
 def entries_by_topic() -> dict[str, list[str]]:
-    """The full name of everything public, once, by page.
+    """The full names of all public objects on each page. Each object is on one page.
 
     Raises:
-        LookupError: a public name that belongs to no page.
+        LookupError: a public name belongs to no page.
     """
     pages: dict[str, list[str]] = {page: [] for page in topics()}
     for path, thing in public_things().items():
@@ -133,7 +133,7 @@ def entries_by_topic() -> dict[str, list[str]]:
 
 
 def entry_of(path: str, thing: Any) -> str:
-    """The full name of a public thing: where it is defined, if the listing has a module of that name."""
+    """The full name of a public object. If a module has its name, this is where the object is defined."""
     hidden = path in sys.modules and not inspect.ismodule(thing)
     return f"{thing.__module__}.{thing.__qualname__}" if hidden else path
 
@@ -148,11 +148,11 @@ def page_text(page: str) -> str:
 
 
 def index_text() -> str:
-    """The list of topics, with the names on each."""
+    """The text of the list of topics, with the names on each page."""
     lines = [
         "# API",
         "",
-        "Every public name, by topic, out of its docstring. Import it from where it stands here.",
+        "Every public name by topic, with its docstring. Import a name from the path that is shown.",
         "",
     ]
     for page in SHOWN:
