@@ -1,4 +1,4 @@
-"""The columns that a pipeline counts and reports."""
+"""Collect the keys of the columns that a pipeline counts and reports."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ TEXTS = (
     *("prompt", "response", "response_parts", "ground_truth", "other_columns"),
     *("group_label", "rollout_label"),
 )
-# As collected.
+# Rewards and counts, before any stage changes them.
 NUMBERS = (
     *("reward", "status", "policy_version", "trainer_version", "expected_rollouts"),
     "logged_advantage",
@@ -65,7 +65,8 @@ class Keys:
         log_prob: log-probabilities; non-finite ones are out of the loss. None: not read.
         weight: loss weights.
         units: the ids of ``rollouts`` and ``groups``, for the units that are counted.
-        found: keys of each value that a report shows, by name; a report reads the first that exists.
+        found: the keys for each value that a report shows, by its name; a report reads the first key that
+            exists.
         reward_weights: weights of the sum of several rewards; None: not known.
     """
 
@@ -88,7 +89,7 @@ class Keys:
         """Collect the keys of stages.
 
         Args:
-            stages: in order.
+            stages: the stages, in order.
             loss_mask: key of the loss mask.
             log_prob: key of the log-probabilities. None: not read.
             ids: keys of ``rollouts`` and ``groups``. None: not counted.
@@ -113,7 +114,7 @@ class Keys:
 
     @property
     def read_first(self) -> list[NestedKey]:
-        """The columns whose input values are kept for the report."""
+        """The keys of columns whose values before all stages are kept for the report."""
         return [*self.units.values(), *(key for name in NUMBERS for key in self.found[name])]
 
 
@@ -153,7 +154,7 @@ class Asked(NamedTuple):
 
 
 def keys_of_stages(stages: Iterable[Any]) -> dict[str, NestedKey]:
-    """The keys of :data:`OPTIONS`: of the first stage that writes the column, else of the first reader."""
+    """The key of each column of :data:`OPTIONS` in the first stage that writes it, or else reads it."""
     stages, keys = [part for stage in stages for part in stage_parts(stage)], {}
     for name, option in OPTIONS.items():
         using = [stage for stage in stages if getattr(stage, option, None) is not None]

@@ -1,4 +1,4 @@
-"""Stages that know no table: a callable gets a batch with all decisions, and returns some of its rows."""
+"""Run stages without access to the table: a callable gets a batch with all decisions, and returns rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headrace.transforms.table.tensordicts import (
 
 
 def run_callable(name: str, stage: Callable[[TensorDictBase], Any], rows: Rows) -> None:
-    """Write the batch, call a stage with it, and read the table again from what the stage returns.
+    """Write the batch, call a stage with it, and update the table from what the stage returns.
 
     Args:
         name: name of the stage.
@@ -30,8 +30,8 @@ def run_callable(name: str, stage: Callable[[TensorDictBase], Any], rows: Rows) 
         rows: the rows that have not left, with columns under the names of the pipeline.
 
     Raises:
-        BatchError: the stage returns something else than some of its rows in their order, or changes rewards
-            that nothing reads any more.
+        BatchError: the stage returns something other than some of its rows in their order, or changes rewards
+            after the last stage that reads them.
     """
     # 1. Run the stage, and find out which rows it has returned.
     table = rows.table
@@ -55,7 +55,7 @@ def run_callable(name: str, stage: Callable[[TensorDictBase], Any], rows: Rows) 
     if len(found) < len(numbers):
         twice = listing(map(str, found[times > 1].tolist()))
         raise BatchError(f"a stage may drop rows but not repeat them; it repeated rows {twice}")
-    # 2. Take out the others, on all ranks.
+    # 2. Remove the rows that it did not return, on all ranks.
     every = table.ranks.gather_objects((numbers, describe_columns(batch) if len(batch) else None))
     stays = torch.cat([each for each, _ in every])
     known = next((columns for _, columns in every if columns is not None), None)
@@ -78,7 +78,7 @@ def run_callable(name: str, stage: Callable[[TensorDictBase], Any], rows: Rows) 
 
 
 def reread(table: Table, batch: TensorDictBase, numbers: Tensor) -> None:
-    """Read a table again from a batch that a user's code made from the result of :meth:`Table.write`.
+    """Update a table from a batch that a user's code made from the result of :meth:`Table.write`.
 
     Values that did not change keep the precision of the table.
 

@@ -1,6 +1,6 @@
-"""Columns of text: prompts, responses, labels of ids, and conversations as ``role: content`` lines.
+"""Read columns of text: prompts, responses, labels of ids, and conversations as ``role: content`` lines.
 
-Only :func:`message_parts` decides which parts of a message the policy sampled, and as which texts.
+Only :func:`message_parts` decides which parts of a message the policy sampled, and what texts they are.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MEDIA = ("image", "audio", "video", "file", "document")
 REASONING = ("reasoning_content", "reasoning", "thinking", "thinking_blocks", "reasoning_details")
 ASSISTANTS = ("assistant", "ai", "gpt", "model", "bot", "chatbot")
 OTHER_FIELDS = ("text", "value", "parts", "message", "output", "response", "completion")
-# How models write calls into a text: <tool_call>, <function=f>, <invoke name="f">, [TOOL_CALLS], and others.
+# The marks with which models begin calls in a text: <tool_call>, <function=f>, <invoke name="f">, and others.
 CALL_BEGINS = (
     r"<tool_call>|<function=|<invoke |\[TOOL_CALLS\]|<\|python_tag\|>"
     r"|<\|tool_call_begin\|>|<｜tool▁call▁begin｜>"
@@ -55,9 +55,9 @@ class Part(NamedTuple):
     """A part of a message."""
 
     kind: Literal["text", "reasoning", "call", "shown"]
-    """``shown``: the policy did not sample it as text: an image, or what a tool returned."""
+    """``shown`` is a part that the policy did not sample as text: an image, or what a tool returned."""
     texts: tuple[str, ...]
-    """One text; for a call, the name of the tool and the arguments."""
+    """One text. For a call: the name of the tool, and the arguments."""
 
     def __str__(self) -> str:
         if self.kind == "reasoning":
@@ -70,11 +70,11 @@ class Part(NamedTuple):
 def message_parts(message: Mapping[str, Any]) -> list[Part]:
     r"""Return the parts of a message, in the order in which a policy samples them.
 
-    These are its reasoning, its content and its tool calls, in whatever field they are. A text that is in two
-    fields is one part. A server may keep the sampled text as the content, with reasoning before ``</think>``
-    and calls in ``<tool_call>``, and have the same reasoning and calls in their own fields: then the content
-    counts. If the role is ``assistant``, the policy sampled the texts of all parts that are not ``shown``. It
-    sampled no text of other roles.
+    The parts are its reasoning, its content and its tool calls, in any of the fields below. A text that is in
+    two fields is one part. A server may keep the sampled text as the content, with reasoning before
+    ``</think>`` and calls in ``<tool_call>``, and copy this reasoning and these calls into their own fields.
+    Then only the content is read. If the role is ``assistant``, the policy sampled the texts of all parts
+    that are not ``shown``. It sampled no text of other roles.
 
     ==================================================== ================================================
     field                                                 read as
@@ -104,9 +104,9 @@ def message_parts(message: Mapping[str, Any]) -> list[Part]:
 
 
 def sampled_once(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message without the reasoning and the calls that its content has as text, too.
+    """Return a message without fields of reasoning and calls that its content repeats as text.
 
-    A chat template would write these twice.
+    A chat template would write such reasoning and calls twice.
 
     Raises:
         ValueError: as :func:`message_parts`.
@@ -131,10 +131,10 @@ Calls = list[tuple[Any, Part | None, bool]]
 
 
 def _read(message: Mapping[str, Any]) -> tuple[list[Part], Thoughts, Calls]:
-    """Read the parts of the content, the text of each field of reasoning, and each call with its part.
+    """Read the parts of the content, the text of each reasoning field, and each call with its part.
 
-    If a field or a call is a copy of something elsewhere in the message, its text is empty, or its part None.
-    The last value says whether it is a copy of a text in the content.
+    If a field of reasoning is a copy of another text in the message, its text is empty. If a call is a copy,
+    its part is None. The last value says whether the copied text is in the content.
     """
     _refuse_unknown(message)
     content = list(_content(message.get("content"), sampled=message.get("role") == "assistant"))
@@ -176,7 +176,7 @@ def _bare(text: str) -> str:
 
 
 def _thoughts_of(texts: str) -> list[str]:
-    """The stretches of reasoning in a text, the last of which may be cut off; then all of them joined."""
+    """Each reasoning block of a text, of which the last may be cut off, and then all blocks joined."""
     *closed, last = THOUGHT_ENDS.split(texts)
     found = [THOUGHT_BEGINS.split(text)[-1] for text in closed]
     found += THOUGHT_BEGINS.split(last)[1:]
@@ -184,7 +184,7 @@ def _thoughts_of(texts: str) -> list[str]:
 
 
 def _calls_of(block: str) -> list[Part | str]:
-    """The calls in a stretch of text: as parts if the text is JSON, else the text itself."""
+    """The calls in a block of text: as parts if the block is JSON, else the block itself."""
     try:
         value = json.loads(block)
         return [_call(each) for each in (value if isinstance(value, list) else [value])]
@@ -193,7 +193,7 @@ def _calls_of(block: str) -> list[Part | str]:
 
 
 def _take(call: Part, others: list[Part | str]) -> bool:
-    """Whether a call is in `others`. If so, take it out, because each entry stands for one call."""
+    """Whether a call is in `others`. If it is, remove it there, because each entry stands for one call."""
     for at, other in enumerate(others):
         if _is_in(call, other):
             del others[at]
@@ -202,7 +202,7 @@ def _take(call: Part, others: list[Part | str]) -> bool:
 
 
 def _is_in(call: Part, other: Part | str) -> bool:
-    """Whether a call equals another; or its name, and all keys and values of its arguments, are in a text."""
+    """Whether a call equals a part, or a text contains its name and all keys and values of its arguments."""
     name, arguments = call.texts[0], _plain(call.texts[1])
     if isinstance(other, Part):
         return name == other.texts[0] and arguments == _plain(other.texts[1])
@@ -216,7 +216,7 @@ def _is_in(call: Part, other: Part | str) -> bool:
 
 
 def _plain(arguments: str) -> Any:
-    """Arguments with all values as texts, without nulls: servers convert types, and write numbers anew."""
+    """Arguments with all values as texts, without nulls: servers convert types and reformat numbers."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -234,7 +234,7 @@ def _plain(arguments: str) -> Any:
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """The keys and the values of nested arguments (:func:`_plain`), without those that are empty."""
+    """The keys and values of nested arguments (:func:`_plain`) that are not empty."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield key
@@ -250,7 +250,7 @@ def _refuse_unknown(message: Mapping[str, Any]) -> None:
     """Refuse a message whose sampled texts would be overlooked.
 
     Raises:
-        ValueError: its role is another word for the assistant, or its text is in a field that is not known.
+        ValueError: the role is another word for the assistant, or the text is in an unknown field.
     """
     role = str(message.get("role"))
     if role != "assistant" and role.lower() in ASSISTANTS:
@@ -447,7 +447,7 @@ def message_lines(messages: Any) -> str | None:
 
 
 def _shown(message: Mapping[str, Any]) -> str:
-    """The text of a message of a live batch, in any form, because it is only shown."""
+    """The text of a message of a live batch. Any form is allowed, because the text is only shown."""
     try:
         return message_text(message)
     except ValueError:
@@ -455,7 +455,7 @@ def _shown(message: Mapping[str, Any]) -> str:
 
 
 def strings(texts: Any, rows: int) -> Sequence[str] | None:
-    """Return a column of texts or conversations as strings; None if it is not one."""
+    """Return a column of texts or conversations as strings; None if the column has other values."""
     values = [texts[row] for row in range(len(texts))] if hasattr(texts, "role") else listed(texts)
     flat = [_string(value) for value in values]
     return flat if len(flat) == rows and None not in flat else None  # type: ignore[return-value]
@@ -468,7 +468,7 @@ def _string(value: Any) -> str | None:
 
 
 def labels_of_ids(texts: Any, ids: Sequence[int]) -> Sequence[str] | None:
-    """Return N labels of N ids; None if they are not texts, equal the ids, or are not one for each id.
+    """Return a label for each of N ids. None: the labels are no texts, equal the ids, or differ for one id.
 
     Example:
         >>> labels_of_ids(["a", "b", "a"], [5, 7, 5]), labels_of_ids(["5", "7"], [5, 7])

@@ -1,4 +1,4 @@
-"""Errors for users of the command: they name options as overrides to type."""
+"""Write errors for users of the command: options are overrides to type."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CommandNames(ErrorNames):
         return f"pipeline.stages.{stage}.{name}{f'={value}' * bool(value)}"
 
     def say_infinite(self, **_: Any) -> str:
-        """Nothing: no override adds a stage before the collapse."""
+        """Say nothing, because no override adds a stage before the collapse."""
         return ""
 
 

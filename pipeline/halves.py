@@ -1,4 +1,4 @@
-"""The two halves of a pipeline: one runs before a replay buffer, one on what you sample from it."""
+"""Divide a pipeline in two halves: one for rows written to a replay buffer, one for rows sampled from it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def part_of(
     empty: Empty | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Return a pipeline of some of the stages and `more`, with the whole's options, or another `empty`."""
+    """Return a pipeline of some stages and of `more`. Its options are those of the whole, except `empty`."""
     part = type(pipeline)(
         {name: pipeline.stages[name] for name in names} | dict(more or {}),
         loss_mask_key=pipeline.loss_mask_key,

@@ -1,4 +1,4 @@
-"""The ledger: each row of a batch is trained, or has one stage and one reason why not."""
+"""The ledger of a batch: each row is trained, or has one stage and one reason why it is not."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Ledger:
     """The outcome of each input row: a view of the table.
 
     Attributes:
-        reason: (N,) int64 code; 0 means trained, `names` has the others.
+        reason: (N,) int64, a code for each row. 0 means trained; `names` has the meaning of the others.
         names: ``stage/reason`` by code.
         actions: ``masked``, ``excluded``, ``dropped`` or ``carried``, by code.
-        left: (N,) bool, rows that are no longer in the batch: ``dropped`` or ``carried``. A row may have been
-            masked before, so that its reason is the earlier one.
-        ids: (N,) int64 for the units ``rollouts`` and ``groups`` that the batch has.
-        labels: N labels of these ids, for the units that have some.
+        left: (N,) bool, True for rows that are no longer in the batch: ``dropped`` or ``carried``. If such a
+            row was masked before, its reason is the earlier one.
+        ids: (N,) int64 ids for ``rollouts`` and ``groups``, if the batch has them.
+        labels: N labels of these ids, if they have labels.
     """
 
     reason: Tensor
@@ -82,7 +82,7 @@ class Ledger:
         return dict(zip(self.names, tally, strict=True))
 
     def numbers(self) -> dict[str, float]:
-        """Return counts of rows, rollouts and groups, in and trained, and of rows by reason."""
+        """Return the numbers of all and of trained rows, rollouts and groups, and of rows by reason."""
         trained = self.reason == self.names.index(TRAINED)
         found: dict[str, float] = {"rows/in": len(self.reason), "rows/trained": int(trained.sum())}
         for unit, ids in self.ids.items():

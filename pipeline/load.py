@@ -113,13 +113,13 @@ def load_pipeline(
             ``"pipeline.stages.advantage.scale=none"``, ``"~pipeline.stages.filter"``,
             ``"pipeline.stages.bonus=my.module.Bonus"`` with ``"pipeline.after.bonus=collapse"``,
             ``"pipeline.order=[...]"``, ``"hydra.searchpath=[pkg://my.conf]"``.
-        rows: ``llm`` for the rows of TorchRL's LLMCollector.
-        stages: any other options, by stage: ``{"advantage": {"clip": [-5, 5]}, "filter": None}``. None
+        rows: ``llm`` names the columns as TorchRL's LLMCollector does.
+        stages: other options of stages, by stage: ``{"advantage": {"clip": [-5, 5]}, "filter": None}``. None
             removes the stage. An object, a name, or a mapping with a ``_target_``, adds or replaces a whole
             stage: ``{"second": {"_target_": "filter", "action": "drop"}}`` is a second filter. A name is one
             of ``headrace stages``, or the path of a class. A new stage needs a place, by `after`, `before` or
-            `order`. A criterion or a token term is given in the same ways, as in
-            ``{"filter": {"also": "not_truncated"}}``.
+            `order`. You can give a criterion or a token term in the same ways: ``{"filter": {"also":
+            "not_truncated"}}``.
         group_size: option of the gate: number of rollouts per group. None: read from `expected_rollouts`.
         on_incomplete: option of the gate for incomplete groups: an error (``raise``), ``drop``, or ``keep``.
         min_rollouts: option of the gate: number of rollouts that a group needs for ``keep``.
@@ -171,7 +171,7 @@ def configured(
     """Compose ``conf/<config_name>.yaml`` with the recipe, overrides and keywords of :func:`load_pipeline`.
 
     Raises:
-        ConfigError: as :func:`load_pipeline`.
+        ConfigError: an unknown recipe, stage, keyword or option, or an option that is set twice.
     """
     words: dict[str, Any] = {word: value for word, value in options.items() if value is not ...}
     rows, stages = words.pop("rows", None), words.pop("stages", None)
@@ -205,14 +205,14 @@ def configured(
 
 
 def _refuse_null_stages(pipeline: DictConfig, removed: Collection[str]) -> None:
-    """Refuse an order of the caller with a stage that the recipe has set to null. It would do nothing.
+    """Refuse an order of the caller that names a stage which the recipe sets to null. It would do nothing.
 
     Args:
-        pipeline: composed.
-        removed: what the caller has set to null; an order may still name that.
+        pipeline: the composed ``pipeline`` node.
+        removed: the stages that the caller sets to null. An order may still name these.
 
     Raises:
-        ConfigError: lists these stages.
+        ConfigError: the order names such stages; the message lists them.
     """
     null = [name for name in pipeline.order or () if pipeline.stages.get(name, ...) is None]
     if null := [name for name in null if f"pipeline.stages.{name}" not in removed]:
@@ -250,11 +250,11 @@ def _is_override(text: str) -> bool:
 
 
 def build_pipeline(config: DictConfig) -> Pipeline:
-    """Instantiate a composed ``pipeline`` node, also one at another place (``pipeline@algo.rl``).
+    """Instantiate a composed ``pipeline`` node. It may be at another path (``pipeline@algo.rl``).
 
     Raises:
         ConfigError: a stage without a ``_target_``, or an option that its class does not have. The message
-            names options by their place in the configuration.
+            names options by their path in the configuration.
     """
     try:
         return _built(config)
@@ -296,7 +296,7 @@ OF_STAGES = {
     "advantage": ("baseline", "scale"),
     "split": ("minibatches", "microbatches", "max_tokens", "ranks", "shuffle", "seed"),
 }
-# The key of each keyword below `pipeline`. A keyword that no stage has is an option of the pipeline.
+# The key below `pipeline` for each keyword. A keyword that is no option of a stage is one of the pipeline.
 KEYWORDS = {word: word for word in PipelineOptions.__annotations__ if word not in ("rows", "stages")}
 KEYWORDS |= {word: f"stages.{stage}.{word}" for stage, words in OF_STAGES.items() for word in words}
 KEYWORDS |= {"loss_unit": "stages.weight.unit"}
@@ -307,12 +307,12 @@ def settings_of(
     given: Mapping[str, Any],
     stages: Mapping[str, Mapping[str, Any] | Callable[..., Any] | str | None],
 ) -> dict[str, Any]:
-    """Return what the keywords of :func:`load_pipeline` set, by dotted key below ``pipeline``.
+    """Return the values that keywords of :func:`load_pipeline` set, by dotted key below ``pipeline``.
 
     Args:
         overrides: the overrides of the same call, which must not set the same keys.
         given: values by keyword.
-        stages: options by stage; of a stage that the recipe lacks, ``{}`` adds the usual one. None removes
+        stages: options by stage. If the recipe lacks a stage, ``{}`` adds the usual one. None removes
             the stage. An object, a name, or a mapping with a ``_target_``, is a whole stage.
 
     Raises:
@@ -338,10 +338,10 @@ def settings_of(
             source = f"stages[{name!r}]" + (f"[{key!r}]" if key else "")
             found.append((f"stages.{name}.{key}".rstrip("."), value, source))
     known: dict[str, str] = {}
-    for override in overrides:  # by its key below `pipeline`; keys elsewhere get a slash, and never match
+    for override in overrides:  # by key below `pipeline`; other keys get a slash, so that they never match
         key = override.partition("=")[0].lstrip("~+").rpartition("@")[2]
         key = key.removeprefix("pipeline.") if key.startswith("pipeline.") else f"/{key}"
-        known.setdefault(key, override.lstrip("+"))  # the first is as it was typed
+        known.setdefault(key, override.lstrip("+"))  # the first form is the typed one
     for key, _, source in found:
         for other, override in known.items():
             if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
@@ -365,7 +365,7 @@ def apply_settings(pipeline: DictConfig, settings: Mapping[str, Any]) -> None:
             if isinstance(each, type):
                 raise ConfigError(f"pipeline.{key}: {each.__name__} is a class; give {each.__name__}(...)")
         whole = callable(value) or (isinstance(value, Mapping) and "_target_" in value)
-        own = not option and (whole or isinstance(value, str))  # what it is
+        own = not option and (whole or isinstance(value, str))  # the node itself, not options of it
         known = name in pipeline.stages if value is None and not option else name in present
         placed = name in {*(pipeline.get("after") or ()), *(pipeline.get("before") or ())}
         usual = (placed or (not option and value == {})) and usual_stage(name) is not None
@@ -384,7 +384,7 @@ def apply_settings(pipeline: DictConfig, settings: Mapping[str, Any]) -> None:
                     OmegaConf.update(pipeline, key, value)
         except OmegaConfBaseException as err:
             node = OmegaConf.select(pipeline, key)
-            by_name = OmegaConf.is_dict(node) and "_target_" not in node  # no part, such as a criterion
+            by_name = OmegaConf.is_dict(node) and "_target_" not in node  # a mapping, not a criterion
             needed = "a mapping, as {'name': value}" if by_name else "a value that YAML has, or a callable"
             raise ConfigError(f"pipeline.{key} must be {needed}; got {value!r:.200}") from err
 

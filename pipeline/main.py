@@ -5,6 +5,6 @@ from __future__ import annotations
 
 def main() -> None:
     """Run the command."""
-    from .tools.command import run_command  # here: a chain needs no command
+    from .tools.command import run_command  # imported here, because a chain needs no command
 
     run_command()

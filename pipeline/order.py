@@ -23,18 +23,18 @@ Places = Mapping[str, str | None]
 def with_places(
     stages: Sequence[str], order: Sequence[str] | None, after: Places | None, before: Places | None
 ) -> Sequence[str] | None:
-    """Return the order with the stages that are placed directly after, or directly before, another one.
+    """Insert stages into an order, each directly after or directly before another stage.
 
-    Of several stages after one stage, or before one, the first that is given comes first.
+    If several stages are placed after one stage, or before one, they keep the order of the mapping.
 
     Args:
         stages: names of all stages.
-        order: without the placed stages; None: all others, in the order of `stages`.
-        after: by the name of a placed stage, the one that it comes after; None: it is not placed here.
-        before: by the name of a placed stage, the one that it comes before.
+        order: the stages that are not placed, in order; None: in the order of `stages`.
+        after: for each placed stage, the stage that it comes directly after; None: `after` does not place it.
+        before: for each placed stage, the stage that it comes directly before.
 
     Raises:
-        ValueError: a name is unknown, a stage has no place or two places; the message names the option.
+        ValueError: a name is unknown, or a stage has no position or two; the message names the option.
 
     Example:
         >>> with_places([*"abxy"], ["a", "b"], {"x": "a"}, {"y": "b"})
@@ -128,16 +128,16 @@ def arrange(
 
 
 def check_column_names(stages: Mapping[str, Any], columns: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Refuse a stage that reads a column by its default name, where the pipeline gives another name.
+    """Refuse a stage that reads a column by its default name although the pipeline gives it another name.
 
     Args:
-        stages: by name.
-        columns: the pipeline's names of columns, by role.
-        own: the pipeline's own names, by option, such as `group_key`.
+        stages: the stages, by name.
+        columns: the pipeline's `columns`: names of columns, by role.
+        own: names of columns that are options of the pipeline, such as `group_key`.
 
     Raises:
-        ValueError: a stage lacks a name; the message names the stage, the column and the option. Or a role
-            is unknown, or one column has two names.
+        ValueError: a stage lacks a name (the message names the stage, the column and the option), a role is
+            unknown, or one column has two names.
     """
     if unknown := sorted(set(columns) - set(COLUMNS)):
         raise ValueError(
@@ -166,14 +166,14 @@ def check_column_names(stages: Mapping[str, Any], columns: Mapping[str, Any], ow
                     )
 
 
-OF_THE_SAMPLER = ("log_prob", ("log_probs", "full"))  # stages may read these in addition to the loss's
+OF_THE_SAMPLER = ("log_prob", ("log_probs", "full"))  # stages may read these besides the loss's
 
 
 def check_comparison(stages: Mapping[str, Any]) -> None:
-    """Refuse a filter that judges another reward than the advantage compares.
+    """Refuse a filter that does not judge the reward that the advantage compares.
 
     Raises:
-        ValueError: the message names the stages and the option.
+        ValueError: there is such a filter; the message names the stages and the option.
     """
     pairs = [
         (name, other, own, compares)
@@ -201,7 +201,7 @@ def check_comparison(stages: Mapping[str, Any]) -> None:
 
 
 def _first_place(name: str, stages: Mapping[str, Any], order: Sequence[str]) -> str:
-    """The first stage of an order after which a stage may come; ``advantage`` if it may come after any."""
+    """The first stage of an order after which a new stage may come; ``advantage`` if all are possible."""
     fits = []
     for at, other in enumerate(order, 1):
         with suppress(ValueError):
@@ -217,7 +217,7 @@ def check_order(stages: Mapping[str, Callable]) -> None:
 
     - a stage after the split that does not read ``minibatch``, or that drops rows;
     - a stage that reads a column which only a later stage creates;
-    - a stage that changes a column on which an earlier stage has built (`final_keys`: for an advantage, its
+    - a stage that changes a column which an earlier stage has used as final (`final_keys`; the advantage uses
       rewards and groups);
     - a stage that writes the loss mask after another stage has masked rows in it;
     - a pair of :data:`WRONG`;
@@ -226,7 +226,7 @@ def check_order(stages: Mapping[str, Callable]) -> None:
     Several stages may change one column, one after the other.
 
     Raises:
-        ValueError: the message names the two stages and the column.
+        ValueError: the order is refused; the message names the two stages and the column.
     """
     names = list(stages)
     made: set = set()
@@ -242,11 +242,11 @@ def check_order(stages: Mapping[str, Callable]) -> None:
                     f"rows. Put {later!r} before {name!r}"
                 )
             in_turn = writes & later_reads  # both change the column, one after the other
-            masked = _masked(stages[name]) - later_reads  # written anew, the mask would lose the masked rows
+            masked = _masked(stages[name]) - later_reads  # a new mask would lose the masked rows
             if late := later_writes & ((reads - made - in_turn) | final | masked):
                 columns = ", ".join(repr(key) for key in sorted(late, key=str))
                 todo = f"Put {later!r} before {name!r}, or remove it"
-                if REWARD in writes - reads and late <= reads:  # the collapse, and a reward that it has read
+                if REWARD in writes - reads and late <= reads:  # the collapse has read the reward
                     todo = (
                         f"The advantage compares {REWARD!r}, the reward of each rollout: to change it, make "
                         f"{later!r} a headrace.RewardShaping, and put it between {name!r} and the advantage. "
@@ -266,14 +266,14 @@ def check_order(stages: Mapping[str, Callable]) -> None:
 
 
 def _check_effect(name: str, stage: Callable, behind: Mapping[str, Callable]) -> None:
-    """Refuse a stage whose output is overwritten unread, or whose reward no advantage reads.
+    """Refuse a stage whose output is overwritten before it is read, or whose reward no advantage reads.
 
     Raises:
-        ValueError: the message names the stages.
+        ValueError: there is such a stage; the message names the stages.
     """
     _, writes, _ = _keys(stage)
     takes_out = bool(getattr(stage, "reasons", ()))
-    # To take rows out is an effect in itself, and what a plain callable reads is not known.
+    # Removing rows is an effect, too. What a plain callable reads is not known.
     if takes_out or not writes or not all(hasattr(each, "in_keys") for each in behind.values()):
         return
     left = set(writes)
@@ -315,7 +315,7 @@ def _masked(stage: Callable) -> set:
     return {getattr(stage, "loss_mask_key", None)} if masks else set()
 
 
-# -- pairs of stages that would run, and give wrong results without an error --------------------------------
+# -- pairs of stages that would give wrong results without an error -----------------------------------------
 
 
 class Named(NamedTuple):
@@ -329,12 +329,12 @@ class Named(NamedTuple):
         return getattr(self.stage, trait, None)
 
     def keys(self, trait: str) -> set:
-        """The columns that it declares."""
+        """The columns of a trait that the stage declares."""
         return set(getattr(self.stage, trait, ()))
 
 
 def wrong_pair(name: str, stage: Callable, later: str, behind: Callable) -> str | None:
-    """The error message for a stage before another; None if the pair is not known to be wrong."""
+    """The error message for a pair of stages in this order; None if the pair is not known to be wrong."""
     pair = Named(name, stage), Named(later, behind)
     return next(filter(None, (wrong(*pair) for wrong in WRONG)), None)
 

@@ -64,8 +64,8 @@ MaskedLogProb = Literal["nan", "keep"]
 
 
 OfEpoch = tuple[dict[NestedKey, tuple[Tensor, torch.dtype, int]], list[Late], TensorDictBase]
-"""What stages have written in one epoch (:meth:`Table.written_columns`), the changes that are made when rows
-are gathered, and the rows with the token columns that stages have changed."""
+"""The columns that stages have written in one epoch (:meth:`Table.written_columns`), the changes to make when
+rows are gathered, and the rows with the token columns that stages have changed."""
 
 
 class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group", "rollout", "votes_only")):
@@ -79,7 +79,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
     rows alone. :attr:`metrics`, :attr:`ledger` and :meth:`report` describe the calling thread's last run. If
     that thread has run no batch, they describe the last run of any thread.
 
-    Reads the columns that its stages read, and `loss_mask_key` where the batch has it. Writes the columns
+    Reads the columns that its stages read, and `loss_mask_key` if the batch has it. Writes the columns
     that its stages write, ``("headrace", "row")`` and ``("headrace", "processed")``.
 
     Args:
@@ -94,21 +94,21 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
             ``response``.
         process_group: a group of ranks, or ``world``, that share one batch. Each rank has rows of its own,
             and all stages compute their statistics over the rows of all ranks, as one process would. Each
-            rank must run every batch, also when it has no rows.
+            rank must run every batch, even if it has no rows.
         shared_ids: the meaning of an id that occurs on several ranks: the ``same`` rollout or group,
             ``different`` ones, or an error (``raise``). None: the option of LossWeight, else ``raise``.
         patience: seconds that ranks wait for one another. An error on one rank is raised on all.
         masked_log_prob: the value of `log_prob_key` for rows and tokens that are masked. ``nan``: NaN, which
             TorchRL's GRPOLoss excludes under each of its masking strategies. ``keep``: the original number,
-            for a loss of your own that multiplies by the loss mask. Under ``keep`` the token columns that
-            the stages name are finite outside the mask: NaN and infinite values become 0 there, and a token
-            with a non-finite log-probability is masked. A stage that runs without a pipeline writes NaN.
-        empty: what to do with a rollout that arrives without any token in the loss: leave it out of all
+            for a loss of your own that multiplies by the loss mask. ``keep`` also makes the token columns
+            that stages name finite outside the mask: NaN and infinite values become 0 there. It masks each
+            token with a non-finite log-probability. A stage that runs without a pipeline writes NaN.
+        empty: what to do with a rollout that has no token in the loss on input: leave it out of all
             statistics (``exclude``), count it in them (``count``), or refuse the batch (``raise``). If the
             pipeline has a gate, the gate's option applies.
         names: other names of the pipeline's own columns, such as `loss_mask_key` (:class:`ColumnNames`). A
             row trains only if a token in its mask has a finite log-probability. Groups and rollouts are
-            counted by their ids.
+            counted by id.
 
     Raises:
         ValueError: at construction, if the order of two stages cannot work; the message names both.
@@ -189,7 +189,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         after it compute new loss weights.
 
         Args:
-            batch: TensorDict, as collected.
+            batch: TensorDict of rows, as they were collected.
             epochs: passes over the rows, ≥ 1.
 
         Returns:
@@ -222,7 +222,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
 
     @property
     def weighs(self) -> bool:
-        """Whether a stage writes loss weights. If not, they are folded into the advantage, or absent."""
+        """Whether a stage writes loss weights. If not, the advantage includes them, or there are none."""
         return self._keys.weight_is_written(dict(self.stages.items()))
 
     def __repr__(self) -> str:
@@ -266,7 +266,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         return run
 
     def _same_on_all_ranks(self, epochs: int) -> str:
-        """The options that must be equal on all ranks, one on each line."""
+        """A text of the options that must be equal on all ranks, one on each line."""
         texts = [
             f"{name}: {stage.same_on_all_ranks() if isinstance(stage, BatchTransform) else repr(stage)}"
             for name, stage in self.stages.items()
@@ -320,13 +320,14 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         """Run the stages. The split is locked until `locks` closes: it may carry rows to the next batch.
 
         Returns:
-            The run; and what changes the state of the split, once no stage has refused the batch.
+            The run, and a function that changes the state of the split. Call it when no stage has refused the
+            batch.
         """
         table, keys, split_index = rows.table, self._keys, self._split_index
         texts = note_collected(rows, keys)
         weights_came = table.find(keys.weight) is not None
         table.written[ROW], table.columns[ROW] = Written(torch.int64, 1), table.row_numbers()
-        # 1. The stages before the split. Behind them, rollouts that vote only have voted.
+        # 1. The stages before the split. After them, rollouts that vote only are no longer needed.
         if self.votes_only_key in table.columns:
             note_votes_only(rows.seen_by(self, "pipeline"))
         if self._takes_empty_out and self._half != "second":
@@ -336,7 +337,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         note_advantage(rows, keys)
         if table.fates.votes_only is not None:
             drop_votes_only(rows.seen_by(self, "pipeline"))
-        # 2. The split, and in each epoch the stages after it. Carried rows of the batch before join here.
+        # 2. The split, and in each epoch the stages after it. Carried rows of the previous batch join here.
         each_epoch, places, cut = list[OfEpoch](), list[dict[str, Tensor]](), None
         if split_index is not None:
             name, *later = self.order[split_index:]
@@ -351,17 +352,17 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
                     cut = split.memory.cut(split, rows.seen_by(split, name), epochs, skips=skips)
             if cut is not None and cut.permuted is not None:
                 places, before = cut.permuted.passes, (table.batch, table.live, table.kept)
-                for of_epoch in places:  # each begins with the rows as they were before the first
+                for of_epoch in places:  # each epoch begins with the rows as they were before the first epoch
                     table.batch, table.live, table.kept = before
                     each_epoch.append(self._run_epoch(stages, rows, later, of_epoch))
             if table.carried is not None:
                 note_carried(rows, keys)
                 texts = texts_with_carried(texts, split.state.carried, keys)
-        # 3. The reason of rows that train nothing, and a mark for batches that were processed before.
+        # 3. The reason of rows that train nothing, and the mark that shows that a batch was processed.
         self._record_no_loss_tokens(rows, places, weights_came)
         processed = torch.full((table.size,), self._half != "first")
         table.columns[PROCESSED], table.written[PROCESSED] = processed, Written(torch.bool, 1)
-        # 4. How minibatches are gathered: each epoch has columns of its own, with those of the table.
+        # 4. How minibatches are gathered: each epoch has its own columns besides those of the table.
         steps = None
         if cut is not None and cut.permuted is not None:
             for columns, *_ in each_epoch:
@@ -381,8 +382,8 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         Args:
             stages: all stages by name.
             rows: the table.
-            names: of the stages after the split.
-            places: minibatch, micro-batch and rank of each row of the table. Gets the loss weight.
+            names: names of the stages after the split.
+            places: minibatch, micro-batch and rank of each row of the table. The loss weight is added.
         """
         table, weight_key = rows.table, self._keys.weight
         with table.restoring_columns():
@@ -404,7 +405,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
             return table.written_columns(), table.late, table.batch
 
     def _run_stage(self, name: str, stage: nn.Module, rows: Rows, *, after_split: bool = False) -> None:
-        """Run one stage on the table; a stage that knows no table gets a batch."""
+        """Run one stage on the table. A stage that does not read the table gets a batch."""
         table, before, start = rows.table, len(rows.table.fates), perf_counter()
         if before == 0:
             name_reasons(rows, name, stage)
@@ -436,13 +437,13 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
             trains = torch.logical_and(trains, reduce(torch.logical_or, weights))
         masked = ~trains
         if table.masking.no_lengths and not bool((masked & (table.fates.reason == 0)).any()):
-            return  # it is not known which rows have no token, and 0 would be wrong
+            return  # unknown which rows have no token, so a count of 0 would be wrong
         table.fates.note(masked, "pipeline/no_loss_tokens", "masked")
 
 
 @contextmanager
 def stage_in_errors(name: str, stage: nn.Module, table: Table | None = None) -> Iterator[None]:
-    """Add a stage's name and options to errors raised inside. Others than BatchError become StageError."""
+    """Add a stage's name and options to errors raised inside. All but BatchError become StageError."""
     if table is not None:
         table.ranks.place = f"stage {name!r}"
     try:
@@ -464,7 +465,7 @@ def name_reasons(rows: Rows, name: str, stage: Any) -> None:
 
 
 def refuse_nothing(stages: Mapping[str, nn.Module], batch: TensorDictBase) -> None:
-    """Run the stages' checks on a batch without rows: a gate may expect groups."""
+    """Run the stages' checks on a batch without rows, because a gate may expect groups."""
     for name, stage in stages.items():
         if isinstance(stage, BatchTransform):
             with stage_in_errors(name, stage):

@@ -1,4 +1,4 @@
-"""Where the public names of headrace are, and hints for names that do not exist."""
+"""Say where the public names of headrace are, and give hints for names that do not exist."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def hint(name: str) -> str:
         if spelt(path.stem) == own:
             loss = f"; the loss is {other}" if other else ""
             return f": it is a recipe, headrace.load_pipeline({path.stem!r}){loss}"
-    if other or name in HOMES:  # the latter is asked of the package that does not have it
+    if other or name in HOMES:  # a name of HOMES was asked of a package that lacks it
         return f": it is {other or f'headrace.{name}'}"
     for line in (FOLDER / "pipeline" / "guesses.txt").read_text(encoding="utf-8").splitlines():
         guesses, _, answer = line.partition(": ")
@@ -86,6 +86,6 @@ def trainers() -> list[str]:
 
 
 def target_of(path: Path) -> str:
-    """The name of the class of a node; empty if there is no such file."""
+    """The name of a node's class; empty if the file does not exist."""
     found = re.search(r"^_target_: [\w.]+\.(\w+)$", path.read_text(), re.MULTILINE) if path.exists() else None
     return found[1] if found else ""

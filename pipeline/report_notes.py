@@ -1,4 +1,4 @@
-"""Notes of a run about its rows, for the report: their columns on arrival, and their advantages."""
+"""Note facts about rows for the report: their columns on arrival, and their advantages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _collected(rows: Rows, keys: Keys) -> dict[str, Tensor]:
 
 
 def note_carried(rows: Rows, keys: Keys) -> None:
-    """Note for carried rows what :func:`note_collected` notes for the others."""
+    """Note for carried rows what :func:`note_collected` notes for new rows."""
     table = rows.table
     for name, column in _collected(rows, keys).items():
         if name in table.columns and table.carried is not None:
@@ -58,7 +58,7 @@ def note_carried(rows: Rows, keys: Keys) -> None:
 def texts_with_carried(
     texts: Mapping[str, Any], carried: TensorDictBase | None, keys: Keys
 ) -> dict[str, Sequence[str]]:
-    """Append the texts of carried rows to columns of text. A column that either lacks is left out."""
+    """Append the texts of carried rows to columns of text. Columns that one of the two lacks are left out."""
     found: dict[str, Sequence[str]] = {}
     for name, text in texts.items():
         more = () if carried is None else _first_column(partial(column_of, carried), keys.found[name])
@@ -89,7 +89,7 @@ def note_advantage(rows: Rows, keys: Keys) -> None:
 
 
 def _mean_and_size(values: Tensor, mask: Tensor | None) -> Tensor:
-    """(n, 2): the mean over the tokens in the loss, 0 without such tokens, and the sum of absolute values."""
+    """(n, 2): the mean over a row's tokens in the loss (0 without any), and the sum of absolute values."""
     flat = flat_rows(values).double()
     inside = torch.ones_like(flat, dtype=torch.bool)
     if mask is not None and mask.numel() == flat.numel():

@@ -1,4 +1,4 @@
-"""The result of a pipeline's run over one batch."""
+"""Hold the result of a pipeline's run over one batch."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Run:
         rows: the table; None if the batch had no rows.
         stages: the pipeline's stages by name, in order.
         keys: the columns that the pipeline counts and reports.
-        places: one entry for each epoch: ``minibatch``, ``microbatch``, ``rank`` and ``loss_weight`` of each
-            row of the table, by name.
+        places: one mapping for each epoch, with ``minibatch``, ``microbatch``, ``rank`` and ``loss_weight``
+            of each row of the table.
         step: number of the training step, for the report; 0 unless a trainer's adapter sets it.
     """
 
@@ -63,7 +63,7 @@ class Run:
         """The rows that remain, in training order of the first epoch. Gathered at the first read.
 
         Raises:
-            BatchError: the run resumes an interrupted batch, some minibatches of which are trained already.
+            BatchError: the run resumes an interrupted batch, and some of its minibatches are trained already.
         """
         return self._steps.whole() if self._steps is not None else self.ungathered
 
@@ -107,12 +107,12 @@ class Run:
         return self._steps is not None
 
     def rows_of_steps(self) -> list[Tensor]:
-        """For each optimiser step of this rank, the indices of its rows in :meth:`of_rank`, in order."""
+        """For each optimiser step of this rank: the indices, in :meth:`of_rank`, of its rows, in order."""
         places = self.known_rows.table.row_numbers()
         return [places[rows] for rows in self._steps.rows()]
 
     def all_taken(self) -> None:
-        """Mark all minibatches as taken, where the trainer has the rows already."""
+        """Mark all minibatches as taken, if the trainer has the rows already."""
         if self._steps is not None:
             self._steps.progress.done = True
 
@@ -139,7 +139,7 @@ class Run:
         return self.rows
 
     def of_rank(self, values: Tensor) -> Tensor:
-        """Of (N, ...) values of the table, select those of this rank's rows and of rows carried to it."""
+        """Select from (N, ...) values of the table those of this rank's rows and of rows carried to it."""
         return self.known_rows.table.of_this_rank(values)
 
     @cached_property
@@ -164,7 +164,7 @@ class Run:
 
         ``rows/in``, ``rows/trained``, ``rollouts/…``, ``groups/…``, rows by reason
         (``out/<stage>/<reason>``), metrics of stages (``<stage>/<name>``), and seconds (``time/<stage>``). If
-        ranks share a batch, all numbers but the seconds are of the rows of all ranks, so they are equal on
+        ranks share a batch, all numbers except the seconds count the rows of all ranks, so they are equal on
         every rank. ``run.ledger.numbers()`` counts the rows of this rank.
         """
         if self.rows is None:
@@ -194,10 +194,11 @@ class Run:
         """Print a funnel and a table of groups, and return the report (:func:`make_report`).
 
         Args:
-            step: number of the training step. None: that of the run.
+            step: number of the training step. None: the run's own number.
             console: where to print. None: standard output, as plain text unless it is a terminal.
             solved: least reward of a solved rollout.
-            batch: the input batch, to compute the cost of its rows as prefix trees. None: not computed.
+            batch: the input batch, from which the cost of its rows as prefix trees is computed. None: not
+                computed.
             decode: function from a list of token ids to one string for each id. None: no texts of tokens.
         """
         options = {"step": step, "console": console, "solved": solved, "batch": batch, "decode": decode}
@@ -214,10 +215,10 @@ class Run:
 
 
 class LastRun:
-    """Views of the calling thread's last run, or of any thread's if that thread has run no batch.
+    """Views of the calling thread's last run. If that thread has run no batch: of any thread's last run.
 
-    A copy has runs of its own. Before its first batch it raises RuntimeError. The original sees no run of a
-    copy: MultiAsyncCollector copies its `postproc` into worker processes, for example.
+    A copy has its own runs, and raises RuntimeError before its first batch. The original does not see the
+    runs of a copy. For example, MultiAsyncCollector copies its `postproc` into worker processes.
     """
 
     def __init__(self) -> None:
@@ -227,7 +228,7 @@ class LastRun:
     def last_run(self) -> Run | None:
         """The run of the last batch; None before the first batch, and after a refused batch.
 
-        It holds no rows.
+        The run holds no rows.
         """
         return self._last.run
 
@@ -245,7 +246,7 @@ class LastRun:
         """Print a funnel and a table of groups of the last batch, and return its report (:meth:`Run.report`).
 
         Raises:
-            RuntimeError: before the first batch, and after a refused batch.
+            RuntimeError: there is no last run: no batch was run yet, or the last batch was refused.
         """
         return import_module("headrace.pipeline.tools.report").print_report(self, **options)
 
@@ -260,10 +261,10 @@ class _PerThread:
 
     @property
     def run(self) -> Run | None:
-        """None before the first batch, and after a refused batch.
+        """The last run; None before the first batch, and after a refused batch.
 
         Raises:
-            RuntimeError: before the first batch of a copy.
+            RuntimeError: this is a copy that has run no batch.
         """
         if self._copied:
             raise RuntimeError(

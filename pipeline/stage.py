@@ -18,7 +18,7 @@ class StageError(RuntimeError):
 
 
 class CallableStage(nn.Module):
-    """A plain callable as a stage."""
+    """A stage made from a plain callable."""
 
     def __init__(self, function: Callable[[TensorDictBase], TensorDictBase]):
         super().__init__()

@@ -42,12 +42,12 @@ __all__ = [
 TASKS = ("train", "replay", "compare", "plan", "audit", "certify", "xray")
 GROUPS = ("pipeline", "experiment", "task", "report", "rows", "xray")  # Hydra groups, which choose a file
 ABSENT: Any = object()
-DOTTED = re.compile(r"[+~]*\w+(\.\w+)+(=|$)")  # the override of a value, as in train.steps=2
-# The options of a stage that are parts of their own, and the folder of conf/ that has nodes for them.
+DOTTED = re.compile(r"[+~]*\w+(\.\w+)+(=|$)")  # an override of a value, such as train.steps=2
+# The options of a stage that have nodes of their own, and the folder of conf/ with these nodes.
 PARTS = {"criterion": "criterion", "also": "criterion", "term": "term"}
 NODE = re.compile(rf"\+*(pipeline\.stages\.\w+(?:\.(?:{'|'.join(PARTS)}))?)=(.*)", re.DOTALL)
 OF_HYDRA = ("hydra.run.dir", "hydra.sweep.dir", "hydra.searchpath", "hydra.verbose")  # only the useful ones
-# Names that other commands have for an option.
+# Names that other libraries use for options of headrace.
 ALIASES = {
     "recipe": "pipeline",
     "algorithm": "pipeline",
@@ -62,7 +62,7 @@ ALIASES = {
 
 
 class ConfigError(ValueError):
-    """A configuration that is invalid, or that has an unknown name; the message has a hint."""
+    """Raised for a configuration with an invalid value or an unknown name; the message has a hint."""
 
 
 def for_hydra(given: Sequence[str]) -> list[str]:
@@ -70,8 +70,8 @@ def for_hydra(given: Sequence[str]) -> list[str]:
 
     ``~pipeline.stages.NAME`` sets the stage to null, because a recipe's `order` may still name it. A name, as
     in ``pipeline.stages.second=filter``, or a node with a ``_target_`` replaces a stage, a criterion or a
-    term, and is not merged with it. Other overrides set its options, also if they come first. A new stage and
-    its place need no ``+``: a stage that the order lacks is refused later.
+    term, and is not merged with it. Other overrides set options of the new one, even if they come first. A
+    new stage and its position need no ``+``: a stage that the order lacks is refused later.
 
     Example:
         >>> for_hydra(["~pipeline.stages.filter", "pipeline=grpo", "pipeline.after.bonus=collapse"])
@@ -87,7 +87,7 @@ def for_hydra(given: Sequence[str]) -> list[str]:
         override = re.sub(r"^~(pipeline\.stages\.\w+)$", r"\1=null", override)
         key, value = "", ABSENT
         if found := NODE.fullmatch(override):
-            with suppress(HydraException):  # Hydra raises it again, with its place
+            with suppress(HydraException):  # Hydra raises it again, and says where
                 key, value = found[1], OverridesParser.create().parse_override(override).value()
         if isinstance(value, str) and re.fullmatch(r"[\w.]+", value):
             value, override = {"_target_": value}, f"{key}={{_target_: {value}}}"
@@ -135,7 +135,7 @@ def _composed(config_name: str, overrides: Sequence[str]) -> DictConfig:
             GlobalHydra.instance().initialize(outer)
 
 
-_known = cache(_composed)  # by the overrides that choose files: reading them takes a tenth of a second
+_known = cache(_composed)  # by the overrides that choose files: reading these takes a tenth of a second
 
 
 def _from_known(config_name: str, overrides: Sequence[str]) -> DictConfig | None:
@@ -181,7 +181,7 @@ def no_stage(name: str, options: Collection[str], stages: Collection[str]) -> st
 
 
 def _to_add(name: str, options: Collection[str]) -> str:
-    """Say how to add a stage of this name and these options; empty for the name of a usual stage."""
+    """Say how to add a stage with this name and these options; empty if the name is that of a usual stage."""
     if usual_stage(name) is not None:
         return ""
     kinds = [each for each in known_stages() if {*options} <= {*(usual_stage(each) or ())}][:1] or ["NAME"]
@@ -192,9 +192,9 @@ def _to_add(name: str, options: Collection[str]) -> str:
 
 
 def refuse_parts_of_no_stage(config: DictConfig, overrides: Iterable[str]) -> None:
-    """Refuse ``criterion@pipeline.stages.NAME.criterion=...`` for a stage that the recipe has set to null.
+    """Refuse ``criterion@pipeline.stages.NAME.criterion=...`` for a stage that the recipe does not have.
 
-    Hydra composes it, and the part has no effect.
+    Hydra composes such an override, but it has no effect.
 
     Raises:
         ConfigError: the recipe has no such stage.
@@ -257,7 +257,7 @@ def explain_composition(error: Exception, overrides: Sequence[str] = (), config_
     if path:
         found = _unknown_option(path[1], overrides, config_name)
         return found or f"unknown option {path[1]!r}{suggest(path[1], OF_HYDRA)}"
-    place = getattr(error, "full_key", None)  # of an interpolation, or of a required value
+    place = getattr(error, "full_key", None)  # the path of an interpolation, or of a required value
     if isinstance(error, MissingMandatoryValue):
         return f"{place} has no value: set {place}=…"
     message = re.sub(r"Interpolation key '(.*)' not found", r"it refers to ${\1}, which is unknown", message)
@@ -265,11 +265,11 @@ def explain_composition(error: Exception, overrides: Sequence[str] = (), config_
 
 
 def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> str | None:
-    """Return a message with the options that may be meant; None if no configuration composes without it.
+    """Return a message with the options that may be meant; None if the rest does not compose either.
 
     Args:
         path: the dotted path that Hydra did not find.
-        overrides: the overrides, one of which begins with the path.
+        overrides: all overrides. One of them begins with the path.
         config_name: name of the configuration that was composed.
     """
     split = [each.lstrip("+~").partition("=") for each in overrides]
@@ -277,7 +277,7 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
         (each for each in split if f"{each[0]}.".startswith(f"{path}.")), (path, "", "")
     )
     chooses_file = re.compile(rf"({'|'.join(GROUPS)}|[\w/]+@[\w.]+)=[\w/]+")
-    # Composed without the option itself, which no configuration has.
+    # Compose without the option itself, because no configuration has it.
     groups = [each for each in overrides if chooses_file.fullmatch(each) and each.partition("=")[0] != typed]
     try:
         base = compose_config(config_name, *groups)
@@ -326,7 +326,7 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
         nearest = difflib.get_close_matches(last, last_names, n=1, cutoff=0.75) or [last]
         found = deeper(last, known) or deeper(nearest[0], known)
     new = re.match(r"pipeline\.stages\.(\w+)\.(\w+)", typed)
-    new = new if new is not None and new[1] not in stages else None  # an option of a stage that there is not
+    new = new if new is not None and new[1] not in stages else None  # of a stage that is missing
     if found:
         meant = " or ".join(f"{sign}{other}{equals}{value}" for other in found)
         return f"unknown option {typed!r} (did you mean {meant}?){_to_add(new[1], [new[2]]) if new else ''}"
@@ -339,7 +339,7 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
 
 
 def _has_option(path: str, overrides: Sequence[str]) -> bool:
-    """Whether a configuration of these overrides has an option; false where it does not compose."""
+    """Whether a configuration of these overrides has an option; False if it does not compose."""
     try:
         return OmegaConf.select(compose_config("config", *overrides), path, default=ABSENT) is not ABSENT
     except ConfigError:
@@ -347,7 +347,7 @@ def _has_option(path: str, overrides: Sequence[str]) -> bool:
 
 
 def options_meant(name: str, config: DictConfig) -> list[str]:
-    """Find the options that are meant by a name without its place, or by a name of another command.
+    """Find the options that a name without its path may mean, or a name that other libraries use.
 
     Example:
         >>> options_meant("filter", compose_config("load")), options_meant("recipe", compose_config("load"))
@@ -393,8 +393,8 @@ def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
 def deeper(path: str, known: Mapping[str, Any]) -> list[str]:
     """Return up to three full paths that an incomplete path may mean.
 
-    They end in the same name, and contain the other names in the same order. Values that are interpolations
-    come last.
+    They end in the last name of the path, and contain its other names in order. Paths whose values are
+    interpolations come last.
 
     Args:
         path: the dotted path as it was typed.

@@ -42,7 +42,7 @@ OF_SIBLINGS = re.compile(r"\$\{(\.+)([\w.]+)\}")  # such as ${...columns.reward}
 
 
 def resolved(config: DictConfig) -> Any:
-    """A node as dictionaries and lists, with interpolations resolved.
+    """Convert a node to dictionaries and lists, with interpolations resolved.
 
     It does what :func:`OmegaConf.to_container` does in a quarter of the time, because OmegaConf parses each
     interpolation.
@@ -68,7 +68,7 @@ def resolved(config: DictConfig) -> Any:
 
     try:
         return value(plain, ())
-    except (LookupError, TypeError, RecursionError):  # what only OmegaConf finds, or refuses
+    except (LookupError, TypeError, RecursionError):  # only OmegaConf can resolve this, or refuse it
         return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
 
 
@@ -95,7 +95,7 @@ def _made(node: Any, path: str, given: Mapping[str, Any] | None = None) -> Any:
     """Instantiate plain values like Hydra, in a fifth of the time. Errors name the path.
 
     Raises:
-        ConfigError: as :func:`build_node`.
+        ConfigError: the ``_target_`` does not take a value; the message begins with the option's path.
     """
     if isinstance(node, list):
         return [_made(each, f"{path}.{place}") for place, each in enumerate(node)]
@@ -127,7 +127,8 @@ def _made(node: Any, path: str, given: Mapping[str, Any] | None = None) -> Any:
 
 OF_HYDRA = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 
-# The options of stages that take parts of their own, with the folder of the part and a stage that has it.
+# For each option that takes a node of its own: the folder of conf/ with such nodes, and a stage with the
+# option.
 HOLDERS = {"criterion": ("criterion", "filter"), "term": ("term", "token_advantage")}
 
 
@@ -150,7 +151,7 @@ def complete_stages(pipeline: Any) -> None:
 
 
 def _complete(around: DictConfig, key: str, folder: str, where: str) -> None:
-    """Replace a name, and a node that has one as its ``_target_``, by the node of ``conf/<folder>``."""
+    """Replace a name by the node of ``conf/<folder>``; complete a node whose ``_target_`` is a name."""
     given: Any = around._get_node(key)
     value = given._value()
     if isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w.]*", value):
@@ -160,14 +161,14 @@ def _complete(around: DictConfig, key: str, folder: str, where: str) -> None:
     own = str(key) if folder == "stage" and usual_stage(str(key)) is not None else None
     name = given.get("_target_", own)
     if given is around._get_node(key) and not (isinstance(name, str) and name.isidentifier()):
-        return  # it is complete
+        return  # the node is complete
     if isinstance(name, str) and name.isidentifier():
         known = _node_named(name, folder, where)
         with open_dict(known):
             for part in PARTS.keys() & set(given):
                 each = given._get_node(part)._value()
                 if isinstance(each, str) or (isinstance(each, dict) and "_target_" in each):
-                    known[part] = None  # what a whole part does not set is not that of the usual one
+                    known[part] = None  # a whole part takes no option from the usual one
             given = OmegaConf.merge(known, given, {"_target_": known._target_})
         if required := [str(option) for option in given if OmegaConf.is_missing(given, option)]:
             raise ConfigError(
@@ -215,7 +216,7 @@ def stages_by_column(pipeline: DictConfig) -> dict[str, Any]:
 
 
 def _node_named(name: str, folder: str, where: str) -> DictConfig:
-    """The usual stage of a name, or the node of ``conf/<folder>/<name>.yaml``."""
+    """The usual stage with this name, or the node of ``conf/<folder>/<name>.yaml``."""
     conf = Path(str(resources.files("headrace.conf")))
     texts = {each.stem: each.read_text(encoding="utf-8") for each in sorted((conf / folder).glob("*.yaml"))}
     if name not in texts:
@@ -257,7 +258,7 @@ def _check_options(path: str, plain: Any) -> None:
             continue
         if wanted := misfit(value, known[option]):
             raise ConfigError(f"{path}.{option} must be {wanted}; got {as_typed(value)}")
-    for option, value in plain.items():  # after those above, to which nested values may refer
+    for option, value in plain.items():  # after the options above, because nested values may refer to them
         _check_options(f"{path}.{option}", value)
 
 
@@ -267,7 +268,7 @@ def _imported(where: str, target: str) -> Callable[..., Any]:
     Raises:
         ConfigError: it cannot be imported.
     """
-    log = logging.getLogger("hydra.utils")  # it would print the error that is raised below
+    log = logging.getLogger("hydra.utils")  # Hydra would log the error that is raised below
     before, log.disabled = log.disabled, True
     try:
         return get_object(target)
@@ -276,7 +277,7 @@ def _imported(where: str, target: str) -> Callable[..., Any]:
         while reason.__cause__ is not None:
             reason = reason.__cause__
         module, _, name = target.rpartition(".")
-        if getattr(reason, "name", None) == target and module in sys.modules:  # its module was imported
+        if getattr(reason, "name", None) == target and module in sys.modules:  # only the name is missing
             reason = AttributeError(f"{module} has no {name}{suggest(name, dir(sys.modules[module]), 1)}")
         if getattr(reason, "name", None) == target.partition(".")[0]:
             reason = ImportError(f"{reason}. {IN_THIS_FOLDER}")
@@ -286,7 +287,7 @@ def _imported(where: str, target: str) -> Callable[..., Any]:
 
 
 def words() -> Mapping[Any, str]:
-    """How bool, str and None are called."""
+    """The words for bool, str and None in messages."""
     return PYTHON if for_python() else YAML
 
 
