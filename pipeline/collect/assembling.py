@@ -38,11 +38,11 @@ def assembled(
 ) -> Assembled:
     """Iterate over batches of whole groups, assembled from the rows of a source.
 
-    Other methods are those of the source: ``assembled(collector, …).update_policy_weights_()`` calls the
-    collector. ``state_dict`` holds the state of the assembler and of the source. If the source raises, the
-    error gets a note that lists the waiting groups.
+    Other methods and attributes are those of the source: ``assembled(collector, …).update_policy_weights_()``
+    calls the collector. ``state_dict`` holds the state of the assembler and of the source. If the source
+    raises, the error gets a note that lists the waiting groups.
 
-    TorchRL waits without a limit until each worker has answered an update of the weights. Here the wait ends
+    When weights are updated, TorchRL waits without a limit for the answer of each worker. Here the wait ends
     when a worker has died, and at the latest after `worker_patience`. This also holds for the other calls
     that workers answer, such as ``state_dict``. If a MultiSyncCollector or MultiAsyncCollector is the source,
     its own methods have these limits, too, and its workers are ended when Python ends.
@@ -60,15 +60,16 @@ def assembled(
             of each worker, so this is also the limit for the batch. It is also the number of seconds that a
             worker may take to answer a call. For this, None means: `patience`, or without it 600 s. An update
             of a large model can take minutes, and NCCL waits as long.
-        leftovers: for whole groups that are too few for a batch when the source ends: ``yield`` them,
-            ``drop`` them, or ``raise``. Dropped rows and rows of incomplete groups are counted as
+        leftovers: what to do with whole groups that are too few for a batch when the source ends: ``yield``
+            them, ``drop`` them, or ``raise``. Dropped rows and rows of incomplete groups are counted as
             ``unfinished``.
 
     Raises:
         StalledError: while iterating: the source ended without a batch; the source or a worker was silent for
-            too long; or as :meth:`GroupAssembler.put`. In a call: a worker has not answered.
+            too long; or :meth:`GroupAssembler.put` raised. In a call: a worker has not answered.
         RuntimeError: while iterating, or in a call: a worker process has died.
-        BatchError: while iterating: as :meth:`GroupAssembler.put`; or groups are left over, under ``raise``.
+        BatchError: while iterating: :meth:`GroupAssembler.put` raised; or groups are left over, with
+            ``raise``.
         ValueError: an option has an invalid value.
 
     Example:
@@ -107,7 +108,7 @@ def wait_until(condition: Callable[..., bool], patience: float | None, *argument
 
 
 def wait_for(ask: Callable[[], Any], over: Callable[[], bool], patience: float | None) -> Any:
-    """Ask until there is an answer. None: the data has ended, or `patience` seconds have passed."""
+    """Ask until there is an answer. Returns None if the data has ended, or after `patience` seconds."""
     found: list[Any] = []
 
     def may_go_on() -> bool:
@@ -139,7 +140,7 @@ def rest_of(assembler: Any, leftovers: Leftovers) -> Iterator[TensorDictBase]:
 
 
 def needs_reset(source: Any) -> bool:
-    """Whether a collector runs rollouts from before its state was loaded. Worker processes do not tell."""
+    """Whether to reset a collector whose state was loaded; always True with worker processes."""
     if not hasattr(source, "reset"):
         return False
     chain = getattr(getattr(source, "env", None), "transform", None)
@@ -161,7 +162,7 @@ class OverSource:
         """Restore the output of :meth:`own_state`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The own state, and that of the source if it has one.
+        """The state of this iterator, and the state of the source if it has one.
 
         Raises:
             TypeError: the source is a MultiAsyncCollector.
@@ -179,8 +180,8 @@ class OverSource:
         """Restore a state.
 
         Raises:
-            ValueError: the state has other options; or only one of the state and this source has a source
-                state.
+            ValueError: the state has other options; or the state has a source state and this source takes
+                none, or the reverse.
         """
         has_state = hasattr(self.source, "load_state_dict")
         if has_state != ("source" in state):
@@ -254,10 +255,10 @@ class Assembled(OverSource):
             raise
 
     def _pieces(self) -> Iterator[TensorDictBase | None]:
-        """Read the source.
+        """Yield the batches of the source, or None for each None that it yields.
 
         Raises:
-            StalledError: the source was silent for too long, or a worker.
+            StalledError: the source or a worker was silent for too long.
         """
         if self._silence is None and not reads_ahead(self.source):
             for piece in self.source:

@@ -1,4 +1,4 @@
-"""Bound the time of calls to the workers of a source. A worker that has died or does not answer is named."""
+"""Limit the time of calls to the workers of a source. Errors name a worker that died or does not answer."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ CALLS = frozenset(
 
 
 class Workers:
-    """The workers of a source about which nothing is known."""
+    """The workers of a source of unknown kind. Subclasses know more."""
 
     hint = ""
-    """Where the errors of workers are, if they are not passed on."""
+    """Where to find the errors of workers, if the source does not raise them."""
 
     def ask(self) -> None:
         """Begin to find out which workers answer."""
 
     def ended(self) -> dict[int, str]:
-        """The workers that have ended, and how."""
+        """How each worker that has ended did so, by its number."""
         return {}
 
     def failed(self, error: Exception) -> dict[int, str]:
-        """The workers that have failed, if the error of the source can come from this."""
+        """The workers that have failed, if the error of the source can be due to their failure."""
         return {}
 
     def silent(self) -> list[int]:
@@ -70,8 +70,8 @@ class WorkerProcesses(Workers):
     hint = " The errors of its workers are on stderr, above"
 
     def __init__(self, source: Any):
-        # The collector keeps what is made here. A reference to it would be a cycle, and TorchRL ends the
-        # processes of a collector that is not referenced.
+        # The collector keeps a reference to this object. A reference back would be a cycle, and then TorchRL
+        # would not end the processes of a collector that nobody uses.
         self.processes = source.procs
         self._queue = HeardQueue.of(source) if hasattr(source, "queue_out") else None
 
@@ -168,7 +168,7 @@ def workers_of(source: Any) -> Workers:
 
 
 def _shut_down(collector: weakref.ref[Any]) -> None:
-    """End the worker processes of a collector: after 10 s they are killed."""
+    """End the worker processes of a collector; those that still run after 10 s are killed."""
     found = collector()
     if found is not None:
         found.shutdown(raise_on_error=False)
@@ -182,13 +182,13 @@ class BoundedCalls:
 
     The collectors of TorchRL 0.14.1 with worker processes wait for new weights without checking the workers
     (``SharedMemWeightSyncScheme._wait_for_ack``), and for other answers without a limit
-    (``_recv_and_check``). Both are replaced by methods of this class. So the limits also hold for calls of
+    (``_recv_and_check``). Methods of this class replace both. So the limits also hold for calls of
     the collector itself, and for its option ``update_at_each_batch``. Calls of other sources run in a thread.
 
     Args:
         source: a collector, or another iterable.
         assembler: lists the waiting groups in errors.
-        watch: knows which groups are of a worker.
+        watch: knows the worker of each group.
         patience: seconds that a worker may take to answer; None: `ANSWER`.
     """
 
@@ -200,7 +200,7 @@ class BoundedCalls:
         self.assembler, self.patience = assembler, ANSWER if patience is None else patience
         self.workers = workers_of(source)
         self._watch = watch
-        self._late: dict[tuple[int, int], int] = {}  # answers that came, or may come, after an error
+        self._late: dict[tuple[int, int], int] = {}  # number of answers that are late, by worker
         self._before: threading.Thread | None = None  # a call that has not returned
         self._names = CALLS if hasattr(source, "num_workers") else frozenset({UPDATE})
         self._in_thread = self._names
@@ -213,13 +213,13 @@ class BoundedCalls:
         for number, (scheme, waited) in enumerate(zip(schemes, queues, strict=True)):
             if waited:
                 scheme._wait_for_ack = partial(self._wait_for_weights, number, waited)
-        # A weight updater, or a scheme of another kind, waits in its own way.
+        # A weight updater or another kind of scheme waits in its own code, so it is called in a thread.
         self._in_thread = frozenset() if schemes and all(queues) else frozenset({UPDATE})
         if hasattr(source, "_recv_and_check"):
             source._recv_and_check = self._receive
 
     def bounded(self, name: str, found: Any) -> Any:
-        """An attribute of the source. A method that waits for workers ends in time."""
+        """An attribute of the source. If it is a method that waits for workers, its wait is limited."""
         return partial(self._call, name, found) if name in self._names and callable(found) else found
 
     def _call(self, name: str, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -228,7 +228,7 @@ class BoundedCalls:
             return self._watched(name, call) if name in self._in_thread else call()
 
     def _watched(self, name: str, call: Callable[[], Any]) -> Any:
-        """Call in a thread, which is left behind if the call does not return."""
+        """Call in a thread. If the call does not return in time, the thread is abandoned."""
         found: list[Callable[[], Any]] = []
         before, call = self._before, with_settings(call)
 
@@ -261,7 +261,7 @@ class BoundedCalls:
         worker_ids: int | Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> None:
-        """In place of ``_wait_for_ack``: each worker puts an answer into its queue."""
+        """Replace ``_wait_for_ack``: wait for the answer that each worker puts into its queue."""
         workers = list(queues) if worker_ids is None else worker_ids
         silent, end = [], time.monotonic() + (self.patience if timeout is None else timeout)
         for worker in [workers] if isinstance(workers, int) else workers:
@@ -282,7 +282,7 @@ class BoundedCalls:
     def _receive(
         self, pipe: Any, *, timeout: float | None = None, worker_idx: int | None = None, **_: Any
     ) -> Any:
-        """In place of ``_recv_and_check``: the answer of a worker to a message."""
+        """Replace ``_recv_and_check``: return the answer of a worker to a message."""
         end = time.monotonic() + (self.patience if timeout is None else timeout)
         while not pipe.poll(LOOK):
             self._check()
@@ -319,7 +319,7 @@ class BoundedCalls:
             raise
 
     def named(self, error: Exception) -> Exception:
-        """The error of the source, or another one that names the worker which has failed."""
+        """An error that names the failed worker; if none is known, the error of the source itself."""
         if isinstance(error, StalledError) or not (failed := self.workers.failed(error)):
             return error
         return self._failure(failed)

@@ -37,7 +37,8 @@ def drained(buffer: ReplayBuffer, *, wait: float = 0.05, patience: float = 60.0)
 
     Raises:
         BatchError: while iterating: rows were overwritten before they were read; the buffer was emptied, or
-            is not that of the state; a write failed; or a shared buffer has columns that are not tensors.
+            the loaded state is of another buffer; a write failed; or a shared buffer has columns that are not
+            tensors.
         StalledError: while iterating: the buffer stays locked.
         ValueError: the buffer has no round-robin writer, or is shared and has no :class:`DrainWriter`; or an
             option has an invalid value.
@@ -72,8 +73,8 @@ class DrainWriter(RoundRobinWriter):
     """A round-robin writer that counts failed writes.
 
     TorchRL counts rows before it writes them. Without this count, :func:`drained` would read old rows after a
-    failed write. A column that is not written would keep old values as well, so rows must have all columns of
-    the storage.
+    failed write. A column that is missing in a write would keep old values, too, so rows must have all
+    columns of the storage.
 
     Example:
         >>> from tensordict import TensorDict
@@ -148,7 +149,7 @@ class Drained:
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
         while True:
-            closed = self._closed  # before reading, so that rows written until then are read
+            closed = self._closed  # asked before reading: rows written before close() are read
             rows = self._read()
             if rows is None:
                 if closed:
@@ -162,7 +163,7 @@ class Drained:
 
     def _read(self) -> TensorDictBase | None:
         buffer, writer = self.buffer, self.buffer.writer
-        with ExitStack() as locked:  # writers of all processes: they count rows before they write them
+        with ExitStack() as locked:  # lock out all writers, which count rows before they write them
             for lock in (buffer._replay_lock, buffer._write_lock):
                 if not hasattr(lock, "acquire"):  # a buffer for one process has no lock
                     continue
@@ -204,5 +205,5 @@ class Drained:
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the rows that were read, of the same buffer or of one with its state."""
+        """Continue after the rows that were read. The buffer is the same one, or one with its state."""
         self.position = state["position"]

@@ -21,17 +21,17 @@ Anchors = Literal["any", "first"]
 class GroupUnit(SampleUnit):
     """Expand each row that a sampler draws to its whole group: ``ReplayBuffer(sample_unit=GroupUnit(), …)``.
 
-    Use it for buffers of collected rows or of the assembler's batches. Groups are in the order of the rows
-    that drew them, each once per batch, with all their rows in the buffer, in order of writing. Each group
-    must pass the gate. So a batch of `batch_size` drawn rows has at most `batch_size` groups. Each sample
-    reads the ids of all rows in the buffer.
+    Use it for buffers of collected rows or of the assembler's batches. Each drawn group is in the sample
+    once, with all its rows that the buffer holds, in order of writing. Groups are in the order in which they
+    were drawn. Each group must pass the gate. So a batch of `batch_size` drawn rows has at most `batch_size`
+    groups. Each sample reads the ids of all rows in the buffer.
 
     It works with samplers that draw at random, by priority, without replacement, by freshness or by prompt.
     With ``StalenessAwareSampler``, a group is left out if one of its rows exceeds `max_staleness`.
     ``ConsumingSampler`` is refused, because it counts and frees single rows; use `max_uses` instead.
 
-    ``info`` holds ``anchor_index``, the drawn row of each row's group. It also holds the sampler's values for
-    drawn rows, such as ``priority_weight``, repeated for all rows of their groups.
+    ``info`` holds ``anchor_index``: for each row, the drawn row of its group. It also holds the sampler's
+    values for drawn rows, such as ``priority_weight``, repeated for all rows of their groups.
 
     Args:
         anchors: with ``any``, each drawn row selects its group, so a group is drawn in proportion to its
@@ -66,7 +66,7 @@ class GroupUnit(SampleUnit):
         self.anchors = anchors
         self.max_uses = at_least("max_uses", max_uses, 1)
         self.gate = CompletenessGate() if gate is None else gate
-        self.uses: dict[int, int] = {}  # how often each group in the buffer was sampled
+        self.uses: dict[int, int] = {}  # number of times that each group in the buffer was sampled
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({describe_options(self, leave_out=('gate',))})"
@@ -162,7 +162,7 @@ class GroupUnit(SampleUnit):
         return rows.to(index.device), {**repeated, "anchor_index": anchors[places]}
 
     def state_dict(self) -> dict[str, Any]:
-        """How often groups were sampled. A buffer does not save its unit, so save this separately."""
+        """The number of times that each group was sampled. Save it separately: a buffer does not."""
         return {"groups": list(self.uses), "uses": list(self.uses.values())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -171,12 +171,12 @@ class GroupUnit(SampleUnit):
 
 
 def groups_drawn(first: Tensor, drawn: Tensor, anchors: Anchors) -> tuple[Tensor, Tensor]:
-    """The groups of drawn rows, each once, in the order of drawing.
+    """Find the groups of drawn rows, each once, in the order of drawing.
 
     Args:
         first: (N,) int64, the first row of each row's group.
         drawn: (B,) int64, the drawn rows.
-        anchors: ``any`` row selects its group, or only the ``first``.
+        anchors: which row selects its group: ``any``, or only the ``first``.
 
     Returns:
         The first rows of these groups, and the positions in `drawn` of the rows that selected them.
@@ -195,7 +195,7 @@ def groups_drawn(first: Tensor, drawn: Tensor, anchors: Anchors) -> tuple[Tensor
 
 
 def rows_of_groups(first: Tensor, heads: Tensor) -> tuple[Tensor, Tensor]:
-    """All rows of the groups with these first rows, group by group, and the index in `heads` of each row.
+    """The rows of the groups that begin with `heads`, group by group, and the index in `heads` for each row.
 
     Example:
         >>> first = torch.tensor([0, 1, 0, 1, 4])
@@ -214,7 +214,7 @@ def fresh_groups(stored: TensorDictBase, first: Tensor, sampler: Sampler | None)
     """(N,) bool, True if all rows of the row's group are within the sampler's `max_staleness`.
 
     Raises:
-        BatchError: a row is newer than the sampler's version, which is not updated then.
+        BatchError: a row is newer than the sampler's version, so that version was not updated.
     """
     if not isinstance(sampler, StalenessAwareSampler) or sampler.max_staleness < 0:
         return torch.ones_like(first, dtype=torch.bool)

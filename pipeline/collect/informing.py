@@ -54,23 +54,25 @@ def informative(
 
     Args:
         source: yields batches of whole groups, such as :func:`assembled`, or is a collector of whole groups.
-            From an assembler it takes single groups as they become whole, and only as many as it needs, so
-            that none waits here. If that has `max_staleness`, both need the same `groups`.
+            From an assembler, single groups are taken as they become whole, and only as many as needed, so
+            that none waits here. If the assembler has `max_staleness`, both need the same `groups`.
         groups: informative groups in a batch, ≥ 1.
         stages: transforms that filter, in order, such as the stages of the recipe up to its filter:
             ``[pipeline.stages[name] for name in ("gate", "collapse", "filter")]``. None: keep complete groups
-            whose rewards differ; the rows of a rollout must share its reward.
-        max_batches: batches that are read for one batch at most, ≥ 1. When single groups are taken, the limit
-            is `max_batches` × `groups` groups.
-        on_short: when the limit is reached: ``raise``, or ``yield`` the groups that were found, if any.
+            whose rewards differ; all rows of a rollout must have its reward.
+        max_batches: the most batches that are read for one batch, ≥ 1. When single groups are taken, the
+            limit is `max_batches` × `groups` groups.
+        on_short: what to do when the limit is reached: ``raise``, or ``yield`` the groups that were found, if
+            any.
         group_key: (N,) or (N, 1) int ≥ 0.
         assembler: gets the ids of groups that are not informative, so that they use no capacity
-            (:func:`paced`). None: that of the source, if it is `assembled(…)` or `batches(…)` of a
-            RayAssembler.
+            (:func:`paced`). None: the assembler of the source, if that is `assembled(…)` or a RayAssembler's
+            `batches(…)`.
 
     Raises:
         StalledError: while iterating: `max_batches` did not contain enough informative groups.
-        BatchError: while iterating: a group is in two batches; columns differ between batches; as `stages`.
+        BatchError: while iterating: a group is in two batches; columns differ between batches; or `stages`
+            raised.
         ValueError: an option has an invalid value; or an assembler with `max_staleness` has other `groups`.
 
     Example:
@@ -102,7 +104,7 @@ class Informative(OverSource):
 
     Attributes:
         counts: number of rows that left, by reason: ``uninformative``.
-        seen, found: number of groups that were read, and of those that were informative.
+        seen, found: number of groups that were read, and number of informative ones among them.
     """
 
     source: Iterable[TensorDictBase]
@@ -142,7 +144,7 @@ class Informative(OverSource):
 
         Args:
             assembler: gives only as many groups as are needed.
-            last: no further group becomes whole, so the remaining groups are a batch.
+            last: True if no further group becomes whole. Then the remaining groups are a batch.
 
         Raises:
             StalledError: `max_batches` did not contain enough informative groups.
@@ -189,7 +191,7 @@ class Informative(OverSource):
         return True
 
     def judge(self, batch: TensorDictBase) -> None:
-        """Hold the informative groups of a batch, and tell the assembler of the others."""
+        """Hold the informative groups of a batch, and give the ids of all others to the assembler."""
         before = self.seen - self.found
         self._add(batch)
         if self.assembler is not None:

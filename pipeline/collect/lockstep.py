@@ -1,4 +1,4 @@
-"""Batches for ranks that share a pipeline, and whose sources end or fail at different times."""
+"""Yield batches on ranks that share a pipeline, if their sources end or fail at different times."""
 
 from __future__ import annotations
 

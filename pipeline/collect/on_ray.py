@@ -56,25 +56,27 @@ class RayAssembler:
     Set ``max_retries=0`` for writers. Otherwise Ray restarts a task whose process died, and its rows arrive
     twice and are refused.
 
-    The actor gets only the columns it decides by, such as ids, ends and rewards: less than 200 bytes per row.
+    The actor gets only the columns that its decisions need, such as ids, ends and rewards: under 200 bytes
+        per row.
     The rows stay in Ray's object store on the writer's node until they are taken. A small actor per node owns
     them and lives as long as the assembler. So rows of a dead writer can still be trained.
 
-    If the assembler's actor or a node is lost, its rows are lost, and its users get Ray's error. Continue
-    with a new one from a `journal`, or from the last :meth:`state_dict`, which holds every put that had
-    returned. A journal has no rows, because these are in Ray's store, which ends with the cluster. It has
-    what was announced and committed. After a crash, all announced groups that were not committed are
+    If the assembler's actor or a node is lost, its rows are lost, and calls raise Ray's error. Continue with
+    a new assembler from a `journal`, or from the last :meth:`state_dict`, which holds every put that had
+    returned. A journal holds what was announced and committed. It has no rows, because these are in Ray's
+    store, which ends with the cluster. After a crash, all announced groups that were not committed are
     :meth:`unfinished`.
 
     Args:
-        max_ready: whole groups at which writers wait; None: twice `groups`, or no limit if that is None.
+        max_ready: number of whole groups at which writers wait; None: twice `groups`, or no limit if `groups`
+            is None.
         actor: options of the actor for ``ray.remote``. By default it reserves no CPU, and with a `journal`
             runs on the node of this process, where the file is.
         options: those of :class:`GroupAssembler`. Callables run in the actor.
 
     Raises:
         ImportError: the extra `ray` is not installed.
-        ValueError, OSError: as :class:`GroupAssembler`.
+        ValueError, OSError: :class:`GroupAssembler` raises it.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class RayAssembler:
         remote = ray.remote(**{**own, **(actor or {})})(AssemblerActor)
         self._actor = remote.remote(self.max_ready, options)
         if self.journal is not None:
-            self._ask("open_journal", str(Path(self.journal).absolute()))  # it may run in another folder
+            self._ask("open_journal", str(Path(self.journal).absolute()))  # the actor's folder may differ
         self._store: Any = None  # the RowStore of this process's node
         self._taker = Taker()
 
@@ -124,14 +126,14 @@ class RayAssembler:
     # -- for writers --------------------------------------------------------------------------------
 
     def put(self, batch: TensorDictBase | None, *, patience: float | None = None) -> None:
-        """Take in a batch of rows, as :meth:`GroupAssembler.put`. Waits while `max_ready` groups are ready.
+        """Take in a batch of rows, like :meth:`GroupAssembler.put`. Waits while `max_ready` groups are ready.
 
         Args:
             batch: TensorDict ``[N]`` or ``[envs, time]``, dense or a lazy stack; None: no rows.
             patience: seconds to wait; None: forever.
 
         Raises:
-            MissingKeyError, BatchError, StalledError: as :meth:`GroupAssembler.put`.
+            MissingKeyError, BatchError, StalledError: :meth:`GroupAssembler.put` raises it.
             StalledError: the trainer has taken no batch in time. The rows are not taken in.
         """
         check_patience(patience)
@@ -148,7 +150,7 @@ class RayAssembler:
         """Store rows on this node, and send the columns that the actor reads.
 
         Args:
-            method: of the actor.
+            method: a method of the actor.
             rows: at least one, after :func:`enter_rows`.
             args: further arguments of the method.
         """
@@ -178,7 +180,7 @@ class RayAssembler:
         return self._ask("call", "never_announced", draws)
 
     def capacity(self, rollouts: int | None = None) -> int:
-        """As :meth:`GroupAssembler.capacity`. The number changes only after :meth:`announce`."""
+        """Like :meth:`GroupAssembler.capacity`. Asking reserves nothing; :meth:`announce` does."""
         return self._ask("call", "capacity", rollouts)
 
     # -- for the trainer ----------------------------------------------------------------------------
@@ -202,14 +204,14 @@ class RayAssembler:
             patience: seconds without a put after which this raises; None: never.
             worker_patience: as for :func:`assembled`: seconds after which a worker without rows raises, while
                 another worker puts rows repeatedly.
-            leftovers: as for :func:`assembled`, when all writers have ended.
-            on_lost: when a writer died or raised: ``raise``, or ``go_on`` with the others. The groups that it
-                had started do not become whole. If all writers are lost, this raises.
+            leftovers: what to do with leftover groups when all writers have ended, as for :func:`assembled`.
+            on_lost: what to do when a writer died or raised: ``raise``, or ``go_on`` with the others. The
+                groups that it had started do not become whole. If all writers are lost, this raises.
 
         Raises:
             StalledError: a writer is lost; there was no put in time; all writers ended without a batch; or a
                 writer got this error from :meth:`GroupAssembler.put`.
-            BatchError: groups are left over, under ``raise``; as :meth:`GroupAssembler.take`.
+            BatchError: groups are left over, with ``raise``; or :meth:`GroupAssembler.take` raised.
             ValueError: an option has an invalid value.
         """
         go_on = on_lost == "go_on"
@@ -239,7 +241,7 @@ class RayAssembler:
         yield from rest_of(self, leftovers)
 
     def take(self, n: int | None = None) -> TensorDictBase | None:
-        """As :meth:`GroupAssembler.take`: None while there are too few groups."""
+        """Like :meth:`GroupAssembler.take`: None while there are too few groups."""
         return self._fetch("take", n, 0.0)[0]
 
     def take_rest(self) -> TensorDictBase | None:
@@ -247,11 +249,12 @@ class RayAssembler:
         return self._fetch("take_rest")[0]
 
     def _fetch(self, method: str, *args: Any) -> tuple[TensorDictBase | None, int]:
-        """Ask for groups, fetch their rows from Ray's object store, and tell the actor that they are here.
+        """Ask for groups, fetch their rows from Ray's object store, and confirm this to the actor.
 
         Also returns the number of puts, and shows the warnings of the actor.
         """
-        # The tickets are sent with the next request, too: a separate call might arrive after it.
+        # Fetched tickets are also sent with the next request, because a separate confirmation might arrive
+        # later.
         fetched, self._taker.fetched = self._taker.fetched, []
         reply: Reply = self._ask(method, *args, self._taker.name, fetched)
         for warning in reply.warnings:
@@ -292,7 +295,7 @@ class RayAssembler:
     held = _number("held", "Number of rows of ready and pending groups.")
     counts = _number("counts", "Number of rows that left without being taken, by reason.")
     blocked_by = _number("blocked_by", "The groups that the next step waits for.")
-    restored = _number("restored", "Whether it continues from a journal or a state.")
+    restored = _number("restored", "Whether the assembler continues from a journal or a state.")
     committed = _number("committed", "The step of the last :meth:`commit`; None: there was none with a step.")
     lost_groups = _number("lost_groups", "Number of groups that left without being taken, by reason.")
     survivors = _number("survivors", "Counts of trained and lost groups, by latency, length and reward.")
@@ -309,7 +312,7 @@ class RayAssembler:
         self._ask("call", "__setattr__", "version", version)
 
     def state_dict(self) -> dict[str, Any]:
-        """As :meth:`GroupAssembler.state_dict`, with the rows themselves.
+        """Like :meth:`GroupAssembler.state_dict`, with the rows themselves.
 
         Raises:
             ray.exceptions.ObjectLostError: a node or process that stored rows is gone.
@@ -336,7 +339,7 @@ class RayAssembler:
 
 
 class Taker(threading.local):
-    """A thread that takes, and what it has fetched since it last asked."""
+    """What the current thread has fetched since it last asked for groups."""
 
     def __init__(self) -> None:
         self.name, self.fetched = uuid4().hex, list[int]()
@@ -360,7 +363,7 @@ class Writers:
 
     Args:
         tasks: the objects that ``.remote()`` returned, or the futures of an executor of Python.
-        go_on: continue without lost writers, while there are others.
+        go_on: whether to continue without lost writers, while there are others.
     """
 
     def __init__(self, tasks: Sequence[Any] = (), *, go_on: bool = False):
@@ -370,7 +373,7 @@ class Writers:
         self.failed: list[int] = []
         """The positions of lost writers."""
         self.lost: BaseException | None = None
-        """The error of a lost writer, if it ends the iteration."""
+        """The error of a lost writer, if this writer ends the iteration."""
         self.watch(tasks)
 
     def watch(self, tasks: Sequence[Any]) -> None:

@@ -39,23 +39,23 @@ class AssembleOnWrite(Transform):
     If rows are refused, ``extend`` raises the error. The writer may be a process whose errors are not shown,
     so the error is raised again when the buffer is next sampled.
 
-    Do not copy it into worker processes: each would have its own assembler with incomplete groups. Read the
-    rows of worker processes with :func:`drained`, and assemble them after that.
+    Do not copy it into worker processes: each would have its own assembler with incomplete groups. If worker
+    processes write, read their rows with :func:`drained`, and assemble them after that.
 
     Args:
-        assembler: makes groups of the rows, `groups` of them at a time. It must have no `partition_key`,
-            because group ids of different partitions would collide in the buffer.
+        assembler: makes groups from the rows, and hands out `groups` of them at a time. It must have no
+            `partition_key`, because group ids of different partitions would collide in the buffer.
         worker_patience: seconds after which a silent worker raises while another one writes, as for
             :func:`assembled`. This is checked when the buffer is sampled. None: never.
 
     Raises:
         ValueError: the assembler has a `partition_key`; or an option has an invalid value.
-        TypeError: it is used on sampled rows or in an environment.
-        RuntimeError: it is copied into a worker process.
-        BatchError: when rows are written: as :meth:`GroupAssembler.put`. When rows are sampled: rows were
+        TypeError: this transform is used on sampled rows or in an environment.
+        RuntimeError: this transform is copied into a worker process.
+        BatchError: when rows are written: :meth:`GroupAssembler.put` raised. When rows are sampled: rows were
             refused since the last sample.
-        StalledError: when rows are written: as :meth:`GroupAssembler.put`. When rows are sampled: a worker is
-            silent.
+        StalledError: when rows are written: :meth:`GroupAssembler.put` raised. When rows are sampled: a
+            worker is silent.
 
     Example:
         >>> from tensordict import TensorDict
@@ -128,7 +128,7 @@ class AssembleOnWrite(Transform):
         super().set_container(container)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The state of the assembler, for that of the buffer."""
+        """The state of the assembler, which the buffer saves with its own."""
         return self.assembler.state_dict()
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -164,7 +164,7 @@ def groups_on_write(
         options: keywords of :func:`load_pipeline`.
 
     Raises:
-        ValueError: as :class:`GroupAssembler` and :func:`load_pipeline`.
+        ValueError: :class:`GroupAssembler` or :func:`load_pipeline` raises it.
 
     Example:
         >>> from functools import partial
@@ -195,12 +195,12 @@ class BufferAccount:
     """The counts and results of an :class:`AssembleOnWrite`.
 
     Attributes:
-        metrics: of the last run of its pipeline.
-        ledger: of the last run of its pipeline; None without a run.
-        counts: rows that left the assembler so far, by reason.
-        held: rows that wait.
-        ready: whole groups that wait.
-        emitted: groups that were taken so far.
+        metrics: the metrics of the last run of its pipeline.
+        ledger: the ledger of the last run of its pipeline; None without a run.
+        counts: number of rows that left the assembler without being taken, by reason.
+        held: number of rows that wait.
+        ready: number of whole groups that wait.
+        emitted: number of groups that were taken.
         error: the error of the last refused rows since the buffer was sampled; None without one.
     """
 

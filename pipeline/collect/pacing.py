@@ -29,15 +29,16 @@ def paced(draws: Any, assembler: Any, *, patience: float | None = None) -> Itera
     are yielded first (:meth:`GroupAssembler.unfinished`). Groups that the assembler knows are not yielded.
 
     Args:
-        draws: a :class:`RepeatSampler`, of which nothing needs to be saved: after a restart it continues at
-            the first group that was never announced. Or the output of ``draws()`` of a sampler or StampIds.
+        draws: a :class:`RepeatSampler`, or the output of ``draws()`` of a sampler or StampIds. Nothing of a
+            RepeatSampler needs to be saved: after a restart it continues at the first group that was never
+            announced.
         assembler: :class:`GroupAssembler` or :class:`RayAssembler`.
         patience: seconds to wait for capacity; None: forever.
 
     Raises:
         StalledError: while iterating: there was no capacity in time.
-        BatchError: while iterating: as :meth:`GroupAssembler.announce`.
-        ValueError: `patience` is not > 0; while iterating: as :meth:`GroupAssembler.capacity`.
+        BatchError: while iterating: :meth:`GroupAssembler.announce` raises it.
+        ValueError: `patience` is not > 0; or, while iterating, :meth:`GroupAssembler.capacity` raises it.
 
     Example:
         >>> from headrace.pipeline import RepeatSampler
@@ -56,13 +57,13 @@ class Pacing:
 
     Args:
         draws: as for :func:`paced`.
-        assembler: gets the ids of what is dispatched.
-        over: whether no further draw is wanted; asked before each.
+        assembler: gets the ids of the dispatched rollouts.
+        over: returns True if no further draw is wanted; called before each draw.
     """
 
     def __init__(self, draws: Any, assembler: Any, over: Callable[[], bool] = lambda: False):
         self.assembler, self.ended, self.wanted = assembler, False, 0
-        """The assembler; whether there is nothing more to dispatch; groups of the draw that waits."""
+        """The assembler; whether all draws are dispatched; the number of groups in the draw that waits."""
         self._source, self._over = draws, over
         self._draws: Iterator[TensorDictBase] | None = None
         self._lost: list[TensorDictBase] = []
@@ -71,12 +72,12 @@ class Pacing:
         self._lock = threading.Lock()  # several threads may dispatch
 
     def now(self) -> TensorDictBase | None:
-        """The next draws, which are announced. None: there is no room, or nothing more."""
+        """Announce and return the next draws. None: there is no capacity, or no further draw."""
         with self._lock:
             return self._now()
 
     def wait(self, patience: float | None) -> Iterator[TensorDictBase]:
-        """Yield what :func:`paced` does."""
+        """Yield the draws of :func:`paced`."""
         while (draws := wait_for(self.now, lambda: self.ended, patience)) is not None:
             yield draws
         if not self.ended:
@@ -85,7 +86,7 @@ class Pacing:
 
     @property
     def begun(self) -> bool:
-        """Whether it was asked for draws."""
+        """Whether draws were requested before."""
         return self._draws is not None
 
     def _now(self) -> TensorDictBase | None:
@@ -126,7 +127,7 @@ class Pacing:
         return not len(self.assembler.never_announced(draw))
 
     def _next(self) -> TensorDictBase | None:
-        """The next draw with groups that the assembler does not know. None: there is none."""
+        """The next draw with groups that the assembler does not know. None: no draw is left."""
         while not self.ended:
             draw = None if self._over() else next(self._draws, None)  # type: ignore[arg-type]  # it has begun
             if draw is None:

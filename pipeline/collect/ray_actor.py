@@ -1,4 +1,4 @@
-"""The actors of an assembler on Ray: one decides which groups are whole, one per node stores the rows."""
+"""The actors of an assembler on Ray: one actor decides which groups are whole, one per node stores rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .workers import WorkerWatch
 
 # Waiting writers must not block the trainer: Ray's default limit is 1,000 concurrent calls.
 MANY_CALLS: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1_000_000}
-GONE = 60.0  # seconds after which groups that were not fetched go to a taker that begins
+GONE = 60.0  # seconds after which groups that their taker has not fetched go to another taker
 
 
 class Handed(NamedTuple):
@@ -30,7 +30,7 @@ class Handed(NamedTuple):
 
     groups: StoredGroups
     taker: str
-    """The taker's name; empty if the taker is gone, so that any other may get the groups."""
+    """The taker's name; empty if the taker is gone and any other taker may get the groups."""
     at: float
     """When they were handed out, in seconds on the clock of the actor."""
 
@@ -65,7 +65,7 @@ class TableAssembler(GroupAssembler):
 
 
 def on_node(node: str) -> Any:
-    """The option of an actor to run on a node, and on no other."""
+    """The option that makes an actor run on one node only."""
     import ray
 
     return ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
@@ -107,10 +107,10 @@ class AssemblerActor:
         self.most, self.puts = max_ready, 0
         self.changed = asyncio.Condition()
         self.stall: StalledError | None = None
-        self.silent: StalledError | None = None  # one worker is silent while others send rows
+        self.silent: StalledError | None = None  # about a worker that is silent while others send rows
         self.warnings: list[Warning] = []  # to be shown in the trainer's process
         self.workers = WorkerWatch(None, None)
-        self.handed: dict[int, Handed] = {}  # by ticket; their references are held until they are fetched
+        self.handed: dict[int, Handed] = {}  # by ticket; keeps the rows alive until they are fetched
         self.tickets = count()
         self.saved: StoredGroups | None = None  # rows of the last state
 
@@ -124,7 +124,7 @@ class AssemblerActor:
         self.workers.begin()
 
     async def open_journal(self, path: str) -> None:
-        """Go on from a journal. Not in `__init__`, whose errors Ray reports as a dead actor."""
+        """Go on from a journal. `__init__` cannot do this: Ray reports its errors as a dead actor."""
         self.assembler = TableAssembler(**self.options, journal=path)
 
     async def store(self, node: str) -> Any:
@@ -140,13 +140,13 @@ class AssemblerActor:
         return rows, [parts[part] for part in rows[STORED][:, 0].tolist()]
 
     async def put(self, parts: Sequence[Any], table: Any, kinds: Kinds, patience: float | None) -> None:
-        """Put rows, after waiting for room.
+        """Wait until fewer than `max_ready` groups are whole, and put rows.
 
         Args:
             parts: references to the parts of the rows; empty without rows.
             table: the columns that are read, packed; None without rows.
-            kinds: of all columns of the rows.
-            patience: seconds to wait for room.
+            kinds: the kinds of all columns of the rows.
+            patience: seconds to wait until fewer groups are whole.
         """
         rows, holds = self._stored(parts, table)
         async with self.changed:
@@ -171,13 +171,13 @@ class AssemblerActor:
                 self.silent = err
 
     async def take(self, n: int | None, patience: float, taker: str, fetched: Sequence[int]) -> Reply:
-        """Take groups, if there are enough in time.
+        """Take groups, if there are enough of them within `patience`.
 
         Args:
-            n: as :meth:`GroupAssembler.take`.
+            n: number of groups, as for :meth:`GroupAssembler.take`.
             patience: seconds to wait.
             taker: name of the process that asks. If it has not fetched its last groups, it gets them again.
-            fetched: tickets of what it has fetched, as for :meth:`confirm`.
+            fetched: tickets of the groups that it has fetched, as for :meth:`confirm`.
         """
         await self.confirm(fetched)
         async with self.changed:
@@ -197,12 +197,12 @@ class AssemblerActor:
             return self._hand_over(next(self.tickets), rest, taker)
 
     async def confirm(self, tickets: Sequence[int]) -> None:
-        """The rows are fetched: their references need not be held any more."""
+        """Drop the references to rows, because these are fetched."""
         for ticket in tickets:
             self.handed.pop(ticket, None)
 
     def _not_fetched(self, taker: str) -> tuple[int, StoredGroups] | None:
-        """Groups that this taker, or a taker that is gone, has not fetched, with their ticket."""
+        """The ticket and the groups of a reply that this taker, or a taker that is gone, has not fetched."""
         found = (ticket for ticket, each in self.handed.items() if each.taker in ("", taker))
         return None if (ticket := next(found, None)) is None else (ticket, self.handed[ticket].groups)
 
@@ -230,7 +230,7 @@ class AssemblerActor:
         return bool(taken)
 
     async def _until(self, condition: Callable[[], bool], patience: float | None) -> bool:
-        """Wait until the condition holds; False if it did not in time. Call it with the lock held."""
+        """Wait until the condition holds; False if it did not hold in time. Call this with the lock held."""
         try:
             return await asyncio.wait_for(self.changed.wait_for(condition), patience)
         except asyncio.TimeoutError:
@@ -259,7 +259,7 @@ class AssemblerActor:
         state: Mapping[str, Any],
         arrivals: Sequence[int],
     ) -> None:
-        """Restore a state, whose rows are stored again."""
+        """Restore a state. The caller has stored its rows again."""
         rows, holds = self._stored(parts, table)
         async with self.changed:
             self.changed.notify_all()

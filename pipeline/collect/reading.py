@@ -40,7 +40,7 @@ class Reader:
     def __init__(self, source: Iterable[Any]):
         self.source = source
         self.is_over = False
-        """Whether :meth:`get` has returned `END` or raised the error of the source."""
+        """Whether :meth:`get` has returned `END`, or has raised the error of the source."""
         self.held: list[Callable[[], None]] = []
         """Calls that let the worker of the current batch continue."""
         self._asked = False
@@ -99,7 +99,7 @@ class HeldPipe:
 
     Args:
         pipe: the collector's pipe.
-        reader: of the collector. Messages of other threads are sent at once.
+        reader: the reader of the collector. Messages of other threads are sent at once.
     """
 
     def __init__(self, pipe: Any, reader: Reader):
@@ -127,7 +127,8 @@ class HeldPipe:
 
 
 class HeardQueue:
-    """The queue of rows of a collector with worker processes. Counts the batches of each worker.
+    """The queue from which a collector gets the rows of its worker processes. Counts the batches of each
+    worker.
 
     Args:
         queue: the collector's queue.
@@ -141,7 +142,7 @@ class HeardQueue:
 
     @classmethod
     def of(cls, collector: Any) -> HeardQueue:
-        """The queue of a collector, which counts from now on."""
+        """Replace the queue of a collector by one that counts from now on, and return it."""
         if not isinstance(collector.queue_out, cls):
             collector.queue_out = cls(collector.queue_out, collector.num_workers, in_step(collector))
         return collector.queue_out

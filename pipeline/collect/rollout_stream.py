@@ -1,4 +1,4 @@
-"""One object for a run: what to dispatch next, rows that come in, and batches of whole groups."""
+"""One object for a run: it says what to dispatch next, takes rows in, and yields batches of whole groups."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ class RolloutStream(OverSource):
     to the tasks that put, and give these tasks to :meth:`watch`.
 
     Args:
-        sampler: a :class:`RepeatSampler`. Nothing of it needs to be saved.
+        sampler: a :class:`RepeatSampler`. Its state need not be saved.
         assembler: the class that makes the groups: GroupAssembler or RayAssembler.
-        source: yields rows, such as a collector or a queue; or a function of this stream that makes it when
-            rows are first needed, so after a state is loaded. None: rows are given to :meth:`put`.
-        informative: yield only groups that are informative (:func:`informative`): True, or the stages that
-            filter. Others are sampled until a batch is full.
+        source: an iterable of rows, such as a collector or a queue; or a function that gets this stream and
+            returns the source. It is called when rows are first needed, after a state is loaded. None: rows
+            are given to :meth:`put`.
+        informative: True, or the stages that filter: yield only informative groups (:func:`informative`), and
+            sample further groups until a batch is full.
         epochs: passes over the prompts, after which :meth:`draws` ends; None: endless.
         max_batches: as for :func:`informative`.
         patience: seconds to wait for a batch before :class:`StalledError`.
-        worker_patience: for `source`, as for :func:`assembled`.
-        leftovers: as for :func:`assembled`, for groups that are too few for a batch at the end.
-        options: those of `assembler`. `group_size` and `groups` are by default those of the
-            sampler. Without a limit of the dispatch, ``steps_ahead=0``: nothing is dispatched ahead of the
-            step that trains. With ``journal=PATH`` the run goes on after a crash.
+        worker_patience: limit for the workers of `source`, as for :func:`assembled`.
+        leftovers: what to do with groups that are too few for a batch at the end, as for :func:`assembled`.
+        options: options of `assembler`. `group_size` and `groups` are by default those of the sampler. If no
+            option limits the dispatch, ``steps_ahead=0`` is set: nothing is dispatched ahead of the step that
+            trains. With ``journal=PATH`` the run goes on after a crash.
 
     Raises:
         ValueError: an option has an invalid value, or `group_size` is not that of the sampler.
@@ -147,15 +148,16 @@ class RolloutStream(OverSource):
     def draws(self, *, wait: bool = False, patience: float | None = None) -> Iterator[TensorDictBase]:
         """Yield prompts with ids that may be dispatched now. After a restart, lost rollouts come first.
 
-        An environment may draw from it. If it draws the next prompts before its rows are there, as in a
-        collector, it needs ``steps_ahead=1`` or more, and `patience`.
+        An environment may use it. If the environment draws the next prompts before its rows are put, as in a
+        collector, set ``steps_ahead=1`` or more, and `patience`.
 
         Args:
-            wait: wait for room until the data ends. False: return when there is no more room.
-            patience: for `wait`, seconds until it raises; None: wait forever, in a thread that dispatches.
+            wait: wait for capacity until the data ends. False: return when there is no more capacity.
+            patience: seconds to `wait` before it raises; None: wait forever, which is safe only in a thread
+                that dispatches.
 
         Raises:
-            StalledError: there was no room in time.
+            StalledError: there was no capacity in time.
         """
         if wait:
             yield from self._pacing.wait(check_patience(patience))
@@ -187,11 +189,11 @@ class RolloutStream(OverSource):
         return held < (1 if self.leftovers == "yield" else assembler.groups or 1)
 
     def take(self) -> TensorDictBase | None:
-        """The next batch; None while there is none. At the end, the last groups, however few.
+        """The next batch; None while there is none. At the end of the data, the last groups, however few.
 
         Raises:
             StalledError: too few groups are informative; or there is no batch, and a watched task was lost.
-            BatchError: at the end, groups are left over, under ``leftovers="raise"``.
+            BatchError: at the end, groups are left over, with ``leftovers="raise"``.
         """
         if self.ended and self.assembler.ready:
             list(rest_of(self.assembler, self.leftovers))  # drops them, or raises
@@ -245,12 +247,14 @@ class RolloutStream(OverSource):
         return self.assembler.survivors
 
     def commit(self, step: int | None = None) -> None:
-        """Record that the weights are saved (:meth:`GroupAssembler.commit`). Without a journal, nothing."""
+        """Record that the weights are saved (:meth:`GroupAssembler.commit`). Needs a journal, else does
+        nothing.
+        """
         if self.assembler.journal is not None:
             self.assembler.commit(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, and that of the source, unless the stream made it.
+        """The state of the stream, and the state of the source unless the stream made the source.
 
         Raises:
             TypeError: the source is a MultiAsyncCollector.
@@ -261,7 +265,7 @@ class RolloutStream(OverSource):
         """Restore a state, before anything else happens.
 
         Raises:
-            ValueError: as :meth:`load_own_state`.
+            ValueError: :meth:`load_own_state` raises it.
         """
         if self._makes_source:
             self.load_own_state(state)

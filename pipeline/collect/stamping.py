@@ -37,7 +37,7 @@ def stamp_ids(
     Args:
         prompts: (N,) integers, the output of :class:`RepeatSampler`: each `group_size` times in a row.
         group_size: rollouts per draw.
-        first_rollout: number of rollouts stamped before, a multiple of `group_size`.
+        first_rollout: number of rollouts that were stamped before, a multiple of `group_size`.
         stride: difference between consecutive group ids, if other workers use the ids between.
 
     Returns:
@@ -111,7 +111,7 @@ class StampIds(Transform):
         expected_key: (*B, 1) int64, written.
 
     Raises:
-        ValueError: an option has an invalid value; or the environment repeats its prompts another number of
+        ValueError: an option has an invalid value; or the environment does not repeat its prompts `repeats`
             times, has such ids already, or draws prompts in a transform after this one.
         BatchError: the rollouts of a group have different prompts.
 
@@ -145,13 +145,13 @@ class StampIds(Transform):
         self.group_key, self.rollout_key, self.expected_key = keys
         self._mask: Tensor | None = None  # the rows of the current reset
         self.needs_reset = False
-        """Whether a state was loaded while rollouts were running. They have ids from before it."""
+        """Whether a state was loaded while rollouts were running. Their ids are from before the state."""
         self._started = 0  # rollouts in this process
         self._restart(dispatched=0)
 
     def _restart(self, dispatched: int) -> None:
         self._dispatched = dispatched  # number of rollouts
-        self._prompt: Any = None  # of the last rollout
+        self._prompt: Any = None  # the prompt of the last rollout
         self._numbers = torch.empty(0, dtype=torch.int64)  # rollout of each row in dispatch order; −1: none
         self._stepped = torch.empty(0, dtype=torch.bool)  # whether the rollout of the row has taken a step
         self._steps = torch.empty(0, dtype=torch.int32)  # steps of the rollout of the row
@@ -229,7 +229,7 @@ class StampIds(Transform):
     # -- dispatch -----------------------------------------------------------------------------------
 
     def _dispatch(self, rows: TensorDictBase, mask: Tensor | None) -> TensorDictBase:
-        """Assign the next rollouts to the reset rows, in the order in which prompts are loaded."""
+        """Give the ids of the next rollouts to the reset rows, in the order in which prompts are loaded."""
         if self._dispatched == 0:
             self._check_environment()
         count = rows.shape.numel()
@@ -259,7 +259,7 @@ class StampIds(Transform):
         return frozenset((numbers // self.repeats).tolist())
 
     def _begin(self) -> None:
-        """Note that all rows have taken a step."""
+        """Record that all rows have taken a step."""
         if bool(self._stepped.all()):
             return
         begun = self._waiting & self._groups(self._numbers[~self._stepped])
@@ -277,7 +277,7 @@ class StampIds(Transform):
         """Check the environment's transforms that repeat prompts.
 
         Raises:
-            ValueError: one repeats prompts another number of times, or comes after this transform, which
+            ValueError: a transform does not repeat prompts `repeats` times, or comes after this one, which
                 would then not see the resets.
         """
         environment = self.container
@@ -299,7 +299,7 @@ class StampIds(Transform):
         """Check that the rollouts of a group have the same prompt.
 
         Raises:
-            BatchError: they have not. Lists the rows.
+            BatchError: they have different prompts. The message lists the rows.
         """
         key = self.prompt_key
         if key is not None:
@@ -347,7 +347,8 @@ class StampIds(Transform):
             raise ValueError(f"the state must have the same options ({self._shape()}); got {state}")
         self.needs_reset = self._dispatched > 0
         first = -(-state["dispatched"] // self.repeats) * self.repeats
-        # The environment repeats its last prompt for the rest of a group, whose first rollouts are lost.
+        # The environment repeats its last prompt for the rest of a group. The group's first rollouts are
+        # lost.
         self._restart(first + self._started % self.repeats)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Rows in Ray's object store: cut into parts, packed, and joined again."""
+"""Cut rows into parts, pack them for Ray's object store, and join them again."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def cut_by_group(rows: TensorDictBase, group: Tensor) -> tuple[list[TensorDictBa
     for number in range(count):
         members = (part == number).nonzero().flatten()
         places[members, 1] = torch.arange(len(members))
-        parts.append(take_rows(rows, members, on_cpu=members, shared=True))  # a copy, if rows are dense
+        parts.append(take_rows(rows, members, on_cpu=members, shared=True))  # copies dense rows
     return parts, places
 
 
 def pack_rows(rows: TensorDictBase) -> np.ndarray:
-    """Rows as bytes, (B,) uint8, which processes pass on as they are.
+    """Pack rows into bytes, (B,) uint8, which processes pass on unchanged.
 
     Otherwise Ray would pickle each tensor again in each process, which takes longer than everything else.
 
@@ -70,7 +70,7 @@ def pack_rows(rows: TensorDictBase) -> np.ndarray:
 
 
 def unpack_rows(packed: np.ndarray) -> Any:
-    """Restore the rows of :func:`pack_rows`, in their own memory."""
+    """Restore the rows of :func:`pack_rows`, in memory of their own."""
     return from_plain(pickle.loads(packed))
 
 
@@ -112,7 +112,7 @@ class StoredGroups(NamedTuple):
         """Join the rows into a batch.
 
         Args:
-            parts: what is stored under each reference.
+            parts: the part that is stored under each reference.
             options: an assembler, which masks stale rows.
         """
         stored = map(unpack_rows, parts)

@@ -1,4 +1,4 @@
-"""Rows without tokens: the columns that assembler and pipeline decide by, and their packing into bytes."""
+"""Select the columns without tokens that assemblers and pipelines need to decide, and pack them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class ColumnsRead(NamedTuple):
         for mask in dict.fromkeys(count.mask for count in self.counts):
             log_probs = {count.log_prob for count in self.counts if count.mask == mask} - {None}
             if len(log_probs) > 1:
-                continue  # stages count by different log-probabilities, so they need the tokens
+                continue  # stages count tokens by different log-probabilities: keep the tokens
             inside, finite = count_in_loss(rows, mask, next(iter(log_probs), None))
             if inside is not None and finite is not None:
                 write_column(thin, number_of(mask), torch.stack([inside, finite], 1).cpu())
@@ -87,7 +87,7 @@ class ColumnsRead(NamedTuple):
 
 
 def pack_thin(rows: TensorDictBase) -> Tensor:
-    """Pack columns of numbers into (B,) uint8: integers in the smallest dtype that holds them, compressed.
+    """Pack columns of numbers into (B,) uint8, compressed. Integers get the smallest dtype that holds them.
 
     Args:
         rows: TensorDict ``[N]``, N ≥ 1, dense.

@@ -39,7 +39,7 @@ def register_configs() -> None:
         True
     """
     store = ConfigStore.instance().store
-    for group in ("criterion", "term"):  # with the prefix transform/, to differ from our own groups
+    for group in ("criterion", "term"):  # the prefix transform/ avoids the names of headrace's own groups
         for name, target in _listed(group).items():
             store(group=f"transform/{group}", name=name, node=config_of(target), provider="headrace")
     for name, target in {**_listed("stage"), "stamp_ids": "headrace.pipeline.StampIds"}.items():

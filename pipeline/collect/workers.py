@@ -1,4 +1,4 @@
-"""Detect a worker that is silent while others send rows, by the stamped origin of rows."""
+"""Detect a worker that is silent while others send rows. Rows have their worker in a stamped column."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FACTOR = 10  # a pause may be this many times as long as the longest one before
 
 @dataclass
 class Heard:
-    """When a worker has sent rows."""
+    """The times at which a worker has sent rows."""
 
     times: list[float]
     """The times of its last puts; before the first put, the start of the watch."""
@@ -90,7 +90,7 @@ class WorkerWatch:
                 )
 
     def numbered(self, workers: Sequence[int]) -> tuple[int, int] | None:
-        """One worker and the number of workers, as the ids of its groups are numbered; None: not known."""
+        """The worker by whose number group ids are made, and the number of workers; None: not known."""
         if len(workers) == 1 and 0 < self._numbered == self.workers:
             return workers[0], self._numbered
         return None

@@ -1,4 +1,4 @@
-"""Rollouts and steps through Ray's queues and TransferQueue."""
+"""Send rollouts and steps through Ray's queues and TransferQueue."""
 
 from __future__ import annotations
 

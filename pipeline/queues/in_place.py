@@ -24,7 +24,7 @@ from headrace.transforms.table.tensordicts import ELSEWHERE, column_of
 
 from .queues import tq
 
-BITS = 16  # low bits of a rollout id, which hold its number in its group
+BITS = 16  # low bits of a rollout id; they hold the rollout's number in its group
 MISSING = -1  # the row number of a rollout without rows
 
 
@@ -44,12 +44,12 @@ class QueuedGroups:
             run = pipeline.run(batch)
             keys = source.keys_of(batch)
 
-    If groups are to wait instead of being dropped for their age, give the assembler as `announce_to`. Then it
-    knows them as soon as their prompts are in the queue. A prompt that is deleted by others before its
-    rollouts have finished is a group whose rollouts failed.
+    To wait for old groups instead of dropping them, give the assembler as `announce_to`. Then the assembler
+    knows a group as soon as its prompt is in the queue. If another process deletes a prompt before its
+    rollouts have finished, the rollouts of the group count as failed.
 
     Args:
-        partition: of the queue.
+        partition: the name of the partition.
         key: a regular expression for the keys of rows. It needs the named groups ``group`` and ``rollout``,
             the number of the rollout in its group, and ``segment`` if rollouts have several rows. Samples
             with other keys are ignored.
@@ -59,11 +59,11 @@ class QueuedGroups:
             is the status of the group. None: all rows of a group are put at once.
         over: the statuses of groups whose rollouts have finished.
         group_size: rollouts of a group; None: as many as there are.
-        announce_to: the assembler, under ``on_stale="wait"``. It needs `prompt`, `version` and `group_size`.
+        announce_to: the assembler, if it has ``on_stale="wait"``. Needs `prompt`, `version` and `group_size`.
 
     Raises:
         ImportError: the extra `tq` is not installed.
-        ValueError: an option has an invalid value, or needs another one.
+        ValueError: an option has an invalid value, or needs another option.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class QueuedGroups:
             )
         self.announce_to = announce_to
         self.keys: dict[int, str] = {}
-        """The keys of rows that were read and whose group is still in the queue, by row number."""
+        """Keys of the rows that were read and whose groups are still in the queue, by row number."""
         self.unread: dict[str, int] = {}
-        """Prompts that were announced, with their versions, and whose groups were not read."""
+        """Announced prompts whose groups were not read, with their versions."""
         self.groups: dict[int, tuple[str, range]] = {}
-        """Groups that were read and are still in the queue, by id: name and row numbers."""
+        """Name and row numbers of the groups that were read and are still in the queue, by id."""
         self._places = 0
 
     @classmethod
@@ -106,7 +106,7 @@ class QueuedGroups:
 
         Args:
             framework: ``verl`` or ``nemo_rl``.
-            changes: options that override those of the file.
+            changes: options that replace options of the file.
 
         Raises:
             ValueError: there is no such file.
@@ -190,11 +190,11 @@ class QueuedGroups:
         return name, [self.keys.pop(place) for place in places]
 
     def clear(self, groups: Iterable[int], *, rows: bool = True) -> None:
-        """Delete groups from the queue: their prompts, and also their rows.
+        """Delete groups from the queue: their prompts and their rows.
 
         Args:
             groups: ids of groups that were read.
-            rows: False keeps the rows in the queue, to be trained.
+            rows: whether rows are deleted, too. False keeps them in the queue, to be trained.
         """
         gone = [self._forget(group) for group in groups]
         keys = [key for _, some in gone for key in some] if rows else []
@@ -237,13 +237,13 @@ class QueuedGroups:
         return torch.stack([row.sum() for row in column.unbind()]).float()
 
     def keys_of(self, rows: TensorDictBase) -> list[str]:
-        """The keys of yielded rows, in order. Missing rollouts have none."""
+        """The keys of yielded rows, in order. The row of a missing rollout has no key."""
         return [self.keys[place] for place in rows[ELSEWHERE][:, 1].tolist() if place != MISSING]
 
 
 @takes_options
 class GroupReplayBuffer:
-    """A ``trainer.v1.sampler.custom_sampler`` for verl v1 that samples whole groups, by their ids.
+    """Sample whole groups by their ids: a ``trainer.v1.sampler.custom_sampler`` for verl v1.
 
     ::
 
@@ -252,20 +252,20 @@ class GroupReplayBuffer:
         "+trainer.v1.sampler.sampler_kwargs={group_size: 8, on_failure: keep, min_rollouts: 4}"
 
     A batch has `batch_size` groups with all their rollouts, in the order in which the groups finished. Three
-    kinds of groups are deleted from the queue, and as many new prompts are requested: groups that failed, by
-    the assembler's options; groups that are too old; and groups of which the recipe trains no row. In the
+    kinds of groups are deleted from the queue and replaced by new prompts: groups that failed, by the
+    assembler's options; groups that are too old; and groups of which the recipe trains no row. In the
     partition ``val`` every group is used with the rollouts that it has.
 
-    With ``max_off_policy_strategy=wait``, or ``on_stale: wait`` in `sampler_kwargs`, no group is too old: a
-    step takes the groups that were dispatched first, and waits for a slow one before that would be too old
-    (``on_stale="wait"`` of :class:`GroupAssembler`). The version is verl's global step, and `steps_ahead` is
-    its `num_warmup_batches`: verl dispatches as many batches ahead.
+    With ``max_off_policy_strategy=wait``, or ``on_stale: wait`` in `sampler_kwargs`, no group gets too old: a
+    step takes the groups that were dispatched first, and waits for a slow group before this group would be
+    too old (``on_stale="wait"`` of :class:`GroupAssembler`). The version is verl's global step. `steps_ahead`
+    is verl's `num_warmup_batches`, the number of batches that it dispatches ahead.
 
     Args:
-        trainer_mode: of verl's trainer.
-        trainer_config: configuration of verl's trainer. `num_warmup_batches` and `parameter_sync_step` are
-            read.
-        max_off_policy_threshold: steps that a rollout may span, its own included, ≥ 1; None: any.
+        trainer_mode: the mode of verl's trainer.
+        trainer_config: the configuration of verl's trainer, from which `num_warmup_batches` and
+            `parameter_sync_step` are read.
+        max_off_policy_threshold: number of steps that a rollout may span, its own included, ≥ 1; None: any.
         max_off_policy_strategy: ``drop`` groups that span more steps, or ``wait`` for groups that would.
         sampler_kwargs: options of :class:`GroupAssembler` (``on_failure``, ``min_rollouts``, …);
             `group_size`; and `recipe`, arguments of :func:`load_pipeline`. The stages of the recipe before
@@ -276,8 +276,8 @@ class GroupReplayBuffer:
 
     Raises:
         ImportError: the extra `tq` is not installed.
-        ValueError: as :class:`GroupAssembler`; or ``wait`` lacks what it needs: `group_size`, `refill_fn`,
-            and fewer `num_warmup_batches` than `max_off_policy_threshold`.
+        ValueError: :class:`GroupAssembler` raises it; or ``wait`` lacks a condition: `group_size`,
+            `refill_fn`, and fewer `num_warmup_batches` than `max_off_policy_threshold`.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class GroupReplayBuffer:
             self.options = bound | self.options
         self.waits = self.options.get("on_stale") == "wait"
         self.ahead = ceil(trainer_config.get("num_warmup_batches", 0))
-        """Batches that verl dispatches ahead. It may be a fraction."""
+        """Number of batches that verl dispatches ahead. It may be a fraction."""
         self.pipeline = None if recipe is None else load_pipeline(*recipe).halves()[0]
         self.partitions: dict[str, tuple[QueuedGroups, GroupAssembler]] = {}
         self._check_wait()
@@ -333,7 +333,7 @@ class GroupReplayBuffer:
             own: dict[str, Any] = {"partition": name}
             if name == "val":
                 assembler = GroupAssembler(segment_key="segment", on_failure="keep", min_rollouts=1)
-            else:  # verl takes the groups of a step in several parts
+            else:  # verl takes the groups of a step in several calls
                 parts = self.trainer_config.get("parameter_sync_step", 1)
                 assembler = self._of_train(batch_size * parts)
                 own |= {"group_size": self.group_size, "announce_to": assembler if self.waits else None}
@@ -349,11 +349,11 @@ class GroupReplayBuffer:
             batch_size: number of groups.
 
         Returns:
-            - A ``transfer_queue.KVBatchMeta`` with the keys and tags of their rows.
+            - A ``transfer_queue.KVBatchMeta`` with the keys and tags of the groups' rows.
             - The number of deleted groups by reason, under ``training/…`` or ``validation/…``.
 
         Raises:
-            BatchError: as :meth:`QueuedGroups.read` and :meth:`GroupAssembler.put`.
+            BatchError: :meth:`QueuedGroups.read` or :meth:`GroupAssembler.put` raises it.
         """
         (source, assembler), validates = self._partition(partition_id, batch_size), partition_id == "val"
         assembler.version = max(assembler.version, global_steps)
@@ -394,7 +394,7 @@ class GroupReplayBuffer:
         return meta, {f"{prefix}/{why}/evicted_samples": count for why, count in evicted.items() if count}
 
     def _decided(self, batch: TensorDictBase) -> TensorDictBase | None:
-        """The rows of a group that the recipe trains, or None."""
+        """The rows of a group that the recipe trains; None if it trains none."""
         run = self.pipeline.run(batch)  # type: ignore[union-attr]
         rows = batch[
             (run.known_rows.table.fates.here & run.known_rows.table.fates.in_loss).nonzero().flatten()

@@ -1,4 +1,4 @@
-"""A sampler for TransferQueue that samples whole groups, by the ids in the tags of rows."""
+"""Make a sampler for TransferQueue that samples whole groups, by the ids in the tags of rows."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def group_tags(batch: TensorDictBase, assembler: GroupAssembler) -> list[dict[st
 
     Args:
         batch: TensorDict ``[N]``, dense or a lazy stack, with the columns that the assembler reads.
-        assembler: that of :func:`group_sampler`, or one with the same options. It is not changed.
+        assembler: the assembler of :func:`group_sampler`, or one with equal options. It is not changed.
 
     Returns:
         N tags. You can add your own entries to each.
 
     Raises:
-        MissingKeyError, BatchError: as :meth:`GroupAssembler.put`.
+        MissingKeyError, BatchError: :meth:`GroupAssembler.put` would raise it for this batch.
 
     Example:
         >>> from tensordict import TensorDict
@@ -59,11 +59,11 @@ def group_sampler(assembler: GroupAssembler) -> Any:
         transfer_queue.init(conf)  # with conf.controller.sampler = group_sampler(assembler), and polling_mode
         transfer_queue.kv_batch_put(keys, partition, fields, tags=group_tags(rows, assembler))  # producers
 
-    It samples groups in the order in which they became whole, until they have at least `batch_size` rows. If
-    there are fewer rows, it samples nothing. Dropped rows stay in the queue until you clear them. Each task
-    and partition has its own assembler. If several tasks read one partition, set ``task_name`` in the
-    `sampling_config` of each, as TransferQueue's loader does. Calls with the same ``dp_rank`` and
-    ``batch_index`` get the same rows.
+    The sampler takes groups in the order in which they became whole, until they have at least `batch_size`
+    rows. If whole groups have fewer rows, it takes nothing. Dropped rows stay in the queue until you clear
+    them. Each task and partition has its own assembler. If several tasks read one partition, set
+    ``task_name`` in the `sampling_config` of each, as TransferQueue's loader does. Calls with the same
+    ``dp_rank`` and ``batch_index`` get the same rows.
 
     Args:
         assembler: provides the options, and is not changed. Without `segment_key` the rows of a rollout must
@@ -152,9 +152,9 @@ class SampledGroups:
     def __init__(self, prototype: GroupAssembler, state: Mapping[str, Any] | None = None):
         self.assembler = deepcopy(prototype)
         self.seen: dict[int, Any] = {}
-        """The tags of rows that were put, by their number in the queue. The queue reuses numbers."""
+        """The tags of rows that were put, by the queue's number of the row. The queue reuses numbers."""
         self.whole: list[list[int]] = []
-        """The rows of whole groups that were not sampled yet."""
+        """The rows of each whole group that was not sampled yet."""
         if state is not None:
             self.assembler.load_state_dict(state["assembler"])
             self.seen, self.whole = dict(state["seen"]), list(state["whole"])
@@ -188,5 +188,5 @@ class SampledGroups:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, for `state` of another one."""
+        """The state, which another object takes as its option `state`."""
         return {"assembler": self.assembler.state_dict(), "seen": self.seen, "whole": self.whole}

@@ -54,12 +54,12 @@ from headrace.transforms.table.tensordicts import (
 )
 
 SEPARATOR = "."
-END = "end"  # the key of an entry that ends the stream of a producer or of steps
+END = "end"  # key of the entry that ends the rows of a producer, or the steps
 TABLE = "table"  # the field of a sample that holds a table of rows
 
 
 def tq() -> Any:
-    """The module of the extra `tq`."""
+    """Import the module of the extra `tq`."""
     return import_extra("transfer_queue", "a queue of TransferQueue")
 
 
@@ -80,7 +80,7 @@ class RolloutQueue:
     (``transfer_queue.init()``).
 
     With `decided_by` the tokens stay in the storage units. The reader gets only the columns that assembler
-    and pipeline decide by, token counts included, and where each row is stored: less than 200 bytes per
+    and pipeline need to decide, with token counts, and where each row is stored: less than 200 bytes per
     row::
 
         source = RolloutQueue("rollouts", producers=4, decided_by=[assembler, pipeline])
@@ -94,13 +94,13 @@ class RolloutQueue:
         partition: a name that no earlier run of the queue has used. A second partition, with ``/pieces``
             after this name, lists the puts.
         producers: number of producers that must call :meth:`end` before the reader ends; None: it never ends.
-        clear: when rows that were read are deleted from the queue. ``read``: when more rows are read.
+        clear: when rows that were read are deleted from the queue. ``read``: at the next read.
             ``saved``: at the second call of :meth:`state_dict` after they were read, so that a reader can
             continue from its last state or the one before. With `decided_by` only :meth:`keep_only` deletes
             rows.
-        max_rows: rows that are read at once, ≥ 1. Rows of one put are always read together.
-        decided_by: GroupAssemblers and pipelines; the reader gets only the columns that these read. Create
-            the handles of producers with the same ones. None: the reader gets whole rows.
+        max_rows: most rows of one read, ≥ 1. But the rows of one put are always read together.
+        decided_by: GroupAssemblers and pipelines; the reader gets only the columns that these read. Give the
+            queues of producers the same `decided_by`. None: the reader gets whole rows.
 
     Raises:
         ImportError: the extra `tq` is not installed.
@@ -125,9 +125,9 @@ class RolloutQueue:
         """The columns that the reader gets; None: whole rows."""
         self._name, self._sent = "", 0
         self._read: dict[str, int] = {}  # number of rows read, by producer
-        self._used: list[tuple[str, int]] = []  # puts that were read and not deleted, with their row counts
-        self._saved = 0  # how many of `_used` are in the last state
-        self._stored: set[str] = set()  # keys of rows that were read without tokens and not deleted
+        self._used: list[tuple[str, int]] = []  # puts that were read, not deleted, with their row counts
+        self._saved = 0  # number of entries of `_used` in the last state
+        self._stored: set[str] = set()  # keys of rows that were read without tokens and are not deleted
         self._free: set[str] = set()  # keys in `_stored` that no holder had at the last keep_only
 
     # -- producers ----------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class RolloutQueue:
             self._forget(len(self._used))
 
     def _rows_of(self, pieces: Sequence[tuple[str, Mapping[str, Any]]], keys: list[str]) -> TensorDictBase:
-        """The rows of puts with the same columns; with `decided_by` only the columns that are read."""
+        """The rows of puts that have the same columns. With `decided_by`: only the columns that it reads."""
         tag = pieces[0][1]
         if self.reads is None:
             return fetch_rows(tq(), keys, self.partition, tag)
@@ -244,7 +244,7 @@ class RolloutQueue:
         return tq().kv_list(self._pieces).get(self._pieces, {})
 
     def _forget(self, count: int) -> None:
-        """Delete the first `count` puts of `_used`; with `decided_by` their rows stay in the queue."""
+        """Delete the first `count` puts of `_used`. With `decided_by`, their rows stay in the queue."""
         used = self._used[:count]
         keys = [key for first, rows in used for key in _keys_of(first, rows)]
         if keys and self.reads is None:
@@ -272,7 +272,7 @@ class RolloutQueue:
         """Delete all rows from the queue that were read with `decided_by`, except those of the holders.
 
         With ``clear="saved"`` rows are deleted only if no holder had them at the previous call either. Call
-        it after each saved state. Then a run can continue from the last state or the one before.
+        this after each saved state. Then a run can continue from the last state or the one before.
 
         Args:
             holders: all objects with rows whose tokens are needed later: assemblers, pipelines, streams such
@@ -304,7 +304,7 @@ class RolloutQueue:
         return {"read": dict(self._read)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the rows of a state. They are deleted as if this reader had read them."""
+        """Continue after the rows that a state counts. They are deleted as if this reader had read them."""
         self._read = dict(state["read"])
         pieces = [(first.partition("/"), first, tag) for first, tag in self._tags().items()]
         read = [
@@ -326,7 +326,7 @@ def _as_table(rows: TensorDictBase) -> TensorDict:
 
 
 def _tables(keys: Sequence[str], partition: str) -> list[TensorDict]:
-    """Read the rows of :func:`_as_table`, for each key.
+    """Read the rows that :func:`_as_table` packed, for each key.
 
     Raises:
         BatchError: the queue has lost a table.
@@ -343,7 +343,7 @@ def _tables(keys: Sequence[str], partition: str) -> list[TensorDict]:
 
 
 def _keys_of(first: str, rows: int) -> list[str]:
-    """The keys of `rows` rows of one put, from the key of the first."""
+    """The keys of all rows of one put, from the key of the first row and the number of rows."""
     name, _, number = first.partition("/")
     return [f"{name}/{row}" for row in range(int(number), int(number) + rows)] if rows else []
 
@@ -380,14 +380,14 @@ class StepQueue:
         optimise(StepQueue("steps", ranks=2).minibatches(rank), loss, optimizer, process_group="world")
 
     A rank gets its rows of each step, in order. A step without rows for a rank gives it an empty batch. The
-    partition of a rank is ``{partition}/{rank}``. For rows that a :class:`RolloutQueue` read with
-    `decided_by`, a rank gets their keys and the written columns. It fetches their tokens from the storage
-    units, once for all steps of one put.
+    partition of a rank is ``{partition}/{rank}``. If a :class:`RolloutQueue` read the rows with `decided_by`,
+    a rank gets their keys and the columns that stages wrote. It fetches their tokens from the storage units,
+    once for all steps of one put.
 
     Args:
         partition: a name that no earlier run of the queue has used.
         ranks: number of ranks that train, ≥ 1.
-        max_steps: steps that may wait for a rank before :meth:`put` blocks; None: any number.
+        max_steps: number of steps that may wait for a rank before :meth:`put` blocks; None: any number.
         rollouts: the partition from which ranks fetch tokens; None: rows are put with their tokens.
 
     Raises:
@@ -413,7 +413,8 @@ class StepQueue:
         """Send optimiser steps, and return their number.
 
         Args:
-            minibatches: of a run that was cut for all ranks: ``ShuffleSplit(ranks=…)`` with rank=None.
+            minibatches: the minibatches of a run with the rows of all ranks: ``ShuffleSplit(ranks=…)`` with
+                rank=None.
             patience: seconds to wait until a rank takes a step; None: forever.
 
         Raises:
@@ -543,23 +544,24 @@ class RankTokens:
     """Fetches the tokens of a rank's rows, once for all steps of one put.
 
     Args:
-        partition: where the rows are stored.
+        partition: the partition in which the rows are stored.
     """
 
     def __init__(self, partition: str | None):
         self.partition, self.put = partition, -1
         self.rows: dict[str, tuple[RowPiece, int]] = {}
-        """The rows of this put that were fetched, by key."""
+        """The fetched rows of the current put, by key."""
 
     def of_step(self, thin: TensorDictBase, tag: Mapping[str, Any]) -> TensorDictBase:
-        """The rows of a step with their tokens, masked as the pipeline would mask them.
+        """Add tokens to the rows of a step, masked as the pipeline would mask them.
 
         Args:
             thin: TensorDict ``[N]``, N ≥ 1: the rows without tokens, with the written columns.
-            tag: of the step, with the number of its put, and the token columns to mask.
+            tag: the tag of the step, with the number of its put, and the token columns to mask.
 
         Raises:
-            BatchError: as :func:`fetch_stored`; or rows are out of the loss and there is no column to mask.
+            BatchError: rows or columns are missing; dense rows differ in width; or rows are out of the loss
+                and there is no column to mask.
         """
         if tag["put"] != self.put:
             self.put, self.rows = tag["put"], {}
@@ -578,12 +580,12 @@ class RankTokens:
 
 
 def mask_rows(rows: TensorDictBase, thin: TensorDictBase, keys: Iterable[Any]) -> None:
-    """Mask the tokens of rows that are out of the loss or padding, in place.
+    """Mask in place the tokens of rows that are out of the loss, or that are padding.
 
     Args:
-        rows: TensorDict ``[N]``; is changed.
+        rows: TensorDict ``[N]``, changed in place.
         thin: TensorDict ``[N]``, the same rows, with the columns that mark them.
-        keys: masks and log-probabilities to change; None is skipped.
+        keys: keys of the masks and log-probabilities to change; None is skipped.
 
     Raises:
         BatchError: the rows have none of these columns.
@@ -611,7 +613,7 @@ def with_tokens(thin: TensorDictBase, rows: TensorDictBase) -> TensorDictBase:
 
     Args:
         thin: TensorDict ``[N]``, with the columns that stages wrote.
-        rows: TensorDict ``[N]``, the same rows with their tokens; is changed.
+        rows: TensorDict ``[N]``, the same rows with their tokens, changed in place.
     """
     for key in thin.keys(include_nested=True, leaves_only=True):
         if key != ELSEWHERE and key[:2] != number_of("")[:2]:
@@ -623,7 +625,7 @@ def fetch_stored(partition: str, stored: Tensor) -> TensorDictBase:
     """Fetch rows from the storage units, in the given order.
 
     Args:
-        partition: where they are stored.
+        partition: the partition in which they are stored.
         stored: (N, 3) int64, N ≥ 1: producer, number, kind. A row may be given several times.
 
     Raises:
@@ -718,7 +720,7 @@ def decode_rows(columns: TensorDictBase, tag: Mapping[str, Any]) -> TensorDictBa
         singles = ({key: column[row] for key, column in each.items()} for row in range(count))
         return lazy_stack([TensorDict(row, batch_size=[]).unflatten_keys(SEPARATOR) for row in singles])
     for key, column in each.items():
-        if isinstance(column, Tensor) and column.is_nested:  # the queue returns dense columns nested, too
+        if isinstance(column, Tensor) and column.is_nested:  # the queue also nests dense columns
             rows = column.unbind()
             if len({row.shape for row in rows}) > 1:
                 raise BatchError(
@@ -736,7 +738,7 @@ def _columns_of(columns: TensorDictBase) -> int:
 
 
 def fetch_rows(queue: Any, keys: Sequence[str], partition: str, tag: Mapping[str, Any]) -> TensorDictBase:
-    """Fetch rows by their keys; `tag` is that of all of them.
+    """Fetch rows by their keys. All of them must have the tag `tag`.
 
     Raises:
         BatchError: rows or columns are missing.

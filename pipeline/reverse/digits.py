@@ -11,8 +11,8 @@ from torch import Tensor
 PAD, END, ASK, REVISE = 10, 11, 12, 13  # 0 … 9 are the digits
 VOCABULARY = 14
 LONGEST = 3
-PROMPT_LENGTH = 2 * LONGEST + 3  # digits ASK, and for a revision the draft (with its END) and REVISE
-RESPONSE_LENGTH = LONGEST + 1  # digits END
+PROMPT_LENGTH = 2 * LONGEST + 3  # digits and ASK; for a revision, then the draft with its END, and REVISE
+RESPONSE_LENGTH = LONGEST + 1  # digits and END
 
 STRINGS: list[tuple[int, ...]] = [
     digits for length in range(1, LONGEST + 1) for digits in itertools.product(range(10), repeat=length)
@@ -49,6 +49,6 @@ def token_texts(ids: Sequence[int]) -> list[str]:
 
 
 def graded(response: Tensor, answer: Tensor) -> Tensor:
-    """(B,) float: the share of the answer's tokens, including END, that the response has in place."""
+    """(B,) float: the share of the answer's tokens, END included, that the response has at their position."""
     asked = answer != PAD
     return ((response == answer) & asked).sum(-1) / asked.sum(-1)

@@ -22,10 +22,10 @@ IDS = ("prompt", "group_id", "rollout_id", "expected_rollouts")
 class ReverseEnv(EnvBase):
     """Ask for reversed digit strings. A share of the rollouts writes a draft and then a revision.
 
-    A revised rollout is two rows (segments): the draft has the reward 0, the revision that of the rollout.
-    The environment has half as many slots as a batch has rows, and two turns in each batch. A slot runs
-    either one revised rollout, or two rollouts of one turn. So each batch of `frames_per_batch` rows contains
-    all rollouts of all groups that were dispatched for it.
+    A revised rollout is two rows (segments): the draft has the reward 0, the revision the reward of the
+    rollout. The environment has half as many slots as a batch has rows, and two turns in each batch. A slot
+    runs either one revised rollout, or two rollouts of one turn. So each batch of `frames_per_batch` rows
+    contains all rollouts of all groups that were dispatched for it.
 
     A turn reads ``("tokens", "response")``. Rows have ``("tokens", "prompt")`` (B, P) int64, and `prompt`,
     `group_id`, `rollout_id` and `expected_rollouts` (B, 1) int64. Under ``next`` they have `reward` (B, 1)
@@ -33,16 +33,16 @@ class ReverseEnv(EnvBase):
     the grader fails.
 
     Args:
-        sampler: prompts as indices of :data:`digits.STRINGS`, with their ids.
-        draws: what is dispatched, such as ``stream.draws(…)`` of a RolloutStream over the sampler; None: all
-            that the sampler draws.
+        sampler: draws prompts, as indices of :data:`digits.STRINGS`, with their ids.
+        draws: the draws to dispatch, such as ``stream.draws(…)`` of a RolloutStream over the sampler; None:
+            all draws of the sampler.
         revised: share of a group's rollouts that are revised, in [0, 1]; rounded to whole rollouts.
         failing: probability that the grader fails on a row, in [0, 1).
         seed: seed of the grader.
         device: device of the environment.
     """
 
-    whole_draws = True  # batches contain complete groups, so a gate can find groups without any row
+    whole_draws = True  # batches contain complete groups, so a gate can tell if a group has no row
     reward_seconds = 0.0  # spent on grading so far
 
     def __init__(
