@@ -1,4 +1,4 @@
-"""Dumps of rollouts: where they are, what they hold, and a step of each."""
+"""Read dumps of rollouts, one step at a time."""
 
 from __future__ import annotations
 

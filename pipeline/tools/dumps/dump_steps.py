@@ -1,7 +1,7 @@
-"""The steps of a dump, one after the other. One that fails is left out, and named with its reason.
+"""Read the steps of a dump, one after the other. A step that fails is left out, and named with its reason.
 
-A step fails if its records are malformed, or if a recipe refuses its rows. No number includes it. The
-terminal, the files, the page and the exit status show that it failed.
+A step fails if its records are malformed, or if a recipe refuses its rows. No result includes a failed step.
+The terminal, the files, the page and the exit status show that it failed.
 """
 
 from __future__ import annotations
@@ -23,27 +23,26 @@ from .readers import Draws, Source, SourceError
 from .refused_steps import refused_report
 
 Result = TypeVar("Result")
-GIVE_UP = 3  # failed steps, without one that passed, after which a task ends: its options do not fit the dump
-NAMED_DRAWS = 6  # prompts that were drawn several times in one step, and that are named
+GIVE_UP = 3  # a task ends if this many steps fail before one passes, because its options do not fit the dump
+NAMED_DRAWS = 6  # at most this many prompts that were drawn several times in one step are named
 
 
 class StepsFailed(RuntimeError):
-    """Some steps of a dump failed. The others are in all numbers, and all files are written."""
+    """Some steps of a dump failed. All results include the other steps, and all files are written."""
 
 
 class DumpSteps:
-    """Collect what a task makes of the steps of a dump, and the steps that failed.
+    """Apply a task to the steps of a dump, and collect the steps that failed.
 
     Args:
         source: the dump.
         console: where to show a progress bar.
-        folder: gets the failed steps, and the prompts that were drawn several times; None: there is
-            none.
+        folder: gets the failed steps, and the prompts that were drawn several times; None: no folder.
 
     Attributes:
         failed: the steps that failed.
-        passed: how many did not.
-        rows: of those.
+        passed: number of steps that did not fail.
+        rows: number of rows of these steps.
     """
 
     def __init__(self, source: Source, console: Console, folder: ReportFolder | None = None):
@@ -52,22 +51,22 @@ class DumpSteps:
         self.passed = self.rows = 0
 
     def results(self, of: Callable[[int, TensorDictBase], Result]) -> Iterator[Result]:
-        """Yield what `of` makes of each step and its batch.
+        """Yield the result of `of` for each step and its batch.
 
         Args:
-            of: may raise a BatchError, which names no step; then the step fails.
+            of: a function of the step and its batch. If it raises a BatchError, the step fails.
 
         Raises:
             SourceError: steps do not ascend, or there are none; or the first steps cannot be read.
-            BatchError: a column is missing at the first step that can be read, all steps fail, or the first
-                three do and ``source.skip_bad`` is false: the recipe does not fit the dump.
+            BatchError: the recipe does not fit the dump: a column is missing at the first step that can be
+                read, all steps fail, or the first three fail and ``source.skip_bad`` is false.
         """
         first: SourceError | BatchError | None = None
         for step, found in _with_progress(self.source, self.console):
             try:
                 if isinstance(found, SourceError):
                     raise found
-                result = of(cast(int, step), found)  # a batch has a number
+                result = of(cast(int, step), found)  # only batches come with a step
             except (SourceError, BatchError) as err:
                 if isinstance(err, IncompleteGroupsError) and "size" in err.facts and self.source.sized:
                     err.more += f". For this dump, set source.group_size={err.facts['size']}"
@@ -86,7 +85,7 @@ class DumpSteps:
             raise self._advised(first)
 
     def _advised(self, err: SourceError | BatchError) -> SourceError | BatchError:
-        """The error, with the options that were set in the run that wrote the dump."""
+        """The error, with the options of the run that wrote the dump."""
         if isinstance(err, BatchError):
             err.more += self.source.advice
         return err
@@ -115,7 +114,7 @@ class DumpSteps:
 
     @property
     def counted(self) -> str:
-        """How much was read, and what of the dump was left out."""
+        """Say how many rows and steps were read, and how much of the dump was left out."""
         left_out = {
             "steps that failed": len(self.failed),
             "malformed records": self.source.skipped,
@@ -126,13 +125,13 @@ class DumpSteps:
         return said + (f", without {listed}" if listed else "")
 
     def show(self) -> None:
-        """Print these sentences."""
+        """Print the sentences of :meth:`said`."""
         for notice in self.said:
             red = self.failed and notice == self.said[0]
             self.console.print(Text(printable(notice), style="red" if red else ""), soft_wrap=True)
 
     def end(self) -> None:
-        """Say whether all is well, when all is written.
+        """End the task, after all files are written.
 
         Raises:
             StepsFailed: steps failed, and ``source.skip_bad`` does not allow it.
@@ -186,7 +185,7 @@ def said_of_draws(draws: Mapping[int, Draws]) -> list[str]:
 def _with_progress(
     source: Source, console: Console
 ) -> Iterator[tuple[int | None, TensorDictBase | SourceError]]:
-    """Each step with its batch or its error (:meth:`Source.outcomes`) under a progress bar."""
+    """Yield each step with its batch or its error (:meth:`Source.outcomes`), and show a progress bar."""
     columns = (
         TextColumn("reading"),
         BarColumn(bar_width=20),
@@ -205,4 +204,4 @@ def _with_progress(
         skipped = "1 malformed record was" if count == 1 else f"{count:,} malformed records were"
         console.print(f"[yellow]{skipped} skipped[/]", highlight=False)
         for message in source.messages:
-            console.print(Text(f"  {message}"), soft_wrap=True)  # no words in it are markup, or emoji
+            console.print(Text(f"  {message}"), soft_wrap=True)  # not read as markup or emoji

@@ -1,4 +1,4 @@
-"""The rows of a step that a stage refused, so that they can be looked at."""
+"""Report the rows of a step that a stage refused, so that users can look at them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from headrace.transforms import BatchError
 
 
 def refused_report(batch: TensorDictBase, step: int, err: BatchError) -> StepReport | None:
-    """The report of a batch that a stage refused. All its rows left at that stage, and it has no numbers.
+    """Make the report of a batch that a stage refused. All rows left at that stage, and there are no numbers.
 
     Args:
-        batch: as it came in.
-        step: its number.
-        err: of the stage.
+        batch: the batch that the stage refused.
+        step: number of the step.
+        err: the error of the stage.
 
     Returns:
-        None where the rows themselves cannot be read.
+        The report; None if the rows themselves cannot be read.
 
     Example:
         >>> from tensordict import TensorDict

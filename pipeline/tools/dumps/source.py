@@ -1,4 +1,4 @@
-"""What tasks share: open a dump, say what a dump needs, and compose recipes."""
+"""Functions that tasks share: open a dump, say which options it needs, and compose recipes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def open_configured(config: DictConfig) -> Source:
 
 
 def options_of_run(source: Source, config: DictConfig) -> list[str]:
-    """Options of the gate and the collapse that the run of a headrace dump set, and a configuration does not.
+    """Options of the gate and the collapse that the run of a headrace dump had set, but a configuration has
+    not.
 
     Without them the stages may refuse rows that the run took, such as those of incomplete groups.
     """
@@ -84,10 +85,10 @@ def options_of_run(source: Source, config: DictConfig) -> list[str]:
 
 
 def require_options(source: Source, config: DictConfig) -> None:
-    """Check that the options that the first step needs are set.
+    """Check that all options that the first step needs are set.
 
     Raises:
-        ConfigError: some are not; the message has all of them, as a command or as keywords.
+        ConfigError: options are missing; the message has all of them, as overrides or keywords.
     """
     lacking = source.lacking()
     gate = OmegaConf.select(config, "pipeline.stages.gate")
@@ -128,12 +129,13 @@ def import_callable(node: Any, said: str, needed: str) -> Callable[..., Any]:
     """Import the callable that an option names.
 
     Args:
-        node: its name, ``my.module.grade`` or ``my.module:grade``, or a node with a ``_target_``.
+        node: the name of the callable, ``my.module.grade`` or ``my.module:grade``, or a node with a
+            ``_target_``.
         said: the option and its value, for messages.
-        needed: what it must name.
+        needed: what the option must name, for messages.
 
     Raises:
-        ConfigError: it cannot be imported, or is not callable.
+        ConfigError: the object cannot be imported, or is not callable.
     """
     try:
         if isinstance(node, str):
@@ -150,10 +152,10 @@ def import_callable(node: Any, said: str, needed: str) -> Callable[..., Any]:
 
 
 def write_files(config: DictConfig, output: Path, files: Mapping[str, str]) -> None:
-    """Write the resolved ``config.yaml`` and other texts into the folder of a task, which is made.
+    """Make the folder of a task, and write the resolved ``config.yaml`` and other texts into it.
 
     Args:
-        config: of the task.
+        config: the configuration of the task.
         output: the folder.
         files: texts by name.
     """
@@ -168,7 +170,7 @@ def print_files(console: Console, folder: Path, *more: str) -> None:
 
     Args:
         console: where to print.
-        folder: of the task.
+        folder: the folder of the task.
         more: further lines.
     """
     page = folder / "report.html"
@@ -180,7 +182,7 @@ def sizes_of_groups(config: DictConfig, path: str) -> list[int]:
     """Read ``certify.group_sizes`` or ``plan.group_sizes``.
 
     Raises:
-        ConfigError: there is no size, or one is not an integer ≥ 1.
+        ConfigError: there is no size, or a size is not an integer ≥ 1.
     """
     given = OmegaConf.select(config, path)
     sizes = list(given) if OmegaConf.is_list(given) else [given]
@@ -196,7 +198,7 @@ def recipe_nodes(by_recipe: Mapping[str, Sequence[str]]) -> dict[str, DictConfig
         by_recipe: the overrides of each recipe, by its name (:func:`overrides_by_recipe`).
 
     Raises:
-        ConfigError: an unknown recipe or option, or no recipe has a stage.
+        ConfigError: a recipe or option is unknown, or no recipe has a stage that an override names.
     """
     return {
         name: compose_config("load", f"pipeline={name}", *own).pipeline for name, own in by_recipe.items()
@@ -208,11 +210,11 @@ def overrides_by_recipe(names: Iterable[str], overrides: Sequence[str]) -> dict[
 
     Args:
         names: names of recipes.
-        overrides: of the command line. Those of ``pipeline`` and ``hydra.searchpath`` apply to every
-            recipe; those of a stage to each recipe that has the stage.
+        overrides: command-line overrides. Those of ``pipeline`` and ``hydra.searchpath`` apply to every
+            recipe; those of a stage, to each recipe that has the stage.
 
     Raises:
-        ConfigError: an unknown recipe.
+        ConfigError: a recipe is unknown.
 
     Example:
         >>> found = overrides_by_recipe(["grpo", "dapo"], ["seed=1", "pipeline.stages.overlong.cache=512"])
@@ -242,7 +244,7 @@ def overrides_by_recipe(names: Iterable[str], overrides: Sequence[str]) -> dict[
 
 
 def said_of_overrides(by_recipe: Mapping[str, Sequence[str]]) -> list[str]:
-    """A sentence for each stage that has overrides, and that some of the recipes lack.
+    """A sentence for each stage that has overrides and that some recipes lack.
 
     Example:
         >>> said_of_overrides({"grpo": [], "dapo": ["pipeline.stages.overlong.cache=512"]})

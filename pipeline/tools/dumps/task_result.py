@@ -1,4 +1,4 @@
-"""What a task over a dump has found: the numbers that it prints and writes."""
+"""Hold the results of a task over a dump: the numbers that it prints and writes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ class TaskResult:
     """The numbers of a task, such as ``replay``.
 
     Attributes:
-        number: the one that a sweep shows, such as the number of findings.
-        numbers: all, as the JSON file of the task has them.
-        said: what was read, and what was not checked.
-        folder: with the files that the task has written, such as ``report.html``; None: they are not kept.
+        number: the number that a sweep shows, such as the number of findings.
+        numbers: all numbers, in the form of the task's JSON file.
+        said: a text that says what was read, and what was not checked.
+        folder: the folder of the files that the task has written, such as ``report.html``; None: they are not
+            kept.
 
     Example:
         >>> found = TaskResult(8.0, {"verdict": "…"}, "16 rows in 2 steps")

@@ -1,4 +1,4 @@
-"""Training rollouts that frameworks have dumped, read as batches that a pipeline can process."""
+"""Read training rollouts that frameworks have dumped as batches for a pipeline."""
 
 from __future__ import annotations
 

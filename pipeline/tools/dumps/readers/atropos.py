@@ -1,12 +1,12 @@
-"""Groups that Atropos saves: a JSON Lines file with one group per line.
+"""Read groups that Atropos saves: a JSON Lines file with one group per line.
 
 Schema: NousResearch/atropos, ``ScoredDataGroup`` in ``atroposlib/envs/base.py``: ``tokens``, ``masks`` and
-``scores``, a list with an entry for each rollout; and lists or null: ``advantages``, ``inference_logprobs``,
-``messages`` and ``overrides``.
+``scores``, lists with an entry for each rollout; and ``advantages``, ``inference_logprobs``, ``messages`` and
+``overrides``, which are lists or null.
 
 - A line is a group. Lines have no names, so a group that occurs twice looks like two groups.
-- A mask has the token itself where it trains and −100 elsewhere, or 1 and 0.
-- The response begins at the first token that trains. Of messages, it begins at the first of the assistant.
+- At a token that trains, a mask has the token itself, and −100 elsewhere. It may also have 1 and 0.
+- The response begins at the first token that trains; in messages, at the first message of the assistant.
 - Advantages are per token. If they differ within a rollout, its advantage is NaN.
 - A rollout with the override ``set_advantage_to_zero`` is out of the loss.
 - Steps are not saved. Each file is one step, numbered in the order of the files. Statuses are not saved.
@@ -26,10 +26,10 @@ IGNORED = -100  # the label of a token out of the loss
 
 
 def parse_row(record: Record, reading: Reading) -> list[Sample]:
-    """The samples of one line: a rollout for each score.
+    """Read the samples of one line: a rollout for each score.
 
     Raises:
-        SourceError: it is not as documented, or lists have different lengths.
+        SourceError: the line is not as documented, or lists have different lengths.
     """
     scores, tokens = _lists(record, "scores"), _lists(record, "tokens")
     masks = _lists(record, "masks")
@@ -73,7 +73,7 @@ def _sample(row: Record, reading: Reading, at: int) -> Sample:
         raise row.fail(f"'advantages' has one, or one for each token ({len(tokens)})", len(advantages))
     overrides = row.record("overrides", optional=True)
     advantage = None
-    if advantages is not None:  # one for each token, or for each rollout once
+    if advantages is not None:  # one for each token, or one for the rollout
         advantage = advantages[0] if len(advantages) == 1 else common_advantage(advantages, mask)
     return Sample(
         group=row.line,
@@ -95,7 +95,7 @@ def _sample(row: Record, reading: Reading, at: int) -> Sample:
 
 
 def _bits(row: Record, tokens: list[int]) -> list[int]:
-    """1 where a token trains."""
+    """1 for each token that trains, else 0."""
     given = row.get("mask")
     if not isinstance(given, list) or len(given) != len(tokens):
         raise row.fail(f"'mask' must be a list as long as the tokens ({len(tokens)})", given)
@@ -109,7 +109,7 @@ def _bits(row: Record, tokens: list[int]) -> list[int]:
 
 
 def _texts(row: Record) -> dict[str, Any]:
-    """The fields of texts, of messages that are split at the first of the assistant."""
+    """The text fields of messages, which are split at the first message of the assistant."""
     messages = read_messages(row, "messages", optional=True)
     if messages is None:
         return {"response": row.text("messages", optional=True)}
@@ -122,7 +122,7 @@ def _lists(record: Record, key: str) -> list[Any]:
     values: Any = record.get(key)
     if not isinstance(values, list):
         raise record.fail(f"{key!r} must be a list with an entry for each rollout", values)
-    if key == "advantages":  # of a rollout, or of its tokens
+    if key == "advantages":  # one for each rollout, or for each of its tokens
         return [[value] if as_number(value) is not None else value for value in values]
     return values
 

@@ -1,4 +1,4 @@
-"""A sample of a dump in any format, and the dense batch of the samples of one step."""
+"""Define a sample of a dump in any format, and make a dense batch of the samples of one step."""
 
 from __future__ import annotations
 
@@ -22,52 +22,54 @@ from headrace.transforms.table.tensordicts import as_texts
 
 from .record import SourceError, quote
 
-MAX_TOKENS = 2**24  # of a sample: a wrong length in a dump must not take all memory
-MAX_ROWS = 2**22  # of a step
-MAX_CELLS = 2**31  # of a step's loss mask: rows × the longest
-ZERO = 1e-6  # advantages up to this count as 0: equal rewards give such values after rounding
-Label = str | int | tuple[str | int, ...]  # a tuple if it has parts, which one text could not keep apart
+MAX_TOKENS = 2**24  # tokens of a sample: a wrong length in a dump must not take all memory
+MAX_ROWS = 2**22  # rows of a step
+MAX_CELLS = 2**31  # cells of a step's loss mask: rows × tokens of the longest row
+ZERO = 1e-6  # advantages up to this size count as 0: equal rewards give such values after rounding
+Label = str | int | tuple[str | int, ...]  # a tuple has parts that are ambiguous when joined
 BY_ORDER = ("by order",)  # the group of a sample, until group_by_order makes it from the order
-UNPADDED, PADDING = 2**26, 64  # rows × the longest: always allowed up to UNPADDED, or PADDING × the tokens
+UNPADDED, PADDING = 2**26, 64  # most cells: UNPADDED, or PADDING × tokens
 
 
 @dataclass(slots=True)
 class Sample:
     """One sample: a rollout, or one of its segments.
 
-    The tokens are one sequence, with the prompt first. The response is the rest, from the first token of the
-    policy on. It includes what tools wrote in between. The length of a sample is unknown without `tokens`,
+    The tokens are one sequence, with the prompt first. The response begins at the first token of the policy.
+    It includes the tokens that tools wrote later. The length of a sample is unknown without `tokens`,
     `response_length`, `loss_mask` and `log_probs` (:mod:`~headrace.pipeline.tools.dumps.readers.tokenizing`).
 
     Args:
         group: label of the group, unique within its step.
         rollout: label of the rollout, unique within its step; its segments share it.
-        reward: None if there is none.
+        reward: the reward; None if there is none.
         rewards: two or more rewards by name, instead of `reward`; NaN for one that is missing.
         status: how the rollout ended; None if the dump does not have it.
-        prompt: text.
-        response: text.
-        response_parts: the texts of the response's messages, in order, each with whether the policy sampled
-            it: contents, reasoning, names and arguments of tool calls. None if the response is one text.
-        chat: the messages of the prompt and of the response, each with whether the policy sampled it and it
-            is in the loss, for a tokenizer with a chat template; None if they are not messages.
+        prompt: the prompt as text.
+        response: the response as text.
+        response_parts: pairs of a boolean, whether the policy sampled the text, and a text of the response's
+            messages, in order: contents, reasoning, names and arguments of tool calls. None if the response
+            is one text.
+        chat: pairs of a boolean, whether the policy sampled the message and it is in the loss, and a message
+            of the prompt or response, for a tokenizer with a chat template; None if there are no messages.
         ground_truth: the text by which the response is graded.
         other_columns: further columns of the record, as a JSON object; empty: none. None: all columns that
             the reader of the format has not read.
         tokens: (L,) token ids of the whole sequence.
-        loss_mask: (R,) over the response or (L,) over all tokens, 1 trains; None: all of the response.
-        response_length: R, in tokens.
-        log_probs: (R,) log-probabilities of the policy that acted, over the response.
-        policy_version: version of the policy that acted; the oldest one if it was updated meanwhile.
+        loss_mask: (R,) for the response or (L,) for all tokens, 1 trains; None: the whole response trains.
+        response_length: R, the number of tokens of the response.
+        log_probs: (R,) log-probabilities of the response under the policy that acted.
+        policy_version: version of the policy that acted; the oldest one if it was updated during the rollout.
         step: the training step.
-        advantage: as the framework computed it; NaN if it is not one number.
+        advantage: the advantage that the framework computed; NaN if it is not one number.
         in_loss: False takes the whole sample out of the loss.
-        expected_rollouts: rollouts that the group was dispatched with. None: the option `group_size`.
+        expected_rollouts: number of rollouts that were dispatched for the group. None: the option
+            `group_size`.
         record: label of the sample's record, in formats that have one. Two records of a step with the same
             label are an error.
         place: index of the sample in the order of arrival. Rollouts of one draw of a prompt have consecutive
-            indices. None: the dump does not have that order.
-        where: ``file:line``, for messages. It is set from the record.
+            indices. None: the dump does not have the order of arrival.
+        where: ``file:line`` of the record, for messages.
 
     Example:
         >>> Sample(group="a", rollout=0, reward=1.0, tokens=[5, 6, 7], response_length=2).extent()
@@ -104,7 +106,7 @@ class Sample:
         return self.status in (Status.FAILED, Status.ABORTED)
 
     def extent(self) -> tuple[int, int] | None:
-        """The number of tokens of the row, and of its response; None: not known."""
+        """The numbers of tokens of the row and of its response; None if they are not known."""
         response = self.response_length
         for values in (self.log_probs, self.loss_mask):
             if response is None and values is not None:
@@ -158,19 +160,19 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     T of the longest row.
 
     ====================================== ================= =============================================
-    column                                  shape, dtype      where
+    column                                  shape, dtype      meaning; when it is there
     ====================================== ================= =============================================
     ``group_id``, ``rollout_id``            (N,) int64        the dump's own, by :func:`label_ids`
-    ``group_label``, ``rollout_label``      N strings         the same as text (:func:`label_text`)
-    ``("next", "reward")``                  (N, 1) float64    NaN where a lost row has none; (N, K) of K
-    ``reward_names``                        K strings         where there are K, in order of the columns
+    ``group_label``, ``rollout_label``      N strings         the ids as text (:func:`label_text`)
+    ``("next", "reward")``                  (N, 1) float64    NaN if a lost row has none; (N, K) for K rewards
+    ``reward_names``                        K strings         names of K rewards, in order of the columns
     ``status``                              (N,) int64        :class:`~headrace.transforms.Status`, −1 where
                                                               it is not known; absent: of no row is
     ``("masks", "all_assistant_mask")``     (N, T) bool       tokens that train; rows have tokens or lengths
-    ``("headrace", "no_lengths")``          (N,) bool         they have neither: True on every row
-    ``("headrace", "in_loss")``             (N,) bool         the same, where a row is out of the loss
+    ``("headrace", "no_lengths")``          (N,) bool         rows have neither: True on every row
+    ``("headrace", "in_loss")``             (N,) bool         rows have neither, and a row is out of the loss
     ``("tokens", "full")``                  (N, T) int64      rows have tokens; 0 is padding
-    ``("masks", "all_attention_mask")``     (N, T) bool       with the tokens
+    ``("masks", "all_attention_mask")``     (N, T) bool       rows have tokens
     ``("log_probs", "full")``               (N, T) float32    rows have them; NaN outside of the response
     ``("next", "policy_version")``          (N,) int64        rows have it
     ``expected_rollouts``                   (N,) int64        rows have it
@@ -183,11 +185,11 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     ====================================== ================= =============================================
 
     Args:
-        samples: of one step, at least one.
+        samples: the samples of one step, at least one.
 
     Raises:
         SourceError: there are no samples; a column is on some rows only; a rollout is in two groups; a group
-            has more rollouts than expected; or as :meth:`Sample.check`. The message names the rows.
+            has more rollouts than expected; or :meth:`Sample.check` raised. The message names the rows.
 
     Example:
         >>> batch = to_batch([Sample(3, 0, 1.0, response="yes"), Sample(5, 1, 0.0, response="no")])
@@ -224,9 +226,9 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
         batch["expected_rollouts"] = torch.tensor(expected)
     if (advantage := column(rows, "advantage", default=math.nan)) is not None:
         batch["logged_advantage"] = torch.tensor(advantage, dtype=torch.float32)
-    # Labels and texts come last: they take longest, and rows that are refused need none.
+    # Labels and texts come last, because they take longest, and refused rows need none.
     texts = {f"{name}_text": column(rows, name, default="") for name in ("prompt", "response")}
-    if all(row.ground_truth is not None or row.lost for row in rows):  # else not all rows can be graded
+    if all(row.ground_truth is not None or row.lost for row in rows):  # otherwise not all rows can be graded
         texts["ground_truth"] = column(rows, "ground_truth", default="")
     if NO_LENGTHS in batch.keys(True) and any(row.response_parts is not None for row in rows):
         parts = [row.response_parts for row in rows]
@@ -284,7 +286,7 @@ def check_groups(rows: Sequence[Sample]) -> None:
     """Check that a rollout is in one group, and that no group has more rollouts than it was dispatched with.
 
     Raises:
-        SourceError: a rollout in two groups, or a group with more rollouts.
+        SourceError: a rollout is in two groups, or a group has more rollouts.
     """
     first_rows: dict[Label, Sample] = {}
     members: dict[Label, dict[Label, Sample]] = {}
@@ -309,17 +311,17 @@ def check_groups(rows: Sequence[Sample]) -> None:
 
 
 def group_by_order(samples: Sequence[Sample], size: int) -> list[Sample]:
-    """Make a group of each run of `size` rollouts, in the order of the file.
+    """Make a group of every `size` consecutive rollouts, in the order of the file.
 
-    The label of a group is what its prompt asks, as under ``group_by="prompt"``, and the number of the run.
+    The label of a group is that of ``group_by="prompt"``, with the number of the group added.
 
     Args:
-        samples: of one step; those with another group than :data:`BY_ORDER` are an error.
+        samples: the samples of one step. All must have the group :data:`BY_ORDER`.
         size: rollouts of a group.
 
     Raises:
-        SourceError: the dump has ids of groups; `size` does not divide the rollouts; or the rollouts of a run
-            have different prompts.
+        SourceError: the dump has ids of groups; `size` does not divide the number of rollouts; or the
+            rollouts of a group have different prompts.
 
     Example:
         >>> rows = [Sample(BY_ORDER, i, 1.0, prompt="What is this?") for i in range(4)]
@@ -342,7 +344,7 @@ def group_by_order(samples: Sequence[Sample], size: int) -> list[Sample]:
     for row in samples:
         number = numbers[row.rollout] // size + 1
         head = first.setdefault(number, row)
-        if row.rollout in seen or row.prompt == head.prompt:  # the prompt of a later segment has more
+        if row.rollout in seen or row.prompt == head.prompt:  # later segments have longer prompts
             seen.add(row.rollout)
             grouped.append(replace(row, group=(f"{asked_line(head.prompt or 'rollouts')} #{number}",)))
             continue
@@ -359,12 +361,12 @@ def separate_draws(
 ) -> tuple[list[Sample], Draws]:
     """Split groups that contain several draws of one prompt.
 
-    A group is too large if its prompt was drawn twice in a step and the dump knows only the prompt: 16
-    rollouts, for example, where 8 were dispatched for each draw. Each run of 8 consecutive rollouts may then
-    be a draw. The first draw keeps the label of the group, and the others get their number added to it. A
-    group is split where
+    A group is too large if its prompt was drawn twice in a step and the dump has only the prompt: for
+    example, 16 rollouts, of which 8 were dispatched for each draw. Then each run of 8 consecutive rollouts
+    may be a draw. The first draw keeps the label of the group, and the others get their number added to it. A
+    group is split if
 
-    1. the logged advantages are those of the runs (:func:`draws_by_advantages`), in any format; or
+    1. its logged advantages were computed within the runs (:func:`draws_by_advantages`), in any format; or
     2. groups were made from prompts, not all groups of the step are too large, the dump has the order of
        arrival, and each run has 8 consecutive places. Other groups are left out. A group whose advantages
        were computed over all of its rollouts is not a group of several draws, so it is left out, too.
@@ -373,9 +375,9 @@ def separate_draws(
     Then nothing is split, and :func:`to_batch` raises an error.
 
     Args:
-        samples: of one step.
+        samples: the samples of one step.
         by_prompt: whether groups were made from prompts. False: only the first rule holds.
-        leave_out: False keeps groups that cannot be split as they are.
+        leave_out: whether groups that cannot be split are left out. False: they stay unchanged.
 
     Returns:
         The samples that stay, in order; and counts of the groups that were too large.
@@ -392,7 +394,7 @@ def separate_draws(
     groups: dict[Label, dict[Label, list[Sample]]] = {}
     for sample in samples:
         groups.setdefault(sample.group, {}).setdefault(sample.rollout, []).append(sample)
-    large: dict[Label, list[list[Sample]]] = {}  # the rollouts of groups that have more than were dispatched
+    large: dict[Label, list[list[Sample]]] = {}  # the rollouts of groups that are too large
     for label, members in groups.items():
         rollouts = list(members.values())
         size = rollouts[0][0].expected_rollouts
@@ -413,7 +415,7 @@ def separate_draws(
         whole = label in draws or fits_advantages(rollouts)
         if not whole and all(len(run) == size and consecutive(run) for run in runs):
             draws[label] = runs
-    renamed: dict[int, Label] = {}  # the new groups of samples, by identity
+    renamed: dict[int, Label] = {}  # the new group of each sample, by its `id()`
     for label, runs in draws.items():
         parts = label if isinstance(label, tuple) else (label,)
         for number, run in enumerate(runs, start=1):
@@ -430,28 +432,28 @@ def separate_draws(
 
 
 def consecutive(rollouts: Sequence[list[Sample]]) -> bool:
-    """Whether the places of samples are known, and each is one more than the place before it."""
+    """Whether the places of samples are known and consecutive."""
     places = [row.place for rows in rollouts for row in rows]
     return places[0] is not None and places == list(range(places[0], places[0] + len(places)))
 
 
 def draws_by_advantages(rollouts: Sequence[list[Sample]], size: int) -> list[list[list[Sample]]]:
-    """Cut a group into runs of rollouts that fit their own logged advantages; empty if no cut does.
+    """Cut a group into runs of rollouts that explain their own logged advantages; empty if no cut does.
 
-    A cut is right if each run has `size` rollouts, the advantages of a run are its own
-    (:func:`fits_advantages`), and those of the whole group are not. Then the advantages of another run may
-    have a fault, which an audit finds. It is also right if all advantages are those of the runs. Then one run
-    may have fewer rollouts, if some are missing. If all rewards are equal and all advantages are 0, every cut
-    gives the same numbers.
+    A run explains advantages if they were computed within it (:func:`fits_advantages`). A cut is right if
+    each run has `size` rollouts, one run explains its advantages, and the whole group does not. Then the
+    advantages of another run may have a fault, which an audit finds. A cut is also right if every run
+    explains its advantages. Then one run may have fewer rollouts, if some are missing. If all rewards are
+    equal and all advantages are 0, every cut fits.
 
     Args:
-        rollouts: of a group, in the order of arrival; each as its samples.
-        size: rollouts of a draw.
+        rollouts: the rollouts of a group, in the order of arrival. Each is a list of samples.
+        size: number of rollouts of a draw.
     """
     whole, best, most = fits_advantages(rollouts), list[list[list[Sample]]](), 0
     count, rest = len(rollouts) // size, len(rollouts) % size
     zero = whole is None and any(math.isfinite(_advantage(row)) for rows in rollouts for row in rows)
-    if zero and not rest:  # every cut is as good
+    if zero and not rest:  # every cut fits
         return [list(rollouts[start : start + size]) for start in range(0, len(rollouts), size)]
     for short in range(count + 1 if rest else 1):
         lengths = [size] * count
@@ -466,18 +468,19 @@ def draws_by_advantages(rollouts: Sequence[list[Sample]], size: int) -> list[lis
 
 
 def fits_advantages(rollouts: Sequence[list[Sample]]) -> bool | None:
-    """Whether the logged advantages of some rollouts are those of a group of exactly these rollouts.
+    """Whether the logged advantages of some rollouts can have been computed within exactly these rollouts.
 
-    That is whether there are factors c, not all 0, with A_i = Σ_k c_k · (R_ik − mean_k). So it holds for each
-    baseline that is a mean of the group, with or without the rollout itself, and for each scale that all
-    rollouts of the group share. The mean is over all rollouts that did not fail, or over those with an
-    advantage.
+    This is so if there are factors c, not all 0, with A_i = Σ_k c_k · (R_ik − mean_k). The condition holds
+    for every baseline that is a mean of the group, with or without the rollout itself, and for every scale
+    that all rollouts of the group share. The mean is over all rollouts that did not fail, or over those with
+    an advantage.
 
     Args:
-        rollouts: each as its samples.
+        rollouts: the rollouts. Each is a list of samples.
 
     Returns:
-        None if the advantages cannot tell: all rewards are equal and all advantages are 0, or there are none.
+        True or False; None if the advantages do not show it: all rewards are equal and all advantages are 0,
+            or there are no advantages.
 
     Example:
         >>> own = [Sample(0, i, reward, advantage=reward - 0.5) for i, reward in enumerate([1.0, 0.0])]
@@ -491,7 +494,7 @@ def fits_advantages(rollouts: Sequence[list[Sample]]) -> bool | None:
     has = np.array([bool(each) for each in known], bool)
     if not has.any():
         return None
-    if not np.isfinite(rewards).all():  # it is not known how rollouts without a reward count
+    if not np.isfinite(rewards).all():  # unknown how rollouts without a reward were counted
         return False
     logged = np.array([each[0] for each in known if each])
     far = np.abs(logged).max()
@@ -511,7 +514,7 @@ def _advantage(sample: Sample) -> float:
 
 
 class Draws(NamedTuple):
-    """The groups of a step whose prompt was drawn several times."""
+    """The groups of a step whose prompts were drawn several times."""
 
     split: int = 0
     """Number of groups that were split into their draws."""
@@ -520,13 +523,13 @@ class Draws(NamedTuple):
     rows_left_out: int = 0
     """Number of rows of the groups that could not be split."""
     drawn: tuple[tuple[str, int], ...] = ()
-    """The label of each of these groups, and its rollouts."""
+    """The label of each of these groups, and its number of rollouts."""
     confirmed: int = 0
     """Number of groups that were split because their logged advantages are those of the draws."""
 
 
 def column(rows: Sequence[Sample], name: str, *, default: Any) -> list[Any] | None:
-    """A field of all rows, with `default` for lost rows without it. None if no row has it.
+    """The values of a field on all rows, with `default` for lost rows without one. None if no row has it.
 
     Raises:
         SourceError: some rows have the field, and a row that is not lost lacks it.
@@ -540,7 +543,7 @@ def column(rows: Sequence[Sample], name: str, *, default: Any) -> list[Any] | No
 
 
 def _refuse(name: str, lacking: Sequence[Sample], rows: int) -> None:
-    """Refuse the samples that lack what others of the step have."""
+    """Refuse samples that lack a field which other samples of the step have."""
     if lacking:
         raise SourceError(
             f"{name} must be on all samples of a step or on none; {len(lacking)} of {rows} have none: "
@@ -560,13 +563,13 @@ def common_advantage(advantages: Sequence[float], trains: Sequence[int]) -> floa
 
 
 def put_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:
-    """Write the loss mask, and tokens and log-probabilities if rows have them, padded on the left.
+    """Write the loss mask and, if rows have them, tokens and log-probabilities. All are padded on the left.
 
     If no row has a length, write ``("headrace", "no_lengths")`` instead.
 
     Args:
         batch: TensorDict ``[N]``, to write to.
-        rows: N samples, in the order of its rows.
+        rows: N samples, in the order of the batch.
 
     Raises:
         SourceError: some rows have a length, and a row that is not lost has none; or the padded batch would
@@ -606,7 +609,7 @@ def put_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:
 
 
 def padded_left(rows: Sequence[Sequence[float]], width: int, filler: float, dtype: torch.dtype) -> Tensor:
-    """(N, width) the values of each row at its end."""
+    """(N, width): the values of each row, with `filler` to their left."""
     padded = torch.full((len(rows), width), filler, dtype=dtype)
     for row, values in zip(padded, rows, strict=True):
         row[width - len(values) :] = torch.tensor(values, dtype=dtype)

@@ -36,29 +36,29 @@ LFS = (
 MAX_LINE = 2**28  # bytes; one line is in memory at a time
 ROWS = 256  # rows of a Parquet file in memory at a time
 MESSAGES_KEPT = 8
-STEPS_KEPT = 4096  # number of steps whose first error is kept until they are read
+STEPS_KEPT = 4096  # most steps whose first errors are kept until the steps are read
 MAX_VALUES = 2**28  # most values of a table that is read as a whole
-# The calls that plain data and tensors need in a pickle. torch allows more calls, and with some of them a
-# small file can claim much memory: bytearray(2**40), torch.LongTensor(2**40), nested hexadecimal encodings.
+# The calls that plain data and tensors need in a pickle. torch allows more calls, and some of these let a
+# small file claim much memory: bytearray(2**40), torch.LongTensor(2**40), nested hexadecimal encodings.
 CALLED = re.compile(rb"c(?=((?:__builtin__|builtins|_?codecs|collections|torch[\w.]*)\n\w+)\n)")
 ALLOWED = re.compile(
     rb"collections\nOrderedDict|(?:__builtin__|builtins)\n(?:set|complex)"
     rb"|torch\._utils\n_rebuild_(?:tensor_v2|tensor_v3|parameter)"
     rb"|torch\n(?:Size|device|bool|[a-z]+\d+\w*|(?!Untyped|Typed)\w+Storage)"
 )
-CONSTANT = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*(?:\[[^\]"{]*?)?(?:NaN|-?Infinity)\b')  # and its key
+CONSTANT = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*(?:\[[^\]"{]*?)?(?:NaN|-?Infinity)\b')  # with its key
 Decoded = TypeVar("Decoded")
 
 
 class NoGroupError(SourceError):
-    """A record has no id of a group, and no option says which records are one."""
+    """A record has no id of a group, and no option says which records form a group."""
 
 
 def refuse_pointers(files: Sequence[Path]) -> None:
-    """Check that no file is a pointer of Git LFS, whose content was not fetched.
+    """Check that no file is a pointer of Git LFS instead of the content itself.
 
     Raises:
-        SourceError: some are.
+        SourceError: a file is such a pointer.
     """
     small = (file for file in files if file.stat().st_size <= 1024)
     if pointers := [file for file in small if file.read_bytes().startswith(LFS)]:
@@ -73,20 +73,20 @@ class Reading:
     """The options and the state of one pass over the files of a dump. Readers update `position`.
 
     Args:
-        reward_keys: the names of the rewards to read; empty: the format's own.
+        reward_keys: the names of the rewards to read; empty: those that the format reads by default.
         group_by: ``prompt`` makes equal prompts of a step one group, in formats without a group's id;
-            ``order`` makes runs of rollouts groups (:func:`~readers.batch.group_by_order`).
-        group_size: rollouts that each group was dispatched with.
+            ``order`` makes groups of consecutive rollouts (:func:`~readers.batch.group_by_order`).
+        group_size: number of rollouts that were dispatched for each group.
         tokenizer: makes tokens of texts, for dumps without lengths in tokens.
         columns: the user's names of columns, for the format ``table``.
         skip_bad: skip malformed records. False: keep their errors for :meth:`take`.
         file: number of the file that is being read, from 0.
         done_bytes: size of the files that have been read.
-        position: bytes read of this file.
+        position: number of bytes that were read of this file.
         skipped: number of malformed records.
-        messages: the errors of the first few of them.
+        messages: the errors of the first few malformed records.
         kept: the first error of each step since the last :meth:`take`.
-        counted: how many rows the tokenizer has encoded in each way.
+        counted: number of rows that the tokenizer has encoded in each way.
     """
 
     reward_keys: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ class Reading:
 
     @property
     def reward_key(self) -> str | None:
-        """The name of the reward, for formats that read one; None: the format's own."""
+        """The name of the reward, for formats that read one; None: the format's default."""
         return self.reward_keys[0] if self.reward_keys else None
 
     def restarted(self) -> Reading:
@@ -119,7 +119,7 @@ class Reading:
             self.counted = self.counted.plus(add_tokens(rows, self.tokenizer))
 
     def note(self, error: SourceError, step: int | None = None) -> None:
-        """Count the error of a record or a file; `step` is the step that the record names, if it is known."""
+        """Count the error of a record or a file; `step` is the step that the record names, if any."""
         self.skipped += 1
         if not self.skip_bad and len(self.kept) < STEPS_KEPT:
             self.kept.setdefault(step, error)
@@ -127,10 +127,10 @@ class Reading:
             self.messages.append(str(error))
 
     def take(self, last: int | None, following: int | None) -> list[tuple[int | None, SourceError]]:
-        """The first error of each step since the last call, with the step that its record names.
+        """Return the first error of each step since the last call, with the step that its record names.
 
-        A record that names no step may belong to the step before it or to the step after it. So its error is
-        returned for both.
+        A record that names no step may belong to the step before it or after it. So its error is returned for
+        both.
 
         Args:
             last: step of the previous good record; None: there is none.
@@ -142,14 +142,14 @@ class Reading:
             return list(kept.items())
         before = [(last, unnamed)] if last is not None or following is None else []
         after = [(following, unnamed)] if following not in (None, last) else []
-        return [*before, *kept.items(), *after]  # the faults of a step lie beside its other records
+        return [*before, *kept.items(), *after]  # a step's malformed records are next to its other records
 
     def group_of_prompt(self, prompt: Any, where: str, text: str | None = None) -> Label:
         """Make the label of a group from its prompt: what the user asked, and a hash of the whole prompt.
 
         Args:
-            prompt: as the dump has it: text, token ids or messages. Messages are compared as JSON, because
-                two messages may have the same text as one message.
+            prompt: the prompt in the form of the dump: text, token ids or messages. Messages are compared as
+                JSON, because two messages may have the same text as one message.
             where: ``file:line``.
             text: the text of messages.
 
@@ -158,7 +158,7 @@ class Reading:
             NoGroupError: `group_by` is neither ``prompt`` nor ``order``.
         """
         if self.group_by == "order":
-            return BY_ORDER  # until the rows of the step are there
+            return BY_ORDER  # until all rows of the step are read
         if self.group_by != "prompt":
             raise NoGroupError(
                 f"{where}: a sample needs a group; found none, and the same prompt drawn twice would look "
@@ -171,25 +171,25 @@ class Reading:
         whole = json.dumps(text if prompt is None else prompt, sort_keys=True, default=repr)
         asked = asked_line(text or (prompt if isinstance(prompt, str) else quote(prompt)))
         digest = hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
-        return (f"{asked} #{digest}",)  # a tuple, which no id of a dump is
+        return (f"{asked} #{digest}",)  # a tuple, because no id of a dump is one
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How files of one format are found, recognised and read.
+    """Say how files of one format are found, recognised and read.
 
     Args:
-        read: takes a file and the pass that it belongs to, and yields :class:`Sample`, or batches as
-            ``(step, TensorDict)``.
+        read: a function of a file and a :class:`Reading`. It yields :class:`Sample`, or batches as ``(step,
+            TensorDict)``.
         files: glob patterns in a folder. The first pattern that matches a file is used. Patterns that are
             joined by ``|`` are used together. A pattern with ``.jsonl`` matches ``.jsonl.gz``, too.
-        keys: keys of the first record, or columns of a table, by which the format is recognised; ``a|b`` is
-            one of the two. Empty: it is recognised by the suffix alone. None: it is never recognised.
+        keys: keys of the first record, or columns of a table, by which the format is recognised; ``a|b``
+            means one of the two. Empty: the suffix alone decides. None: the format is never recognised.
         options: which of ``columns``, ``group_by``, ``group_size``, ``reward_key`` and ``tokenizer`` the
             format reads.
         reward_keys: whether `reward_key` may be ``one`` name or ``many``.
-        rewards: allowed values of `reward_key`; empty: any.
-        ignored: regular expression for the names of files in a folder that are not read.
+        rewards: allowed values of `reward_key`; empty: all.
+        ignored: regular expression for the names of files in a folder that are ignored.
         unsaid: what the dump does not contain. ``rollouts``: the rollout of each row, so each row is read as
             one rollout. ``masks``: which tokens are out of the loss. ``tokens``: the number of tokens.
     """
@@ -216,13 +216,13 @@ class Format:
 def parse_records(
     records: Iterator[Record], reading: Reading, parse: Callable[[Record, Reading], list[Sample]]
 ) -> Iterator[Sample]:
-    """Turn records into samples; note malformed records.
+    """Turn records into samples, and count malformed records.
 
-    Samples get the place of their record, and `group_size` if the dump does not have it. Two records of a
-    step with the same label are an error: the second one is not another segment.
+    Samples get the file and line of their record, and `group_size` if the dump does not have it. Two records
+    of a step with the same label are an error, because the second one is not another segment.
     """
     step: int | None = None
-    places: dict[Label, str] = {}  # of the records of the step, by their labels
+    places: dict[Label, str] = {}  # file and line of each record of the step, by label
     for record in records:
         try:
             samples = parse(record, reading)
@@ -260,9 +260,9 @@ def read_jsonl(
 
 
 def read_lines(path: Path, reading: Reading) -> Iterator[Record]:
-    """The records of a file; blank lines are skipped.
+    """Yield the records of a file. Blank lines are skipped.
 
-    It notes a line that is not a JSON object, and a file that is cut off or has no records.
+    A line that is not a JSON object, and a file that is cut off or has no records, is counted as an error.
     """
     empty = True
     try:
@@ -287,7 +287,7 @@ def read_lines(path: Path, reading: Reading) -> Iterator[Record]:
 
 
 def decode(line: bytes, where: str) -> dict[str, Any]:
-    """One JSON object, strictly: NaN, Infinity and repeated keys are errors.
+    """Decode one JSON object strictly: NaN, Infinity and repeated keys are errors.
 
     Raises:
         SourceError: the line is too long, not UTF-8, or not one JSON object.
@@ -313,7 +313,7 @@ def decode(line: bytes, where: str) -> dict[str, Any]:
         key = CONSTANT.search(text)
         named = f"{quote(key[1])} is " if key else "found "
         raise SourceError(f"{where}: {named}the literal {err}, which is no JSON") from None
-    except (ValueError, RecursionError) as err:  # a hook's, or Python's limits on digits and nesting
+    except (ValueError, RecursionError) as err:  # from a hook, or from Python's limits on digits and nesting
         raise SourceError(f"{where}: a line must be one JSON object; found {err}") from None
     if not isinstance(value, dict):
         raise SourceError(f"{where}: a line must be one JSON object; found {quote(value)}")
@@ -323,7 +323,7 @@ def decode(line: bytes, where: str) -> dict[str, Any]:
 def _lines(raw: IO[bytes], path: Path) -> Iterator[bytes]:
     stream: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
     while line := stream.readline(MAX_LINE + 1):
-        yield line  # `decode` refuses a line that is too long; its rest is skipped here
+        yield line  # `decode` refuses a line that is too long; the rest of it is skipped here
         if len(line) > MAX_LINE:
             while line and not line.endswith(b"\n"):
                 line = stream.readline(MAX_LINE)
@@ -352,7 +352,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_consta
 
 
 def read_schema(path: Path) -> pa.Schema:
-    """The columns of a Parquet file.
+    """Read the schema of a Parquet file.
 
     Raises:
         SourceError: the file is damaged.
@@ -361,11 +361,11 @@ def read_schema(path: Path) -> pa.Schema:
 
 
 def read_table(path: Path) -> pa.Table:
-    """All columns and rows of a Parquet file.
+    """Read all columns and rows of a Parquet file.
 
     Raises:
-        SourceError: the file is damaged, or has more than :data:`MAX_ROWS` rows or :data:`MAX_VALUES` values:
-            a run of equal ones takes no room in the file.
+        SourceError: the file is damaged, or has more than :data:`MAX_ROWS` rows or :data:`MAX_VALUES` values.
+            A small file can have many, because equal values are stored once.
     """
     metadata = _decode(pq.read_metadata, path)
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
@@ -386,7 +386,7 @@ def _decode(decoder: Callable[[Path], Decoded], path: Path) -> Decoded:
 
 
 def read_rows(path: Path, reading: Reading) -> Iterator[Record]:
-    """The rows of a Parquet file, a few at a time.
+    """Yield the rows of a Parquet file. A few are read at a time.
 
     Raises:
         SourceError: the file is damaged, or has no rows.
@@ -408,7 +408,7 @@ def read_rows(path: Path, reading: Reading) -> Iterator[Record]:
 
 
 def _without_gaps(value: Any) -> Any:
-    """A nested value without the nulls of objects: Arrow gives each object the keys of all others."""
+    """Remove null values from nested objects, because Arrow gives each object the keys of all others."""
     if isinstance(value, dict):
         return {key: _without_gaps(inner) for key, inner in value.items() if inner is not None}
     return [_without_gaps(inner) for inner in value] if isinstance(value, list) else value
@@ -418,13 +418,13 @@ def _without_gaps(value: Any) -> Any:
 
 
 def load_plain(path: Path) -> Any:
-    """The plain data and tensors of a file of ``torch.save``; nothing in it is executed.
+    """Load plain data and tensors from a file of ``torch.save``. No code in it is run.
 
     Raises:
-        SourceError: it holds something else, or is damaged, compressed, or not an archive.
+        SourceError: the file holds something else, or is damaged, compressed, or not an archive.
     """
     try:
-        with zipfile.ZipFile(path) as archive:  # as large as what is in it, before that is in memory
+        with zipfile.ZipFile(path) as archive:  # checks the size of the content before it is loaded
             items = archive.infolist()
             if any(item.compress_type != zipfile.ZIP_STORED for item in items):
                 raise ValueError("a compressed archive, which torch.save does not write")

@@ -2,8 +2,8 @@
 
 Schema: :func:`headrace.pipeline.tools.report.report_table`, version 1.
 
-- ``row`` is the number of a row in its step. Each number from 0 to the last must occur once, so missing rows
-  are detected, except for rows after the last one.
+- ``row`` is the number of a row in its step. Each number from 0 to the last must occur once. So missing rows
+  are detected, except at the end of a step.
 - Rows that were carried in from the previous step are not read, because they are in the file of that step.
 - A dump has the number of tokens of a row, but not the tokens. So a row gets a loss mask of that length, and
   no tokens. Without the number, a tokenizer can make tokens of the texts. ``response_parts`` says which parts
@@ -12,7 +12,7 @@ Schema: :func:`headrace.pipeline.tools.report.report_table`, version 1.
 - The advantage and the weight with which a row was trained become ``logged_advantage`` and
   ``logged_weight``.
 - The minibatch of a row becomes ``logged_minibatch``. It is −1 for a row in no minibatch. It is −1 for all
-  rows of a step with carried rows, because some rows of its minibatches are not read.
+  rows of a step into which rows were carried, because these are not read and its minibatches lack them.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ TEXTS |= {name: name for name in ("group_label", "rollout_label", "ground_truth"
 TEXTS |= {"response_parts": "response_parts"}
 STATUSES = {status.name.lower(): status for status in Status}
 VERSION = "1"
-UNFINISHED = "/unfinished"  # the end of a gate's reason; its rows are absent in a replay
+UNFINISHED = "/unfinished"  # how a gate's reason ends; in a replay, rows with it are absent
 
 
 def read_headrace_dump(path: Path, reading: Reading) -> Iterator[tuple[int, TensorDict]]:
-    """The step of one file and its batch ``[N]``; nothing if the file only has rows that were carried in.
+    """Yield the step of one file and its batch ``[N]``; nothing if all rows of the file were carried in.
 
     Raises:
         SourceError: the file is damaged or of another version, a column is missing or of another type, or an
@@ -78,12 +78,12 @@ def read_headrace_dump(path: Path, reading: Reading) -> Iterator[tuple[int, Tens
             f"{path}: the columns {lacking} are required; found {quote_some(table.column_names)}"
         )
     try:
-        if reading.skipped == skipped:  # else it is known that rows are missing
+        if reading.skipped == skipped:  # otherwise rows are known to be missing
             check_no_gaps(_integers(table, "row", path), path)
         whole = len(table)
         if "carried_in" in table.column_names:
             table = table.filter(pc.equal(pc.fill_null(table["carried_in"], 0), 0))
-        if len(table) < whole and "minibatch" in table.column_names:  # some of its rows are not read
+        if len(table) < whole and "minibatch" in table.column_names:  # rows of its minibatches are not read
             place = table.column_names.index("minibatch")
             table = table.set_column(place, "minibatch", pa.nulls(len(table), pa.int64()))
         if not len(table):
@@ -94,13 +94,13 @@ def read_headrace_dump(path: Path, reading: Reading) -> Iterator[tuple[int, Tens
         batch = _batch(table, path, reading)
     except SourceError:
         raise
-    except Exception as err:  # a column of an unexpected type makes the conversion raise anything
+    except Exception as err:  # if a column has an unexpected type, the conversion can raise any error
         raise SourceError(f"{path}: columns must be as documented; found {first_line(err)}") from None
     yield steps[0], batch
 
 
 def table_of_lines(records: Sequence[dict[str, Any]], path: Path) -> pa.Table:
-    """The records of a JSONL file as the table of a Parquet file.
+    """Convert the records of a JSONL file to a table like that of a Parquet file.
 
     Raises:
         SourceError: the values of a key have different types.
@@ -123,10 +123,10 @@ def table_of_lines(records: Sequence[dict[str, Any]], path: Path) -> pa.Table:
 
 
 def check_no_gaps(rows: np.ndarray, path: Path) -> None:
-    """Check that each row of a step is there exactly once.
+    """Check that each row of a step occurs exactly once.
 
     Raises:
-        SourceError: a number from 0 to the last is missing, or one is there twice.
+        SourceError: a number from 0 to the last is missing, or a number occurs twice.
     """
     numbers, counts = np.unique(rows, return_counts=True)
     if (counts > 1).any():
@@ -157,11 +157,11 @@ def _batch(table: pa.Table, path: Path, reading: Reading) -> TensorDict:
         status = np.array([-1 if word is None else int(STATUSES[word]) for word in words])
     if "reason" in table.column_names:
         unfinished = pc.fill_null(pc.ends_with(table["reason"], UNFINISHED), False).to_numpy()
-        status = np.where(unfinished, int(Status.ABORTED), status)  # the step had a part of such a rollout
+        status = np.where(unfinished, int(Status.ABORTED), status)  # the step had part of such a rollout
         left = np.array([word not in (None, "trained") for word in table["reason"].to_pylist()])
     if (status >= 0).any():
         batch["status"] = torch.from_numpy(status)
-    # A filter may have taken rows out because they had no reward, or their rollout was trained without one.
+    # A filter may have removed rows because they, or their trained rollouts, had no reward.
     unscored = np.isin(status, (Status.ABORTED, Status.FAILED)) | left
     if "rollout_reward" in table.column_names:
         unscored |= np.isnan(_floats(table, "rollout_reward", path))
@@ -219,7 +219,7 @@ def _samples_of_texts(table: pa.Table, path: Path, reading: Reading) -> list[Sam
 
 
 def _parts(text: str | None, path: Path) -> list[tuple[bool, str]] | None:
-    """The parts of a response, each with whether it was sampled (:func:`~readers.batch.to_batch`)."""
+    """Pairs of a response's parts: whether it was sampled, and its text (:func:`~readers.batch.to_batch`)."""
     if not text:
         return None
     parts = json.loads(text)
@@ -235,7 +235,7 @@ def _has_values(table: pa.Table, name: str) -> bool:
 
 
 def _integers(table: pa.Table, name: str, path: Path) -> np.ndarray:
-    """(N,) int64, all ≥ 0."""
+    """The values of a column, (N,) int64, all ≥ 0."""
     column = table[name]
     if not pa.types.is_integer(column.type) or column.null_count:
         raise SourceError(
@@ -250,7 +250,7 @@ def _integers(table: pa.Table, name: str, path: Path) -> np.ndarray:
 
 
 def _floats(table: pa.Table, name: str, path: Path) -> np.ndarray:
-    """(N,) float64, NaN for null."""
+    """The values of a column, (N,) float64; NaN for null."""
     column = table[name]
     if not _is_number(column.type):
         raise SourceError(f"{path}: {name!r} must be a number; found {column.type}")
@@ -262,7 +262,7 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def _rewards(table: pa.Table, unscored: np.ndarray, path: Path) -> np.ndarray:
-    """(N, 1) float64, or (N, K) where there is a list of K rewards; NaN for null."""
+    """The rewards, (N, 1) float64, or (N, K) if rows have lists of K rewards; NaN for null."""
     if "rewards" not in table.column_names:
         rewards = _floats(table, "reward", path)[:, None]
     else:

@@ -1,8 +1,8 @@
-"""Rollouts that NeMo Gym collects: a JSON Lines file with one rollout per line.
+"""Read rollouts that NeMo Gym collects: a JSON Lines file with one rollout per line.
 
-Schema: NVIDIA-NeMo/Gym, ``nemo_gym/rollout_collection.py``: ``responses_create_params`` (what was asked, with
+Schema: NVIDIA-NeMo/Gym, ``nemo_gym/rollout_collection.py``: ``responses_create_params`` (the request, with
 ``input``), ``response`` (of the Responses API, with ``output``), ``reward``, ``_ng_task_index``,
-``_ng_rollout_index``, and what the verifier added.
+``_ng_rollout_index``, and the verifier's own keys.
 
 - A group is a task. Rows are in the order in which rollouts ended. Two rows of a task with the same
   ``_ng_rollout_index`` are an error.
@@ -11,10 +11,10 @@ Schema: NVIDIA-NeMo/Gym, ``nemo_gym/rollout_collection.py``: ``responses_create_
 - Items that carry ``prompt_token_ids`` and ``generation_token_ids``, as NeMo Gym writes them for training,
   are read as tokens. If the prompt of a call does not begin with all tokens before it, the call begins
   another segment of the rollout.
-- A response with ``incomplete_details`` was truncated, and one with an ``error`` failed. Without the two, the
-  end is not known.
-- In a folder, the files beside the rollouts are ignored: inputs, failures and metrics. So the rollouts that
-  failed are missing, which ``group_size`` detects.
+- A response with ``incomplete_details`` was truncated, and one with an ``error`` failed. Without these keys,
+  the status is not known.
+- In a folder, the files of inputs, failures and metrics are ignored. So the rollouts that failed are missing,
+  which ``group_size`` detects.
 - Steps are not saved. Each file is one step, numbered in the order of the files.
 """
 
@@ -32,10 +32,11 @@ from .record import Record, conversation, read_messages, text_of
 
 
 def parse_row(record: Record, reading: Reading) -> list[Sample]:
-    """The samples of one line: one, or a segment for each prompt that does not continue the tokens before.
+    """Read the samples of one line: one, or a segment for each prompt that does not continue the tokens
+    before.
 
     Raises:
-        SourceError: it is not as documented.
+        SourceError: the line is not as documented.
     """
     params, response = record.record("responses_create_params"), record.record("response")
     task, number = record.whole("_ng_task_index"), record.whole("_ng_rollout_index")
@@ -73,7 +74,7 @@ def _status(response: Record) -> Status | None:
 
 
 def _segments(response: Record, row: Sample) -> list[Sample]:
-    """Samples with the tokens of the items that carry some; none if no item does."""
+    """Samples with the tokens of the items that have tokens; none if no item has tokens."""
     segments: list[Sample] = []
     for item in response.records("output", optional=True):
         generated = item.wholes("generation_token_ids", optional=True)
@@ -89,7 +90,7 @@ def _segments(response: Record, row: Sample) -> list[Sample]:
         if last is None or before[: len(last.tokens or ())] != last.tokens:
             last = replace(row, tokens=before, loss_mask=[], log_probs=[], response_length=0)
             segments.append(last)
-        between = len(before) - len(last.tokens or ())  # what a tool and the template wrote
+        between = len(before) - len(last.tokens or ())  # number of tokens of a tool and of the template
         last.tokens = before + generated
         last.loss_mask = [*(last.loss_mask or ()), *[0] * between, *[1] * len(generated)]
         last.response_length = len(last.loss_mask)

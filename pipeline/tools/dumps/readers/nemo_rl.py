@@ -1,8 +1,8 @@
-"""Training data that NeMo RL logs: one ``train_data_step<N>.jsonl`` per step.
+"""Read training data that NeMo RL logs: one ``train_data_step<N>.jsonl`` per step.
 
 Schema: NVIDIA-NeMo/RL, ``nemo_rl/algorithms/grpo.py`` (``grpo_train``), and ``log_batched_dict_as_jsonl``
 in ``nemo_rl/utils/logger.py``. It was read in forks of the main branch of late 2026, because the wheel on
-PyPI is empty. Each line is one sample, sliced out of the batch: every value except ``idx`` is a list of one.
+PyPI is empty. Each line is one sample, a slice of the batch: every value except ``idx`` is a list of one.
 The reader uses ``token_ids``, ``input_lengths``, ``token_loss_mask``, ``sample_loss_mask``, ``advantages``,
 ``generation_logprobs``, ``content``, and ``filtered_rewards``, which dynamic sampling writes, or else
 ``rewards``. Releases that do not log the masks cannot be read. A ``content`` that is not a string is ignored.
@@ -11,8 +11,8 @@ The reader uses ``token_ids``, ``input_lengths``, ``token_loss_mask``, ``sample_
 - The response begins at the first token that trains.
 - Advantages are logged per token. If they differ within a sample, its advantage is NaN.
 - ``idx`` is the number of the sample in the batch. Two samples with the same number are an error.
-- Groups are not logged: set ``group_by="prompt"``, which compares the tokens before the response. The order
-  of ``idx`` is that of arrival, in which the rollouts of one draw are next to one another.
+- Groups are not logged: set ``group_by="prompt"``, which compares the tokens before the response. ``idx`` is
+  the order of arrival, in which the rollouts of one draw are next to one another.
 - Statuses are not logged, so failed and truncated rollouts are not known.
 """
 
@@ -30,7 +30,7 @@ from .record import Record, SourceError, as_text
 
 
 def read_nemo_rl(path: Path, reading: Reading) -> Iterator[Sample]:
-    """Samples of one file, which is one step.
+    """Read the samples of one file, which is one step.
 
     Raises:
         SourceError: the file's name has no step, a record is not as documented, or there is no
@@ -45,10 +45,10 @@ def read_nemo_rl(path: Path, reading: Reading) -> Iterator[Sample]:
 
 
 def parse_row(record: Record, reading: Reading, *, step: int) -> list[Sample]:
-    """The sample of one line of the dump.
+    """Read the sample of one line of the dump.
 
     Raises:
-        SourceError: it is not as documented, or there is no `group_by`.
+        SourceError: the line is not as documented, or there is no `group_by`.
     """
     row = Record({key: _only(record, key) for key in record.data}, record.where, record.line)
     tokens, length, trains = row.wholes("token_ids"), row.whole("input_lengths"), row.bits("token_loss_mask")
@@ -85,7 +85,7 @@ def parse_row(record: Record, reading: Reading, *, step: int) -> list[Sample]:
 
 
 def _only(record: Record, key: Any) -> Any:
-    """The one value of a list of one."""
+    """The value in a list of one."""
     value = record.data[key]
     if key == "idx":
         return value
@@ -95,7 +95,7 @@ def _only(record: Record, key: Any) -> Any:
 
 
 def _logged(advantages: list[float], trains: list[int]) -> float:
-    """The one advantage of a row, which may be logged once."""
+    """The advantage of a row, which may be logged once or for each token."""
     return advantages[0] if len(advantages) == 1 else common_advantage(advantages, trains)
 
 

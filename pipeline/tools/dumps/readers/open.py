@@ -27,14 +27,14 @@ from .regrading import Grade, Regraded, regrade
 from .table_dump import check_columns
 from .tokenizing import load_tokenizer
 
-LARGE_GROUP = 128  # rollouts; a step that is one larger group has prompts that the dump does not tell apart
+LARGE_GROUP = 128  # rollouts; a step that is one larger group may have prompts that look equal
 SUFFIXES = (".pt", ".parquet", ".jsonl", ".jsonl.gz")
 NO_FILE = "no file of JSON Lines (.jsonl, .jsonl.gz), Parquet (.parquet) or torch.save (.pt)"
 OWN_FILE = "'source.columns={group: ID, reward: NUMBER, response: TEXT}' source.group_size=ROLLOUTS"
 IN_PYTHON = "source={'columns': {'group': ID, 'reward': NUMBER, 'response': TEXT}, 'group_size': ROLLOUTS}"
 
 
-# A module of this package that has a FORMAT reads the format of its name.
+# A module of this package that has a FORMAT reads the format with the name of the module.
 READERS: dict[str, Format] = {
     name.removesuffix("_dump"): module.FORMAT
     for _, name, _ in pkgutil.iter_modules([str(Path(__file__).parent)])
@@ -59,14 +59,15 @@ def open_dump(
 
     Args:
         path: a file, a folder or a glob pattern.
-        format: a name in :data:`READERS`, or ``auto``: by the suffix and the keys of the first record.
+        format: a name in :data:`READERS`, or ``auto``: recognised by the suffix and the keys of the first
+            record.
         skip_bad: skip and count malformed records, and steps that cannot be read, instead of raising.
-        reward_key: name of the reward to read, in formats with several rewards; for TRL also several names.
+        reward_key: name of the reward to read, in formats with several rewards. TRL also takes several names.
         group_by: ``prompt`` makes equal prompts of a step one group, in formats without ids of groups.
-            ``uid`` reads verl's uid as the id of the group, and each row as one rollout. ``order`` makes each
-            run of `group_size` rollouts a group, in the order of the file, in formats without ids of groups.
-        group_size: rollouts that each group was dispatched with; written as ``expected_rollouts``. A group
-            with more rollouts is split if its prompt was drawn several times in the step
+            ``uid`` reads verl's uid as the id of the group, and each row as one rollout. ``order`` makes a
+            group of every `group_size` consecutive rollouts of the file, in formats without ids of groups.
+        group_size: number of rollouts that were dispatched for each group, the column ``expected_rollouts``.
+            A group with more rollouts is split if its prompt was drawn several times in the step
             (:func:`~headrace.pipeline.tools.dumps.readers.separate_draws`). Otherwise it is an error.
         columns: the meaning of the columns of a file of your own (:mod:`~readers.table_dump`).
         tokenizer: a ``tokenizer.json``, or a folder that ``transformers`` has saved. It makes tokens of the
@@ -152,13 +153,13 @@ class Source:
         files: the files, in the order of reading.
         total_bytes: size of all files on disk.
         regraded: the changes by `regrade` in this pass; None without it.
-        draws: the prompts of this pass that were drawn several times in a step, by step.
-        one_group: the rollouts of the steps of this pass that are one group of more than
-            :data:`LARGE_GROUP`, by step.
-        keeps_oversized: whether too large groups stay if their draws cannot be told apart. False: they are
-            left out or refused. The audit keeps and reports them.
-        skipped_steps: the steps of this pass that were skipped under `skip_bad`, and the reasons.
-        advice: what follows the error if a recipe refuses all steps.
+        draws: for each step of this pass, the prompts that were drawn several times in it.
+        one_group: for each step of this pass that is one group of more than :data:`LARGE_GROUP` rollouts:
+            their number.
+        keeps_oversized: whether groups that are too large stay if their draws cannot be told apart, as the
+            audit needs. False: they are left out or refused.
+        skipped_steps: the steps of this pass that `skip_bad` has skipped, and the reasons.
+        advice: the text that follows the error if a recipe refuses all steps.
     """
 
     def __init__(self, format: str, files: list[Path], options: Reading, grade: Grade | None = None):
@@ -179,12 +180,12 @@ class Source:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes on disk that were read in this pass. A ``.pt`` file is counted when it has been read."""
+        """Number of bytes on disk that were read in this pass. A ``.pt`` file counts when it is read."""
         return self._pass.done_bytes + self._pass.position
 
     @property
     def skipped(self) -> int:
-        """Malformed records that were skipped in this pass."""
+        """Number of malformed records that were skipped in this pass."""
         return self._pass.skipped if self.skips else 0
 
     @property
@@ -194,7 +195,7 @@ class Source:
 
     @property
     def sized(self) -> bool:
-        """Whether `group_size` says how many rollouts each group was dispatched with."""
+        """Whether `group_size` gives the number of rollouts that were dispatched for each group."""
         return self._options.group_size is not None
 
     @property
@@ -205,10 +206,10 @@ class Source:
     def lacking(self) -> dict[str, Any]:
         """The options that the first step needs and that are not set, with values that fit it.
 
-        ``group_by`` is lacking if a record has no group, and ``group_size`` if the dump does not have it. Its
-        value is the most frequent number of rollouts of a group. ``reward_key`` is lacking if there are
-        several rewards, which few recipes take; its value is all of their names. Empty: nothing is lacking,
-        or it cannot be read.
+        ``group_by`` is lacking if a record has no group. ``group_size`` is lacking if the dump does not have
+        it; its value is the most frequent number of rollouts of a group. ``reward_key`` is lacking if there
+        are several rewards, which few recipes take; its value is all of their names. The result is empty if
+        nothing is lacking, or if the step cannot be read.
         """
         found: dict[str, Any] = {}
         rows, first = self._first_step(self._options)
@@ -239,8 +240,8 @@ class Source:
         """Yield ``(step, batch)``, steps ascending, one step in memory.
 
         Raises:
-            SourceError: a record is malformed, or a step cannot be read, without `skip_bad`; or as
-                :meth:`outcomes`.
+            SourceError: without `skip_bad`, a record is malformed or a step cannot be read; or
+                :meth:`outcomes` raised.
         """
         for step, found in self.outcomes():
             if isinstance(found, SourceError):
@@ -251,22 +252,22 @@ class Source:
                 yield step, found
 
     def outcomes(self) -> Iterator[tuple[int | None, TensorDictBase | SourceError]]:
-        """Yield each step with its batch or its error. After an error, the next steps are read.
+        """Yield each step with its batch or its error. After an error, reading goes on with the next step.
 
-        These are errors of a step: a malformed record without `skip_bad`, columns that do not agree, a
-        rollout in two groups, and rewards of `regrade` that are not finite or not one for each rollout. The
-        step is None if a file does not name it.
+        Errors of a step are: a malformed record without `skip_bad`, columns that do not agree, a rollout in
+        two groups, and rewards of `regrade` that are not finite or not one for each rollout. The step is None
+        if a file does not name it.
 
         Raises:
-            SourceError: a step is smaller than the one before, or continues in another file; or there are no
-                records.
+            SourceError: the number of a step is smaller than the one before; a step continues in another
+                file; or there are no records.
         """
         self.regraded = None if self._grade is None else Regraded()
         self._pass, self.draws, self.one_group = self._options.restarted(), {}, {}
         self.skipped_steps = []
         last, file, bad = -1, self.files[0], False
         for step, items in groupby(self._items(self._pass), key=itemgetter(0)):
-            rows: list[Any] = []  # samples, or the batch that a file is
+            rows: list[Any] = []  # samples, or the batch of a file
             fault: SourceError | None = None
             for _, item, path in items:
                 if isinstance(item, SourceError):
@@ -300,10 +301,10 @@ class Source:
 
     def _items(self, reading: Reading) -> Iterator[tuple[Any, Sample | TensorDictBase | SourceError, Path]]:
         """Samples, batches and errors, each with its step and its file."""
-        greatest = -1  # step so far
+        greatest = -1  # greatest step so far
         for number, path in enumerate(self.files):
             reading.file = number
-            last: int | None = None  # step of this file
+            last: int | None = None  # last step of this file
             try:
                 for item in READERS[self.format].read(path, reading):
                     step, item = item if isinstance(item, tuple) else (item.step or 0, item)
@@ -311,7 +312,7 @@ class Source:
                         yield named, fault, path
                     yield step, item, path
                     last, greatest = step, max(step, greatest)
-            except SourceError as err:  # of the file, and not of one of its records
+            except SourceError as err:  # about the file, not about one of its records
                 reading.note(err)
             name = path.name.partition(".")[0]  # 41.jsonl is of step 41, even if it has no record
             of_name = int(name) if last is None and re.fullmatch(r"\d{1,18}", name, re.ASCII) else -1
@@ -330,7 +331,7 @@ class Source:
                 rows, draws = separate_draws(rows, by_prompt=by_prompt, leave_out=not self.keeps_oversized)
                 if draws.drawn:
                     self.draws[step] = draws
-                if self.keeps_oversized and self._options.group_size:  # a size would refuse them
+                if self.keeps_oversized and self._options.group_size:  # a size would refuse such groups
                     rows = [replace(row, expected_rollouts=None) for row in rows]
                 if self._options.group_by and len({row.rollout for row in rows}) > LARGE_GROUP:
                     self._note_one_prompt(step, rows)
@@ -345,13 +346,13 @@ class Source:
         return batch
 
     def _note_one_prompt(self, step: int, rows: list[Sample]) -> None:
-        """Note a step whose rollouts are all of one group and, if the dump has prompts, of one prompt."""
+        """Record a step if all of its rollouts have one group and, if the dump has prompts, one prompt."""
         if len({row.group for row in rows}) == 1:
             self.one_group.setdefault(step, len({row.rollout for row in rows}))
 
     @property
     def notices(self) -> list[str]:
-        """Sentences about this pass that a reader of its numbers needs: where groups and tokens come from."""
+        """Sentences about this pass for readers of its numbers: where groups and tokens come from."""
         said = []
         if self._options.group_by == "order":
             said.append(
@@ -372,17 +373,17 @@ class Source:
 
 
 def find_files(path: str | Path, format: Format) -> list[Path]:
-    """The files of a path, in the order of the numbers in their names.
+    """Find the files of a path, and sort them by the numbers in their names.
 
     Raises:
-        SourceError: there are none.
+        SourceError: there is no file.
     """
     root, patterns = Path(path), format.files
     if root.is_file():
         return [root]
     if root.is_dir():
         matched: list[Path] = []
-        for place in format.files:  # the first that has anything
+        for place in format.files:  # the first pattern that matches a file
             names = place.split("|")
             names += [f"{name}.gz" for name in names if name.endswith(".jsonl")]
             matched = matched or [file for name in names for file in root.glob(name)]
@@ -408,7 +409,7 @@ def find_files(path: str | Path, format: Format) -> list[Path]:
 
 
 def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
-    """The name of the format of a file, a folder or a glob, by its suffix and the keys of its first record.
+    """Recognise the format of a file, folder or glob by the suffix and the keys of the first record.
 
     Raises:
         SourceError: no format fits, or more than one.
@@ -444,7 +445,7 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
             fitting.append(name)
         elif format.keys & keys_of[first]:
             nearest[name] = set(format.keys - keys_of[first])
-    # A format that needs all keys of another, and more, is the more exact one.
+    # If a format needs all keys of another and more keys, it is the more exact one.
     needed = {name: READERS[name].keys or frozenset() for name in fitting}
     fitting = [name for name in fitting if not any(needed[name] < keys for keys in needed.values())]
     if len(fitting) != 1:

@@ -1,4 +1,4 @@
-"""Rollouts of open-instruct, ``--save_traces``: ``<run>_rollouts_<shard>.jsonl``, one per line.
+"""Read rollouts of open-instruct (``--save_traces``): ``<run>_rollouts_<shard>.jsonl``, one per line.
 
 Schema: allenai/open-instruct at 00feb3a, ``open_instruct/rl_utils.py`` (``RolloutRecord``,
 ``save_rollouts_to_disk``): ``step``, ``sample_idx``, ``prompt_idx``, ``prompt_tokens``,
@@ -10,7 +10,7 @@ Schema: allenai/open-instruct at 00feb3a, ``open_instruct/rl_utils.py`` (``Rollo
   Samples of a group with different prompts are therefore an error.
 - A ``finish_reason`` other than ``stop`` means truncated, which is open-instruct's own rule.
 - Two samples of a step with the same ``sample_idx`` are an error.
-- The mask of what tools wrote is not saved, so all tokens of the response train.
+- The mask of tokens that tools wrote is not saved, so all tokens of the response train.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .record import Record, read_json
 
 
 def read_open_instruct(path: Path, reading: Reading) -> Iterator[Sample]:
-    """Samples of one shard.
+    """Read the samples of one shard.
 
     Raises:
         SourceError: a record is not as documented, or two prompts share a ``prompt_idx``.
@@ -54,10 +54,10 @@ def read_open_instruct(path: Path, reading: Reading) -> Iterator[Sample]:
 
 
 def parse_row(record: Record, reading: Reading) -> list[Sample]:
-    """The sample of one line of the dump.
+    """Read the sample of one line of the dump.
 
     Raises:
-        SourceError: it is not as documented.
+        SourceError: the line is not as documented.
     """
     prompt, response = record.wholes("prompt_tokens"), record.wholes("response_tokens")
     return [

@@ -1,4 +1,4 @@
-"""Samples of Prime Intellect's hosted training: a Parquet or JSON Lines file of rollouts.
+"""Read samples of Prime Intellect's hosted training: a Parquet or JSON Lines file of rollouts.
 
 Schema: prime-rl, ``SAMPLE_SCHEMA`` in ``monitors/prime.py``, which it uploads: ``run_id``, ``step``, ``tag``,
 ``problem_id``, ``sample_id``, ``prompt``, ``completion``, ``trajectory``, ``answer``, ``env_name``, ``task``,
@@ -10,7 +10,8 @@ Schema: prime-rl, ``SAMPLE_SCHEMA`` in ``monitors/prime.py``, which it uploads: 
   error.
 - A sample with an ``error`` failed. One with ``is_truncated`` was truncated. In releases without these,
   statuses are not known.
-- The monitor uploads the samples of some steps, and may upload a part of a step: ``group_size`` detects it.
+- The monitor uploads the samples of some steps, and perhaps only a part of a step. ``group_size`` detects
+  this.
 - Tokens are not saved.
 """
 
@@ -27,7 +28,7 @@ from .record import Record, read_json, read_texts, with_decoded_messages
 
 
 def read_prime_hosted(path: Path, reading: Reading) -> Iterator[Sample]:
-    """Samples of one file, of one or more steps.
+    """Read the samples of one file, which has one or more steps.
 
     Raises:
         SourceError: the file is damaged, or a record is not as documented.
@@ -37,10 +38,10 @@ def read_prime_hosted(path: Path, reading: Reading) -> Iterator[Sample]:
 
 
 def parse_row(record: Record, reading: Reading) -> list[Sample]:
-    """The sample of one row.
+    """Read the sample of one row.
 
     Raises:
-        SourceError: it is not as documented.
+        SourceError: the row is not as documented.
     """
     record = with_decoded_messages(record, "prompt", "completion")
     failed = record.says("error")

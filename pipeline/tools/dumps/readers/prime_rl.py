@@ -1,4 +1,4 @@
-"""Episodes of prime-rl and verifiers: ``traces.jsonl`` with one episode per line.
+"""Read episodes of prime-rl and verifiers: ``traces.jsonl`` with one episode per line.
 
 Schema: verifiers 0.4.0, ``verifiers/v1/episode.py`` (``Episode``), ``trace.py`` (``Trace``, ``Branch``),
 ``graph.py`` (``MessageNode``), as written by ``utils/trace_store.py``. prime-rl saves the same episodes (its
@@ -9,8 +9,8 @@ pull requests 3329 and 3444). The reader uses ``group.id``, ``run.work`` (``step
 - An episode is a rollout of one trainable agent. Two episodes of a step with the same ``id`` are an error.
   An episode with several trainable agents is refused, because it is not settled how their rewards compare.
 - The samples of an episode are the branches of its graph of messages, from a root to a leaf. Each has the
-  tokens that the policy sampled on it. Tokens that several branches share are in the loss of the first of
-  them, and are context of the others. A branch without tokens of its own is not a sample (prime-rl at
+  tokens that the policy sampled on it. If several branches share tokens, these are in the loss of the first
+  branch, and are context in the others. A branch without tokens of its own is not a sample (prime-rl at
   559b44772, ``iter_trainable_branches``). A compaction from which the harness did not continue is out of the
   loss, and shares no tokens.
 - The reward is the sum of score × weight, or that of `reward_key` alone. A null reward is missing.
@@ -39,7 +39,7 @@ LIMITS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_token
 
 
 def read_prime_rl(path: Path, reading: Reading) -> Iterator[Sample]:
-    """Samples of one file of episodes.
+    """Read the samples of one file of episodes.
 
     Raises:
         SourceError: a record is not as documented.
@@ -49,10 +49,10 @@ def read_prime_rl(path: Path, reading: Reading) -> Iterator[Sample]:
 
 
 def parse_row(record: Record, reading: Reading, *, step: int | None) -> list[Sample]:
-    """The samples of one episode: a segment for each branch of its messages, at least one.
+    """Read the samples of one episode: a segment for each branch of its messages, at least one.
 
     Raises:
-        SourceError: it is not as documented, or has several trainable agents.
+        SourceError: the episode is not as documented, or has several trainable agents.
     """
     if "nodes" in record.data and "traces" not in record.data:
         raise record.fail("an episode with its traces is required", "a loose trace, as older releases saved")
@@ -120,7 +120,7 @@ class _Node(NamedTuple):
 
 
 def _segments(trace: Record, row: Sample) -> list[Sample]:
-    """What prime-rl trains on: branches on which the policy sampled something, in the order of their leaves.
+    """The segments that prime-rl trains: branches with sampled messages, in the order of their leaves.
 
     If some branches have tokens, branches without are omitted.
 
@@ -130,7 +130,7 @@ def _segments(trace: Record, row: Sample) -> list[Sample]:
     nodes = [_node(record, index) for index, record in enumerate(trace.records("nodes", optional=True))]
     parents = {node.parent for node in nodes}
     resumed = {target for node in nodes for kind, target in node.links if kind == "compaction"}
-    result, trained = [], set[int]()  # the nodes whose tokens are in the loss of a branch
+    result, trained = [], set[int]()  # nodes whose tokens are in the loss of an earlier branch
     for leaf in (index for index in range(len(nodes)) if index not in parents):
         path = [leaf]
         while (parent := nodes[path[-1]].parent) is not None:
@@ -167,11 +167,11 @@ def _node(record: Record, index: int) -> _Node:
 
 
 def _segment(row: Sample, path: list[tuple[_Node, bool]], *, in_loss: bool) -> Sample:
-    """The row of one branch, split at the policy's first token; without tokens, its texts only.
+    """The row of one branch, split at the policy's first token. Without tokens, it has only texts.
 
     Args:
-        row: what all branches of the episode share.
-        path: the nodes of the branch, each with whether this branch trains what was sampled in it.
+        row: a sample with the fields that all branches of the episode share.
+        path: the nodes of the branch, each with whether this branch trains its sampled tokens.
         in_loss: whether the branch is in the loss.
     """
     first = next(at for at, (node, _) in enumerate(path) if node.sampled or 1 in node.mask)
@@ -195,7 +195,7 @@ def _segment(row: Sample, path: list[tuple[_Node, bool]], *, in_loss: bool) -> S
     segment.tokens = [token for node, _ in path for token in node.tokens]
     segment.loss_mask = [bit * own for node, own in path for bit in node.mask][begin:]
     segment.response_length = len(sampled) - begin
-    if all(len(node.log_probs) == sum(node.mask) for node, _ in path):  # otherwise they are incomplete
+    if all(len(node.log_probs) == sum(node.mask) for node, _ in path):  # else some are missing
         values = iter([value for node, _ in path for value in node.log_probs])
         segment.log_probs = [next(values) if bit else math.nan for bit in sampled][begin:]
     return segment

@@ -1,4 +1,4 @@
-"""Read a record of a dump field by field. A value of a wrong type raises an error with its place."""
+"""Read a record of a dump field by field. A value of a wrong type raises an error with its file and line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_MESSAGE = 2000  # characters, of four bytes at most
 
 
 class SourceError(ValueError):
-    r"""A dump does not follow its format. The message begins with the file and the place in it, or the step.
+    r"""A dump does not follow its format. The message begins with the file and the line or row, or the step.
 
     A message quotes names, keys and values of the file. Characters that a terminal would act on are escaped,
     and the middle of a long message is omitted. The traceback does not show the decoder's error, whose text
@@ -29,10 +29,10 @@ class SourceError(ValueError):
 
     Args:
         message: the message.
-        to_type: what can be typed, on a line of its own below the message.
+        to_type: overrides to type, on a line of their own below the message.
 
     Attributes:
-        step: whose rows it is about, if they are more than one record.
+        step: the step that the error is about, if it is about more than one record.
 
     Example:
         >>> print(SourceError("a.jsonl:3: found \x1b[2J"))
@@ -123,30 +123,30 @@ MAX_OTHER = 1000  # characters of a text that is only shown
 
 
 def as_text(value: Any) -> str | None:
-    """The value if it is a string that can be encoded in UTF-8, else None."""
+    """Return the value if it is a string that UTF-8 can encode, else None."""
     if type(value) is not str:
         return None
     try:
         value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair: it would fail later, where it is printed
+    except UnicodeEncodeError:  # half of a surrogate pair, which could not be printed later
         return None
     return value
 
 
 def as_number(value: Any) -> float | None:
-    """The value as a float if it is a finite float32 number, else None."""
+    """Return the value as a float if it is a number within float32, else None."""
     if type(value) not in (int, float) or not -FLOAT32_MAX <= value <= FLOAT32_MAX:
         return None
     return float(value)
 
 
 def as_whole(value: Any) -> int | None:
-    """The value if it is an integer ≥ 0 that fits into int64, else None."""
+    """Return the value if it is an integer ≥ 0 that fits into int64, else None."""
     return value if type(value) is int and 0 <= value < INT64 else None
 
 
 def as_wholes(value: Any) -> list[int] | None:
-    """A list of integers ≥ 0, else None."""
+    """Return the value as a list of integers ≥ 0, else None."""
     values = _as_list(value)
     if values is None or not all(type(item) is int for item in values):
         return None
@@ -154,7 +154,7 @@ def as_wholes(value: Any) -> list[int] | None:
 
 
 def as_numbers(value: Any) -> list[float] | None:
-    """A list of floats, else None."""
+    """Return the value as a list of floats, else None."""
     values = _as_list(value)
     if values is None or not all(type(item) in (int, float) for item in values):
         return None
@@ -163,7 +163,7 @@ def as_numbers(value: Any) -> list[float] | None:
 
 
 def as_bits(value: Any) -> list[int] | None:
-    """A list of 0 and 1, else None."""
+    """Return the value as a list of 0 and 1, else None."""
     values = _as_list(value)
     if values is None or not all(type(item) in (bool, int, float) and item in (0, 1) for item in values):
         return None
@@ -171,7 +171,7 @@ def as_bits(value: Any) -> list[int] | None:
 
 
 def as_number_or_gap(value: Any) -> float | None:
-    """As :func:`as_number`, with NaN for null and NaN. Tables have these where a reward is missing."""
+    """Like :func:`as_number`, but return NaN for null and NaN, which tables have for a missing reward."""
     if value is None or (type(value) is float and math.isnan(value)):
         return math.nan
     return as_number(value)
@@ -181,14 +181,14 @@ def _as_list(value: Any) -> list[Any] | None:
     if isinstance(value, torch.Tensor):
         if not is_plain(value) or value.dim() != 1:
             return None
-        # An expanded one claims more memory than it has.
+        # An expanded tensor has more items than it stores.
         holds = value.numel() * value.element_size() <= value.untyped_storage().nbytes()
         return value.detach().tolist() if holds else None
     return value if type(value) is list else None
 
 
 def _reader(convert: Callable[[Any], Any], what: str) -> Callable[..., Any]:
-    """Make a method of :class:`Record` that reads a value. It raises where `convert` returns None."""
+    """Make a method of :class:`Record` that reads a value, and raises if `convert` returns None."""
 
     def read(record: Record, key: str, *, optional: bool = False) -> Any:
         value = record.get(key, optional=optional)
@@ -203,13 +203,13 @@ def _reader(convert: Callable[[Any], Any], what: str) -> Callable[..., Any]:
 
 
 class Record:
-    """One record of a dump, with its place.
+    """One record of a dump, with its file and line.
 
     Each method that reads a value raises :class:`SourceError` if the key is missing or the value has another
-    type. With ``optional=True`` it returns None for a missing key or a null. A bool is not a number.
+    type. With ``optional=True`` the method returns None for a missing key or a null. A bool is not a number.
 
     Args:
-        data: what was read.
+        data: the keys and values of the record.
         where: ``file:line``.
         line: number of the record in its file, from 1.
 
@@ -222,14 +222,14 @@ class Record:
 
     def __init__(self, data: dict[Any, Any], where: str, line: int = 0):
         self.data, self.where, self.line = data, where, line
-        self.read: set[str] = set()  # the keys that were asked for
+        self.read: set[str] = set()  # the keys that were read
 
     def fail(self, required: str, found: Any) -> SourceError:
-        """Make an error with the place, what is required and what was found."""
+        """Make an error that says where it is, what is required and what was found."""
         return SourceError(f"{self.where}: {required}; found {quote(found)}")
 
     def get(self, key: str, *, optional: bool = False) -> Any:
-        """The value under a key, whatever it is."""
+        """The value under a key, of any type."""
         self.read.add(key)
         value = self.data.get(key)
         if value is None and not optional:
@@ -247,12 +247,12 @@ class Record:
         lambda each: as_whole(each) if type(each) is int else as_text(each),
         "an id, a string or an integer ≥ 0",
     )
-    wholes = _reader(as_wholes, "a list of integers from 0 to 2**63 - 1")  # such as tokens
+    wholes = _reader(as_wholes, "a list of integers from 0 to 2**63 - 1")  # for example, tokens
     numbers = _reader(as_numbers, "a list of finite numbers")
-    bits = _reader(as_bits, "a list of 0 and 1")  # or of booleans
+    bits = _reader(as_bits, "a list of 0 and 1")  # booleans are read, too
 
     def flag(self, key: str, *, default: bool | None = None) -> bool:
-        """True or False."""
+        """The value of a key that must be true or false."""
         value = self.get(key, optional=default is not None)
         if value is None and default is not None:
             return default
@@ -265,7 +265,7 @@ class Record:
         return bool(self.get(key, optional=True))
 
     def choice(self, key: str, known: Mapping[str, T]) -> T:
-        """The value of a word in `known`."""
+        """The entry of `known` for the word under a key."""
         word = self.text(key)
         if word not in known:
             raise self.fail(f"{key!r} must be one of {', '.join(known)}", word)
@@ -281,7 +281,7 @@ class Record:
         return Record(value, f"{self.where}, {key}", self.line)
 
     def records(self, key: str, *, optional: bool = False) -> list[Record]:
-        """A list of nested records; empty where it is optional and absent."""
+        """A list of nested records; empty if it is optional and missing."""
         values = self.get(key, optional=optional)
         if values is None:
             return []
@@ -290,7 +290,8 @@ class Record:
         return [Record(value, f"{self.where}, {key}[{i}]", self.line) for i, value in enumerate(values)]
 
     def other_columns(self) -> str:
-        """The texts, numbers and booleans whose keys were not read, as a JSON object; empty if none.
+        """The texts, numbers and booleans under keys that were not read, as a JSON object; empty if there are
+        none.
 
         Example:
             >>> record = Record({"score": 1, "acc": True, "pred": "4", "ids": [1, 2]}, "1.jsonl:1")
@@ -310,10 +311,11 @@ class Record:
 
 
 def read_messages(record: Record, key: str, *, optional: bool = False) -> list[Mapping[str, Any]] | None:
-    """The messages of a conversation (:func:`~headrace.pipeline.conversations.as_messages`); None: a string.
+    """The messages of a conversation (:func:`~headrace.pipeline.conversations.as_messages`). None for a
+    string.
 
     Raises:
-        SourceError: the value is neither, or it is not known what of a message was sampled.
+        SourceError: the value is neither, or a message does not show which parts of it were sampled.
 
     Example:
         >>> read_messages(Record({"prompt": [{"role": "user", "content": "2+2?"}]}, "a:1"), "prompt")
@@ -335,7 +337,7 @@ def read_messages(record: Record, key: str, *, optional: bool = False) -> list[M
 
 
 def with_decoded_messages(record: Record, *keys: str) -> Record:
-    """The record, with messages where a text under one of `keys` is messages as JSON.
+    """Return the record with messages under those of `keys` whose text is messages as JSON.
 
     Example:
         >>> text = '[{"role": "user", "content": "2+2?"}]'
@@ -346,7 +348,7 @@ def with_decoded_messages(record: Record, *keys: str) -> Record:
     for key in keys:
         value = record.data.get(key)
         if isinstance(value, str) and value.lstrip().startswith("[") and '"role"' in value:
-            with suppress(ValueError, RecursionError):  # else it is a text that looks like it
+            with suppress(ValueError, RecursionError):  # otherwise the text only looks like JSON
                 found = json.loads(value)
                 if found and all(isinstance(each, dict) and "role" in each for each in found):
                     decoded[key] = found
@@ -358,12 +360,12 @@ def with_decoded_messages(record: Record, *keys: str) -> Record:
 
 
 def text_of(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Messages as lines of ``role: text``."""
+    """Join messages to lines of ``role: text``."""
     return "\n".join(f"{each['role']}: {message_text(each)}" for each in messages)
 
 
 def read_text(record: Record, key: str, *, optional: bool = False) -> str | None:
-    """A string as it is; messages as lines of ``role: text``.
+    """Return a string unchanged, and messages as lines of ``role: text``.
 
     Raises:
         SourceError: the value is neither.
@@ -377,11 +379,11 @@ def read_text(record: Record, key: str, *, optional: bool = False) -> str | None
 
 
 def sampled_texts(message: Mapping[str, Any], *, sampled: bool) -> list[tuple[bool, str]]:
-    """The texts of a message, each with whether the policy sampled it.
+    """The texts of a message, each as a pair with whether the policy sampled it.
 
     Args:
-        message: of a conversation.
-        sampled: whether the message is the policy's. What a tool returned within it is not.
+        message: a message of a conversation.
+        sampled: whether the policy sampled the message. Results of tools within it never count as sampled.
 
     Example:
         >>> calls = [{"name": "add", "arguments": "{}"}]
@@ -398,13 +400,13 @@ def read_texts(record: Record, prompt: str, response: str, *, optional: bool = F
     """The fields `prompt`, `response`, `response_parts` and `chat` of a sample (:class:`Sample`).
 
     Args:
-        record: that has the texts, as strings or messages.
-        prompt: its key.
-        response: its key.
-        optional: whether the record may lack them.
+        record: the record with the texts, as strings or messages.
+        prompt: the key of the prompt.
+        response: the key of the response.
+        optional: whether the record may lack the texts.
 
     Raises:
-        SourceError: as :func:`read_messages`.
+        SourceError: :func:`read_messages` raises it.
 
     Example:
         >>> rows = {"prompt": "2+2?", "completion": [{"role": "tool", "content": "4"}]}
@@ -426,8 +428,9 @@ def conversation(
     """The fields `response_parts` and `chat` of a sample whose response is messages.
 
     Args:
-        asked: the messages of the prompt, none of which was sampled in this rollout; None: not messages.
-        answered: those of the response.
+        asked: the messages of the prompt. None of them was sampled in this rollout. None: the prompt is a
+            text.
+        answered: the messages of the response.
     """
     own = [(each["role"] == "assistant", each) for each in answered]
     chat = None if asked is None else [(False, each) for each in asked] + own
@@ -436,10 +439,10 @@ def conversation(
 
 
 def read_json(record: Record, key: str) -> str | None:
-    """A string as it is, any other value as JSON; None if there is no value.
+    """Return a string unchanged, and any other value as JSON; None if there is no value.
 
     Raises:
-        SourceError: a string that is not valid Unicode, or a value that JSON cannot hold.
+        SourceError: a string is not valid Unicode, or JSON cannot hold the value.
 
     Example:
         >>> read_json(Record({"gts": ["4"]}, "a:1"), "gts"), read_json(Record({"gts": "4"}, "a:1"), "gts")

@@ -1,4 +1,4 @@
-"""Replace the rewards of a dump: a callable grades its texts."""
+"""Replace the rewards of a dump by those of a function that grades its texts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STALE = ("logged_advantage", "reward_names")  # columns that belong to the old r
 
 
 class Regraded(NamedTuple):
-    """The changes by another grader. :meth:`with_step` adds those of a further step."""
+    """The changes that another grader makes. :meth:`with_step` adds those of a further step."""
 
     rollouts: int = 0
     """Number of graded rollouts."""
@@ -31,7 +31,7 @@ class Regraded(NamedTuple):
     known: int = 0
     """Number of rollouts that had a reward before."""
     before: float = 0.0
-    """Sum of the old rewards of the latter, over all reward columns."""
+    """Sum of the old rewards of these rollouts, over all reward columns."""
     after: float = 0.0
     """Sum of the new rewards of the same rollouts."""
     groups: int = 0
@@ -42,7 +42,7 @@ class Regraded(NamedTuple):
     """Number of groups whose rewards differed and are now equal."""
 
     def with_step(self, step: Regraded) -> Regraded:
-        """The sum with those of another step."""
+        """Add the changes in another step."""
         return Regraded(*(a + b for a, b in zip(self, step, strict=True)))  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -57,16 +57,16 @@ class Regraded(NamedTuple):
 def regrade(batch: TensorDictBase, grade: Grade) -> tuple[TensorDictBase, Regraded]:
     """Grade each rollout of a batch from :func:`open_dump` once, by its texts.
 
-    The response of a rollout with several rows is the responses of its rows, in order, joined by line breaks.
-    Its prompt is that of its first row. Each of its rows gets the new reward. Rollouts that failed or were
-    aborted are not graded.
+    If a rollout has several rows, its response is the responses of its rows, in order, joined by line breaks.
+    Its prompt is that of the first row. Each row gets the new reward. Rollouts that failed or were aborted
+    are not graded.
 
     Args:
         batch: TensorDict ``[N]``; it is not changed.
         grade: a function of two lists of R strings, the prompts (empty strings if the dump has none) and the
             responses. It returns R rewards, or R lists of K rewards. If it has a parameter ``columns``, it
             gets a dict of lists of R: ``group`` and ``rollout`` (labels), ``reward`` (the old one), and
-            ``ground_truth`` (text) if the dump has it.
+            ``ground_truth`` (texts) if the dump has it.
 
     Returns:
         - The batch with the new rewards, (N, K) float64, and without the logged advantages, which belong to
@@ -141,10 +141,10 @@ def _grades(batch: TensorDictBase, grade: Grade, heads: Tensor, rollout: Tensor,
 
 
 def _checked(given: Any, labels: Sequence[str]) -> Tensor:
-    """(R, K) float64, finite.
+    """Check new rewards, and return them as (R, K) float64.
 
     Raises:
-        SourceError: it is not.
+        SourceError: the values have another shape, or are not finite.
     """
     try:
         new = torch.as_tensor(given, dtype=torch.float64).detach().cpu()
@@ -166,7 +166,7 @@ def _checked(given: Any, labels: Sequence[str]) -> Tensor:
 
 
 def _change(old: Tensor, new: Tensor, group: Tensor) -> Regraded:
-    """What changed for R rollouts, (R, K) each."""
+    """The changes from old to new rewards of R rollouts, (R, K) each."""
     same = old.shape == new.shape
     changed = (old != new).any(1) if same else torch.ones(len(new), dtype=torch.bool)
     known = ~old.isnan().all(1)
@@ -186,7 +186,7 @@ def _change(old: Tensor, new: Tensor, group: Tensor) -> Regraded:
 
 
 def _differ(values: Tensor, groups: Ids) -> Tensor:
-    """(R,) bool: whether one of the K rewards (R, K) differs within the rollout's group."""
+    """(R,) bool: whether one of K rewards differs within the rollout's group; `values` is (R, K)."""
     differ = torch.zeros(len(values), dtype=torch.bool)
     for column in values.T:
         low, high = (column.nan_to_num(nan=end) for end in (float("inf"), float("-inf")))

@@ -1,4 +1,4 @@
-"""Debug rollouts of slime and miles: one ``.pt`` file per training step.
+"""Read debug rollouts of slime and miles: one ``.pt`` file per training step.
 
 Schema: THUDM/slime at 4c4adbb, ``slime/observability/rollout_data_utils.py`` (``save_debug_rollout_data``),
 and ``Sample.to_dict`` in ``slime/utils/types.py`` at 0d234f3. radixark/miles at 002ce70,
@@ -8,13 +8,13 @@ and ``Sample.to_dict`` in ``slime/utils/types.py`` at 0d234f3. radixark/miles at
      "samples": [{"group_index", "index", "rollout_id", "tokens", "response_length", "loss_mask", "reward",
                   "status", "weight_versions", "rollout_log_probs", "remove_sample", ...}]}
 
-Two things are called ``rollout_id``. That of the file is the step. That of a sample is the rollout, which all
-its segments share. If a sample has none, its ``index`` is the rollout (slime's customization guide). If other
-samples have one, such a rollout is written as ``index/7``. A sample that occurs twice cannot be told from two
-equal segments, so duplicates are not detected. In a folder, evaluations are ignored: files with
-``eval_<n>`` in the name.
+Two things are called ``rollout_id``. In the file, it is the step. In a sample, it is the rollout, and all
+segments of the rollout have it. If a sample has no ``rollout_id``, its ``index`` is the rollout (slime's
+customization guide). If other samples have one, the label of such a rollout is ``index/7``. A sample that
+occurs twice looks like two equal segments, so duplicates are not detected. In a folder, evaluations are
+ignored: files with ``eval_<n>`` in the name.
 
-That file is written before advantages are computed. ``--dump-details DIR`` writes it to
+The file is written before advantages are computed. ``--dump-details DIR`` writes it to
 ``DIR/rollout_data/``, and the trained data to ``DIR/train_data/``, under the same name
 (``slime/observability/train_data_utils.py`` at 624b824, ``format_version`` 2)::
 
@@ -23,10 +23,10 @@ That file is written before advantages are computed. ``--dump-details DIR`` writ
 ``rollout_position`` is the index of a sample in the first file. If the second file exists, the advantage of a
 sample is the common value of ``advantages`` on its tokens in the loss.
 
-Files are loaded with ``weights_only=True``, so no code in them is run. Dumps with NumPy arrays (routed
-experts of a mixture model) or bytes are refused by that. A small file must not become a large batch: so
-compressed files, which ``torch.save`` never writes, expanded tensors, and thousands of samples that share
-their tokens are refused.
+Files are loaded with ``weights_only=True``, so no code in them is run. This refuses dumps with NumPy arrays
+(routed experts of a mixture model) or bytes. A small file must not become a large batch. So three things are
+refused: compressed files, which ``torch.save`` never writes; expanded tensors; and thousands of samples that
+share their tokens.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from .batch import Sample, common_advantage
 from .file_kinds import Format, Reading, load_plain, parse_records
 from .record import Record, SourceError, as_number, as_whole, quote, read_json, read_text
 
-SHARED = 2**22  # items of lists: always allowed in a file; above it no more than the file has bytes
-# A pending rollout has not ended; under partial rollouts it continues in a later step.
+SHARED = 2**22  # items that the lists of any file may have; larger files may have an item for each byte
+# A pending rollout has not ended. If slime uses partial rollouts, it continues in a later step.
 STATUSES = {status.name.lower(): status for status in Status} | {"pending": Status.ABORTED}
 
 
 def read_slime(path: Path, reading: Reading) -> Iterator[Sample]:
-    """Samples of one dump file, which is one step.
+    """Read the samples of one dump file, which is one step.
 
     Raises:
         SourceError: the file cannot be loaded without running code, or a record is not as documented.
@@ -75,7 +75,7 @@ def read_slime(path: Path, reading: Reading) -> Iterator[Sample]:
         if trained is not None:
             samples[0].advantage = trained.get(record.line - 1, math.nan)
         items += sum(len(v or ()) for s in samples for v in (s.tokens, s.loss_mask, s.log_probs))
-        if items > most:  # the lists of a pickle may be one list, and its tensors one tensor
+        if items > most:  # many lists of a pickle may be one shared list, and many tensors one tensor
             raise record.fail(f"the lists in a file of this size have at most {most} items", items)
         return samples
 
@@ -83,10 +83,11 @@ def read_slime(path: Path, reading: Reading) -> Iterator[Sample]:
 
 
 def trained_advantages(path: Path, samples: int) -> dict[int, float] | None:
-    """Advantages by the place of their sample, from the file of trained data; None if there is no such file.
+    """Read the advantage of each sample, by its index, from the file of trained data; None if there is no
+    file.
 
     Raises:
-        SourceError: the file is of another format, or its places are not those of the samples, each once.
+        SourceError: the file has another format, or does not have each index of a sample at most once.
     """
     beside = path.parent.parent / "train_data" / path.name
     if path.parent.name != "rollout_data" or not beside.is_file():
@@ -119,10 +120,11 @@ def trained_advantages(path: Path, samples: int) -> dict[int, float] | None:
 
 
 def parse_row(record: Record, reading: Reading, *, step: int, named: bool) -> list[Sample]:
-    """The sample of one dict of the dump's ``samples``; `named`: some of them have a ``rollout_id``.
+    """Read the sample of one dict of the dump's ``samples``; `named`: whether some dicts have a
+    ``rollout_id``.
 
     Raises:
-        SourceError: it is not as documented.
+        SourceError: the dict is not as documented.
     """
     status = record.choice("status", STATUSES)
     rollout = record.label("rollout_id", optional=True)
@@ -167,7 +169,7 @@ def _rewards(record: Record, key: str | None) -> tuple[float | None, dict[str, f
 
 
 def _oldest_version(record: Record) -> int | None:
-    """The oldest weights that wrote the response; None where a server did not know its version."""
+    """The oldest version of the weights that wrote the response; None if a server did not know it."""
     versions = record.get("weight_versions", optional=True)
     if versions is None:
         return None

@@ -1,4 +1,4 @@
-"""Rollouts in a file of your own: ``source.columns`` says which column is what.
+"""Read rollouts from a file of your own: ``source.columns`` says what its columns mean.
 
 A file is JSON Lines or Parquet. There are three shapes::
 
@@ -11,14 +11,14 @@ A file is JSON Lines or Parquet. There are three shapes::
     columns={prompt: prompt, reward: scores, response: outputs}
 
 ================ ===================================================== ===================================
-name             value                                                 without it
+name             value                                                 if it is missing
 ================ ===================================================== ===================================
 ``reward``       a number, or true and false                           an error
 ``response``     a text, or messages; also as JSON                     an error
 ``rollouts``     a list of objects, one for each rollout of the line   a line is a rollout, or has lists
-``group``        id of the group, a text or an integer ≥ 0             the line, if it has several rollouts;
+``group``        id of the group, a text or an integer ≥ 0             the line, if it has several rollouts,
                                                                        else `group_by`
-``rollout``      id of the rollout, unique in its group                the line, and the place in it
+``rollout``      id of the rollout, unique in its group                the line, and the position in it
 ``prompt``       a text, or messages; also as JSON                     the messages before the first of the
                                                                        assistant in the response
 ``step``         an integer ≥ 0                                        the number of the file
@@ -31,10 +31,10 @@ name             value                                                 without i
 ``length``       sampled tokens of the response                        not known, or by a tokenizer
 ================ ===================================================== ===================================
 
-A name with dots is a path: ``reward: metrics.score``. In a list of rollouts, a column that no rollout of the
-line has is taken from the line. A line has lists of values if its reward is a list. Then the response, and
-each of rollout, advantage, status, truncated and length, is a list of that length; the others are of the
-line.
+A name with dots is a path: ``reward: metrics.score``. If a line has a list of rollouts, a column that none of
+them has is taken from the line. A line has lists of values if its reward is a list. Then the response, and
+each of rollout, advantage, status, truncated and length, is a list of that length. All rollouts of the line
+share the other values.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from .record import (
     with_decoded_messages,
 )
 
-MAX_PATHS = 1000  # of a record, among which a misspelt one is looked for
+MAX_PATHS = 1000  # most paths of a record that are compared with a misspelt one
 REQUIRED = ("reward", "response")
 OF_ROLLOUT = (*REQUIRED, "rollout", "advantage", "status", "truncated", "length")
 NAMES = (*OF_ROLLOUT, "rollouts", "group", "prompt", "step", "ground_truth")
@@ -79,7 +79,7 @@ def check_columns(columns: Mapping[str, str] | None) -> dict[str, str]:
     """Check the names of columns, and return them.
 
     Raises:
-        ValueError: a name is unknown, a value is not a text, or a required one is missing.
+        ValueError: a name is unknown, a value is not a text, or a required name is missing.
 
     Example:
         >>> check_columns({"reward": "score", "response": "output"})
@@ -103,7 +103,7 @@ def check_columns(columns: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def read_table_rows(path: Path, reading: Reading) -> Iterator[Sample]:
-    """Samples of one file.
+    """Read the samples of one file.
 
     Raises:
         SourceError: the file is damaged, or a column is missing or of another type.
@@ -113,7 +113,7 @@ def read_table_rows(path: Path, reading: Reading) -> Iterator[Sample]:
 
 
 def parse_row(record: Record, reading: Reading) -> list[Sample]:
-    """The samples of one line.
+    """Read the samples of one line.
 
     Raises:
         SourceError: a column is missing, or of another type.
@@ -159,12 +159,12 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
 
 
 def _value(record: Record, key: str) -> Any:
-    """The value of a column, or of a path with dots; None if there is none."""
+    """The value of a column, or at a path with dots; None if there is none."""
     return _find(record, key)[1]
 
 
 def _find(record: Record, key: str) -> tuple[bool, Any]:
-    """Whether there is a column, or a path with dots, and its value."""
+    """Whether a column, or a path with dots, exists; and its value."""
     if key in record.data or "." not in key:
         return key in record.data, record.get(key, optional=True)
     record.read.add(key.split(".")[0])
@@ -180,7 +180,7 @@ def _fail(
     found: Any,
     rollout: Mapping[Any, Any] | None = None,
 ) -> SourceError:
-    """An error about a column, with the option that names it; `rollout`: the object in a list of the line."""
+    """An error about a column, with the option that names it; `rollout`: its object in a list of rollouts."""
     key, of = columns[name], f"{columns[name]!r} (source.columns.{name})"
     if found is not None:
         return record.fail(f"{of} must be {required}", found)
@@ -202,7 +202,7 @@ def _fail(
 
 
 def _followed(data: Mapping[Any, Any], key: str) -> tuple[str, Any]:
-    """The beginning of a path with dots that is there, and what is at its end."""
+    """The beginning of a dotted path that exists, and the value at its end."""
     there, node = list[str](), data
     for name in [key] if key in data else key.split("."):
         if not isinstance(node, dict) or name not in node:
@@ -212,7 +212,7 @@ def _followed(data: Mapping[Any, Any], key: str) -> tuple[str, Any]:
 
 
 def _paths(data: Mapping[Any, Any], before: str = "") -> Iterator[str]:
-    """The paths with dots of a nested object."""
+    """The dotted paths of a nested object."""
     for name, value in data.items():
         yield f"{before}{name}"
         if isinstance(value, dict) and before.count(".") < 3:
@@ -227,7 +227,7 @@ def _sample(
     others: str | None,
     own: Mapping[Any, Any] | None = None,
 ) -> Sample:
-    """A rollout by the values of its columns; `at`: its place in a line with several; `own`: its object."""
+    """Make a rollout of its columns. `at`: its position, if the line has several; `own`: its object."""
     columns = reading.columns
     where = record.where if at is None else f"{record.where}, rollout {at}"
     row = with_decoded_messages(Record(values, where, record.line), "prompt", "response")
@@ -281,7 +281,7 @@ def _status(row: Record) -> Status | None:
 
 
 def _split(row: Record) -> dict[str, Any]:
-    """The texts of a response; what comes before the first message of the assistant is the prompt."""
+    """The texts of a response. Messages before the first one of the assistant are the prompt."""
     messages: Sequence[Mapping[str, Any]] | None = read_messages(row, "response", optional=True)
     if messages is None:
         return {"response": row.text("response", optional=True)}

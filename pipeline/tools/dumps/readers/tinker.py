@@ -1,12 +1,12 @@
-"""Rollout summaries of tinker-cookbook: ``train_rollout_summaries.jsonl``, one per line.
+"""Read rollout summaries of tinker-cookbook: ``train_rollout_summaries.jsonl``, one per line.
 
 Schema: tinker-cookbook 0.6.1, ``tinker_cookbook/rl/rollout_logging.py`` (``serialize_rollout_summaries``,
 schema_version 1): ``iteration``, ``group_idx``, ``traj_idx``, ``sampling_client_step``, ``total_reward``,
 ``final_reward``, ``steps`` with ``ac_len`` and ``episode_done`` each, and more. A file is one iteration.
 
-Tokens and texts are not saved. The length of the response is that of its actions together, which all train.
-The tokens of the environment between the actions are not counted. If its last step did not end the episode,
-a trajectory was truncated. Two trajectories of a group with the same ``traj_idx`` are an error.
+Tokens and texts are not saved. The length of a response is the sum of the lengths of its actions, which all
+train. The tokens of the environment between the actions are not counted. A trajectory was truncated if its
+last step did not end the episode. Two trajectories of a group with the same ``traj_idx`` are an error.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ REWARDS = ("total_reward", "final_reward")  # the first is the default
 
 
 def parse_row(record: Record, reading: Reading) -> list[Sample]:
-    """The sample of one line of the summaries.
+    """Read the sample of one line of the summaries.
 
     Raises:
-        SourceError: it is not as documented.
+        SourceError: the line is not as documented.
     """
     version = record.whole("schema_version")
     if version != 1:

@@ -4,8 +4,8 @@ Rows whose prompt and response are messages are encoded by the tokenizer's chat 
 assistant's tokens with ``{% generation %}``. The marked tokens are in the loss. The template decides which
 these are.
 
-Otherwise texts are counted one by one. Prompt and response are encoded separately, without special tokens.
-Each text of a message is encoded alone: contents, reasoning, and names and arguments of tool calls. Texts of
+Otherwise texts are encoded one by one. Prompt and response are encoded separately, without special tokens.
+So is each text of a message: contents, reasoning, and names and arguments of tool calls. Texts of
 an assistant are in the loss, texts of tools and users are not. The tokens of a chat template around the texts
 are missing. The result may differ from the sampled tokens by a few: frameworks may drop special tokens when
 they decode, and a text may have several encodings.
@@ -24,26 +24,27 @@ from .batch import Sample
 from .record import SourceError, first_line
 
 FILE = "tokenizer.json"
-MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # of a chat template, around what the assistant says
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks in a chat template, around the assistant's text
 
 
 class Tokenizer(NamedTuple):
-    """How texts, and messages, become tokens."""
+    """Two functions that make tokens: of texts, and of messages."""
 
     encode: Callable[[list[str]], list[list[int]]]
-    """From texts to token ids, without special tokens."""
+    """Turns texts into token ids, without special tokens."""
     chat: Callable[[list[Mapping[str, Any]]], tuple[list[int], list[int]]] | None = None
-    """From messages to token ids, and for each 1 if the template marks it as the assistant's."""
+    """Turns messages into token ids, and 1 for each token that the template marks as the assistant's, or 0.
+    """
 
 
 class Counted(NamedTuple):
-    """How many rows were encoded in each way."""
+    """The number of rows that were encoded in each way."""
 
     by_template: int = 0
     by_text: int = 0
 
     def plus(self, other: Counted) -> Counted:
-        """The sum with those of other rows."""
+        """Add the numbers of other rows."""
         return Counted(self.by_template + other.by_template, self.by_text + other.by_text)
 
     @property
@@ -67,10 +68,10 @@ class Counted(NamedTuple):
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a tokenizer of a ``tokenizer.json``, or of a folder of ``transformers``.
+    """Load a tokenizer from a ``tokenizer.json``, or from a folder of ``transformers``.
 
-    A folder may have a chat template, which a ``tokenizer.json`` does not have. It downloads nothing, and
-    runs no code of the folder.
+    A folder may have a chat template; a ``tokenizer.json`` has none. Nothing is downloaded, and no code of
+    the folder is run.
 
     Raises:
         ValueError: there is no such file or folder, it cannot be read, or a package is missing.
@@ -128,7 +129,7 @@ def add_tokens(samples: Sequence[Sample], tokenizer: Tokenizer) -> Counted:
     """Write the tokens of samples, in place. Does nothing if a sample has tokens or a length already.
 
     Returns:
-        How many rows were encoded in each way.
+        The number of rows that were encoded in each way.
 
     Raises:
         SourceError: a sample has no response as text, or the chat template does not take its messages.
@@ -140,7 +141,7 @@ def add_tokens(samples: Sequence[Sample], tokenizer: Tokenizer) -> Counted:
         (Counted(by_template=0, by_text=1), (7, 3))
     """
     if any(sample.extent() is not None for sample in samples):
-        return Counted()  # the dump has them
+        return Counted()  # the dump has tokens or lengths
     without = [sample for sample in samples if sample.response is None and not sample.lost]
     if without:
         raise SourceError(
@@ -166,14 +167,14 @@ def add_tokens(samples: Sequence[Sample], tokenizer: Tokenizer) -> Counted:
 
 
 def _add_tokens_of_chat(sample: Sample, chat: Sequence[tuple[bool, Any]], template: Any) -> None:
-    """Add the tokens of messages. Those that the chat template marks as the assistant's are in the loss.
+    """Add the tokens of messages. Tokens that the chat template marks as the assistant's are in the loss.
 
-    The template marks the messages of an assistant in the prompt, too, and those that another row trains.
-    These are found by the order of the marked runs of tokens.
+    The template also marks the assistant's messages in the prompt, and messages that another row trains. The
+    order of the marked runs of tokens shows which these are.
     """
     try:
         tokens, marked = template([sampled_once(message) for _, message in chat])
-    except Exception as err:  # a template raises what it likes, such as that roles must alternate
+    except Exception as err:  # a template may raise any error, such as that roles must alternate
         raise SourceError(
             f"{sample.where}: the tokenizer's chat template must take the messages; found {first_line(err)}. "
             "To count their texts one by one, set source.tokenizer to the file tokenizer.json"
@@ -199,7 +200,7 @@ def _add_tokens_of_chat(sample: Sample, chat: Sequence[tuple[bool, Any]], templa
 
 
 def _joined(parts: Iterable[tuple[bool, list[int]]]) -> tuple[list[int], list[int]]:
-    """The tokens of a response, and for each token 1 if the policy wrote it, else 0."""
+    """The tokens of a response, and for each of them 1 if the policy wrote it, else 0."""
     tokens: list[int] = []
     mask: list[int] = []
     for trains, ids in parts:

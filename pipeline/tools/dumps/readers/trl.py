@@ -1,12 +1,12 @@
-"""Completions that TRL logs: one Parquet file per logging step.
+"""Read completions that TRL logs: one Parquet file per logging step.
 
 Schema: trl 1.16.0, ``trl/trainer/grpo_trainer.py`` (``log``), ``log_completions=True``: the columns
-``step``, ``prompt``, ``completion``, one for each reward function, what reward functions logged themselves
-(``log_extra``), and ``advantage`` last. Prompts and completions are strings or chat messages.
+``step``, ``prompt``, ``completion``, one for each reward function, those that reward functions logged
+themselves (``log_extra``), and ``advantage`` last. Prompts and completions are strings or chat messages.
 
 - Columns of rewards are not marked. Columns of numbers between ``completion`` and ``advantage`` are read as
   rewards. If reward functions logged other numbers, too, name the rewards with ``reward_key``.
-- The reward of a function that gave none is NaN. A row without any reward (TRL: unscorable) failed.
+- If a function gave no reward, the column has NaN. A row without any reward (TRL: unscorable) failed.
   Truncated rollouts are not known, and tokens are not logged.
 - Groups are not logged: set ``group_by="prompt"``. Rows are in the order in which prompts were repeated,
   before TRL shuffles them. So the rollouts of one draw are next to one another.
@@ -34,7 +34,7 @@ FIXED = ("step", "prompt", "completion", "advantage")
 
 
 def read_trl(path: Path, reading: Reading) -> Iterator[Sample]:
-    """Samples of one file, which is one step.
+    """Read the samples of one file, which is one step.
 
     Raises:
         SourceError: the file is damaged, its columns are not as documented, or a value is of another type.
@@ -44,7 +44,7 @@ def read_trl(path: Path, reading: Reading) -> Iterator[Sample]:
 
 
 def parse_row(record: Record, reading: Reading, *, rewards: Sequence[str]) -> list[Sample]:
-    """The sample of one row of the table, with the rewards of the columns named.
+    """Read the sample of one row of the table, with its rewards in the columns `rewards`.
 
     Raises:
         SourceError: a value is of another type.
@@ -74,10 +74,10 @@ def parse_row(record: Record, reading: Reading, *, rewards: Sequence[str]) -> li
 
 
 def reward_columns(schema: pa.Schema, keys: Sequence[str], path: Path) -> list[str]:
-    """The names of the columns that are rewards: `keys`, or without keys the columns that look like rewards.
+    """The names of the reward columns: `keys`; without keys, the columns that look like rewards.
 
     Raises:
-        SourceError: a documented column or one of `keys` is missing, a name is there twice, or there are no
+        SourceError: a documented column or one of `keys` is missing, a name occurs twice, or there are no
             rewards.
     """
     if lacking := [name for name in (*FIXED, *keys) if name not in schema.names]:

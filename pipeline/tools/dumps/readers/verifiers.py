@@ -1,9 +1,9 @@
-"""Evaluations that verifiers saves: ``results.jsonl`` with one rollout per line.
+"""Read evaluations that verifiers saves: ``results.jsonl`` with one rollout per line.
 
 Schema: verifiers 0.1.8.post2, ``verifiers/utils/eval_utils.py`` (``make_dataset``), and 0.1.14,
 ``verifiers/utils/save_utils.py`` (``state_to_output``): ``example_id``, ``prompt``, ``completion`` (strings
-or chat messages), ``reward``, ``task``, and from 0.1.9 on ``is_completed``, ``is_truncated``, ``error``,
-with the metrics beside them. Later releases (0.4.0) save episodes in ``traces.jsonl``, which the format
+or chat messages), ``reward``, ``task``, and from 0.1.9 on ``is_completed``, ``is_truncated``, ``error``. A
+line also has the metrics. Later releases (0.4.0) save episodes in ``traces.jsonl``, which the format
 ``prime_rl`` reads. Earlier releases, and some environments, write ``id`` instead of ``example_id``.
 
 - A group is an example of a task. An evaluation draws each example once.
@@ -11,7 +11,7 @@ with the metrics beside them. Later releases (0.4.0) save episodes in ``traces.j
   these, statuses are not known.
 - Steps are not saved. Each file is one step, numbered in the order of the files. Tokens are not saved.
 - Rollouts have no names, but their times are measured (``timing`` or ``generation_ms``). Two lines that are
-  equal in everything, times included, are one rollout that was written twice. They are an error.
+  equal in everything, times included, are one rollout that was written twice. This is an error.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ MEASURED = frozenset({"timing", "generation_ms"})
 
 
 def parse_row(record: Record, reading: Reading) -> list[Sample]:
-    """The sample of one line of the results.
+    """Read the sample of one line of the results.
 
     Raises:
-        SourceError: it is not as documented.
+        SourceError: the line is not as documented.
     """
     named = "id" if "example_id" not in record.data and "id" in record.data else "example_id"
     example, task = record.label(named), record.text("task", optional=True)

@@ -1,20 +1,20 @@
-"""Rollouts of verl, ``trainer.rollout_data_dir``: one ``<step>.jsonl`` per step.
+"""Read rollouts of verl (``trainer.rollout_data_dir``): one ``<step>.jsonl`` per step.
 
 Schema: verl 0.9.1, ``_write_generations`` in ``verl/trainer/ppo/ray_trainer.py`` and
 ``verl/trainer/ppo/v1/trainer_base.py``. Each line has ``input``, ``output``, ``gts``, ``score``, ``step``
-and what the reward function added.
+and the keys that the reward function added.
 
 - The trainer of ``v1`` adds ``uid``, a key ``{uid}_{session}_{index}`` (``v1/replay_buffer.py``): prompt,
-  rollout, segment. It is split from the right, because a uid may have underscores. Two rows with the same
-  key are an error. It fills its batch with rows of the uid ``pad`` + 32 hexadecimal digits. These are not
-  rollouts and are left out.
+  rollout, segment. The key is split from the right, because a uid may have underscores. Two rows with the
+  same key are an error. The trainer fills its batch with rows of the uid ``pad`` + 32 hexadecimal digits.
+  These are not rollouts and are left out.
 - The other trainer writes no uid: set ``group_by="prompt"``. Without keys, a row that occurs twice looks like
   two equal rollouts. ``group_size`` may detect it.
 - If ``uid`` is the id of the group, set ``group_by="uid"``. Then each row is a rollout.
 - ``v1``, and a trainer without ``trainer.balance_batch``, write the rollouts of one draw next to one another.
   Under ``balance_batch`` rows are permuted before they are dumped. So with ``group_by="prompt"`` a prompt
-  that was drawn twice is split into its draws if its rows are in runs of ``group_size``. Otherwise it is left
-  out.
+  that was drawn twice is split into its draws if its rows are in runs of ``group_size``. Otherwise its rows
+  are left out.
 - A score of ``NaN`` is an error. Statuses and tokens are not dumped. So failed and truncated rollouts are not
   known, and the length of a response needs a tokenizer.
 """
@@ -33,10 +33,10 @@ PADDING = re.compile(r"pad[0-9a-f]{32}(_\d+_0)?")
 
 
 def parse_row(record: Record, reading: Reading) -> list[Sample]:
-    """The sample of one line of the dump; none of a row that fills verl's batch.
+    """Read the sample of one line of the dump; none if the row only fills verl's batch.
 
     Raises:
-        SourceError: it is not as documented, or has no uid and there is no `group_by`.
+        SourceError: the line is not as documented, or has no uid and there is no `group_by`.
     """
     prompt, uid = record.text("input"), record.text("uid", optional=reading.group_by != "uid")
     if uid is not None and PADDING.fullmatch(uid):
@@ -66,7 +66,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
 
 
 def split_key(record: Record, key: str) -> tuple[str, str]:
-    """The uid, and the uid with its session, of ``{uid}_{session}_{index}``.
+    """Split ``{uid}_{session}_{index}`` into the uid, and the uid with its session.
 
     Raises:
         SourceError: the key has another form.
