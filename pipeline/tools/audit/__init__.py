@@ -1,4 +1,4 @@
-"""``task=audit``: what a dump shows of faults in the run that wrote it."""
+"""Find faults of a run in its dump (``task=audit``)."""
 
 from __future__ import annotations
 

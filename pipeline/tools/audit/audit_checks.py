@@ -1,14 +1,14 @@
 """The checks of an audit: each is a function of the rows of one step of a dump.
 
-A check compares the dump with what the declared recipe computes from the same rows. It returns its findings,
-and the reason if it could not check something. It has passed only if both are empty.
+A check compares the dump with the numbers that the declared recipe computes from the same rows. It returns
+its findings and, if it could not check something, the reason. It has passed only if both are empty.
 
 The advantages of a dump show how its trainer counted rollouts. The declared recipe counts each rollout once,
-within its group, and rollouts without a token in the loss as its options say. Other conventions are computed
-from the same rewards, by the same stages: each row counts as a rollout; rollouts out of the loss count;
-groups are cut by position; the whole step is one group. A group follows another convention if its advantages
-are not the declared ones, and all of them are those of the convention. If two conventions give the same
-numbers, a check does not report either.
+within its group. Its options say whether rollouts without a token in the loss count. The same stages also
+compute advantages by other conventions from the same rewards: each row counts as a rollout; rollouts out of
+the loss count; groups are cut by position; the whole step is one group. A group follows such a convention if
+its advantages differ from the declared ones, and all of them are those of the convention. If two conventions
+give equal numbers, a check reports neither.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class AuditFinding(NamedTuple):
     group: str | None
     """The group's label; None if the finding is about the whole step."""
     rollouts: list[str]
-    """Labels of the rollouts."""
+    """Labels of the rollouts that the finding is about."""
     rows: list[int]
-    """Indices in the step, in the order of the dump."""
+    """Indices of the rows in the step, in the order of the dump."""
     expected: list[float]
     """Expected values: one for each row, or a single number."""
     found: list[float]
@@ -68,11 +68,11 @@ class CheckOutcome(NamedTuple):
 
     findings: list[AuditFinding]
     lacking: str = ""
-    """Why something could not be checked; empty if everything was checked."""
+    """The reason why something could not be checked; empty if everything was checked."""
 
 
 class DeclaredRecipe:
-    """The advantages of a recipe: its stages before the split, without the gate, on all rows.
+    """Compute the advantages of a recipe: run its stages before the split, without the gate, on all rows.
 
     Args:
         pipeline: the recipe's pipeline.
@@ -113,8 +113,8 @@ class AuditedStep:
 
     Args:
         step: number of the step.
-        batch: TensorDict ``[N]`` of a source.
-        declared: the recipe of ``pipeline=``.
+        batch: the step of a source, TensorDict ``[N]``.
+        declared: the recipe that ``pipeline=`` names.
         group_size: rollouts of each group at dispatch. None: read from ``expected_rollouts``.
         unsaid: what the dump's format does not contain (:attr:`Source.unsaid`).
         group_by: ``source.group_by``: what the groups were made from when the dump was read.
@@ -169,13 +169,13 @@ class AuditedStep:
 
     @cached_property
     def out_of_loss(self) -> Tensor:
-        """(N,) bool: rollouts with a reward that failed or have no token in the loss."""
+        """(N,) bool: rows of rollouts that have a reward, and that failed or have no token in the loss."""
         silent = self.rollouts.spread(self.rollouts.all(~self.in_loss))
         return (silent | self.lost) & self.rewarded
 
     @cached_property
     def several(self) -> Tensor:
-        """(N,) bool: rollouts with several rows."""
+        """(N,) bool: rows of rollouts with several rows."""
         return self.rollouts.spread(self.rollouts.count > 1)
 
     def expected(self, *, rows: bool = False, masked: bool = False, group: Tensor | None = None) -> Tensor:
@@ -184,7 +184,7 @@ class AuditedStep:
         Args:
             rows: whether each row counts as a rollout.
             masked: whether rollouts out of the loss count, including failed ones.
-            group: (N,) int64, other groups than those of the dump.
+            group: (N,) int64, the groups to compare; None: those of the dump.
 
         Raises:
             BatchError: the recipe refuses the rows.
@@ -203,7 +203,7 @@ class AuditedStep:
 
     @cached_property
     def refusal(self) -> str:
-        """Why no advantages can be compared; empty if they can."""
+        """The reason why no advantages can be compared; empty if they can be."""
         if not self.has_advantages:
             return NO_ADVANTAGES
         try:
@@ -219,23 +219,23 @@ class AuditedStep:
 
     @cached_property
     def near(self) -> float:
-        """The greatest difference of advantages that count as equal."""
+        """The greatest difference at which two advantages count as equal."""
         return tolerance(self.logged[self.logged.isfinite()].numpy())
 
     def differs(self, advantage: Tensor) -> Tensor:
-        """(N,) bool, rows that train whose logged advantage differs from this one; none without a log."""
+        """(N,) bool, rows that train and whose logged advantage differs from `advantage`."""
         compared = self.trains & self.logged.isfinite() & advantage.isfinite()
         return compared & ((self.logged - advantage).abs() > self.near)
 
     @property
     def flipped(self) -> Tensor:
-        """(N,) bool, rows that train whose logged advantage has the opposite sign, both beyond rounding."""
+        """(N,) bool, rows that train with a logged advantage of the opposite sign, beyond rounding."""
         far = torch.minimum(self.logged.abs(), self.by_recipe.abs()) > self.near
         return self.differs(self.by_recipe) & far & (self.logged * self.by_recipe < 0)
 
     @cached_property
     def by_convention(self) -> dict[str, Tensor]:
-        """(N,) advantages by convention, for conventions that may differ from the declared one here."""
+        """(N,) advantages for each convention that may differ from the declared one in this step."""
         found: dict[str, Tensor] = {}
         masked = bool(self.out_of_loss.any()) and not self.declared.counts_masked
         masked |= bool((self.out_of_loss & self.lost).any())
@@ -257,16 +257,16 @@ class AuditedStep:
         for name, how in tried.items():
             try:
                 found[name] = self.expected(**how)
-            except BatchError:  # for example, rows of a rollout may have no reward of their own
+            except BatchError:  # for example, if single rows have no rewards
                 continue
         return found
 
     @cached_property
     def conventions(self) -> list[list[str]]:
-        """For each group, the other conventions that its advantages fit; an empty list for most groups.
+        """For each group: the other conventions that its advantages fit. Most groups have an empty list.
 
-        Conventions with one difference from the declared one are tried before those with two. Conventions
-        with other groups must fit the whole step.
+        Conventions that differ from the declared one in one point are tried before those that differ in two.
+        Conventions with other groups must fit the whole step.
         """
         names: list[list[str]] = [[] for _ in range(self.groups.n)]
         off = self.groups.any(self.differs(self.by_recipe))
@@ -306,7 +306,7 @@ class AuditedStep:
 
     @cached_property
     def declared_weight(self) -> Tensor | None:
-        """(N,) float64 weight of each token by the recipe's mean over the rows that train; None: unknown."""
+        """(N,) float64, the weight of each token of a row in the recipe's mean; None: unknown."""
         stage = self.declared.weight
         if stage is None or stage.unit == "turn" or self.tokens is None:
             return None
@@ -325,7 +325,7 @@ class AuditedStep:
 
     @cached_property
     def gradient(self) -> Tensor | None:
-        """(N,) float64: |weight × advantage × tokens| over the sum of all rows; None: unknown."""
+        """(N,) float64: |weight × advantage × tokens|, divided by its sum over all rows; None: unknown."""
         try:
             advantage = self.logged if self.has_advantages else self.by_recipe
         except BatchError:
@@ -354,10 +354,10 @@ class AuditedStep:
         Args:
             rows: the rows whose share of the gradient is given.
             text: the finding as a sentence.
-            expected: expected values, as numbers, or as (N,) of which the rows are taken.
-            found: the dump's values, likewise.
+            expected: the expected values: numbers, or (N,) values from which those of `rows` are taken.
+            found: the dump's values, in the same form.
             group: whether the rows are of one group.
-            meant: (N,) bool, the rows whose rollouts are named. None: `rows`.
+            meant: (N,) bool, the rows whose rollouts the finding names. None: `rows`.
         """
         at = rows.nonzero().flatten()
         rollouts = self.names_of(rows if meant is None else rows & meant)
@@ -383,7 +383,7 @@ class AuditedStep:
         return listing(pairs, most=3)
 
     def by_group(self, rows: Tensor) -> list[tuple[str, Tensor]]:
-        """The groups of these rows, in order: how each is called, and (N,) bool, its rows."""
+        """The groups of these rows, in order: the label of each, and (N,) bool, its rows."""
         found = []
         for group in dict.fromkeys(self.groups.of[rows].tolist()):
             own = rows & (self.groups.of == group)
@@ -395,10 +395,11 @@ class AuditedStep:
 
 
 def wrong_signs(step: AuditedStep) -> CheckOutcome:
-    """Find rows whose advantage has the wrong sign: logged × declared < 0, both beyond rounding.
+    """Find rows whose advantage has the wrong sign: logged × declared < 0, and neither is 0 up to rounding.
 
     Needs advantages. Groups that follow another convention are reported by the check of that convention, with
-    the number of their wrong signs. A finding is a group; `expected` and `found` are advantages of its rows.
+    the number of their wrong signs. A finding is about a group; `expected` and `found` are advantages of its
+    rows.
     """
     if step.refusal:
         return CheckOutcome([], step.refusal)
@@ -419,8 +420,9 @@ def mixed_groups(step: AuditedStep) -> CheckOutcome:
     """Find groups with several prompts: no prompt is on a row of each rollout of the group.
 
     Needs prompts, and groups that were made neither from prompts nor from the order of rows. With advantages
-    it also finds groups that were compared with rollouts of other groups: cut by position, or the whole step
-    as one group. `expected` is 1 prompt and `found` the number of prompts; or both are advantages.
+    it also finds groups that were compared with rollouts of other groups: groups were cut by position, or the
+    whole step was one group. `expected` is 1 prompt and `found` the number of prompts; or both are
+    advantages.
     """
     findings, lacking = [], MADE_FROM.get(step.group_by or "", "")
     if step.prompts is None:
@@ -454,7 +456,7 @@ def mixed_groups(step: AuditedStep) -> CheckOutcome:
 
 
 def _present(step: AuditedStep) -> tuple[Tensor, Tensor]:
-    """(P,) the number of each group's rollouts that did not fail, and of all its rollouts."""
+    """(P,) twice: for each group, the number of rollouts that did not fail, and of all rollouts."""
     group, lost = (each[step.rollouts.first] for each in (step.groups.of, step.lost))
     every = torch.bincount(group, minlength=step.groups.n)
     return every - torch.bincount(group[lost], minlength=step.groups.n), every
@@ -470,7 +472,7 @@ def short_groups(step: AuditedStep) -> CheckOutcome:
     expected, lacking = every, UNKNOWN_SIZE
     if step.expected_rollouts is not None:
         expected, lacking = step.expected_rollouts[step.groups.first], ""
-    if step.group_by == "order":  # by which a missing rollout shifts the groups behind it
+    if step.group_by == "order":  # a missing rollout shifts all later groups
         lacking = MADE_FROM["order"]
     short = (have < expected) & step.groups.any(step.trains)
     findings = []
@@ -507,7 +509,7 @@ def oversized_groups(step: AuditedStep) -> CheckOutcome:
 def _counted_otherwise(step: AuditedStep, convention: str, about: Tensor, text: str) -> CheckOutcome:
     """Find groups whose advantages follow a convention other than the declared one.
 
-    Groups that fit neither of the two could not be checked, if the two conventions differ for them.
+    A group that fits neither convention could not be checked, if the two differ for it.
     """
     if step.refusal:
         return CheckOutcome([], step.refusal)
@@ -528,7 +530,7 @@ def _counted_otherwise(step: AuditedStep, convention: str, about: Tensor, text: 
 
 
 def counted_twice(step: AuditedStep) -> CheckOutcome:
-    """Find rollouts that count once for each of their rows: the statistics were over rows, not rollouts.
+    """Find rollouts that count once for each of their rows, because the statistics were over rows.
 
     Needs advantages and rollout ids. `expected` and `found` are advantages of the group.
     """
@@ -538,7 +540,7 @@ def counted_twice(step: AuditedStep) -> CheckOutcome:
 
 
 def masked_counted(step: AuditedStep) -> CheckOutcome:
-    """Find rollouts in the baseline only: they are out of the loss, and their rewards count in the baseline.
+    """Find rollouts that are in the baseline only: they are out of the loss, but their rewards count.
 
     A rollout is out of the loss if it failed or has no token in the loss, and has a reward. Needs advantages
     and loss masks, and a recipe that does not count them. `expected` and `found` are advantages of the group.
@@ -554,7 +556,7 @@ def masked_counted(step: AuditedStep) -> CheckOutcome:
 
 
 def other_advantages(step: AuditedStep) -> CheckOutcome:
-    """Find advantages that differ from the declared ones, where no other check explains the difference.
+    """Find advantages that differ from the declared ones, if no other check explains the difference.
 
     Needs advantages. A finding is about a step; `expected` and `found` are advantages.
     """
@@ -578,12 +580,13 @@ def other_advantages(step: AuditedStep) -> CheckOutcome:
 def drawn_again(step: AuditedStep, off: Tensor) -> str:
     """Say that a group of unknown size has the advantages of several draws of its prompt.
 
-    The runs of a group, in the order of the dump, are draws if in each of them the logged advantages are the
-    expected ones up to a constant and a factor above 0, and have the mean 0. If several cuts into runs of
-    one size fit, the cut with the fewest runs is named; empty: none fits.
+    The rollouts of a group, in the order of the dump, are cut into equal parts. The parts are draws if in
+    each of them the logged advantages have the mean 0, and are the expected ones up to a constant and a
+    factor above 0. If several cuts fit, the one with the fewest parts is named. The text is empty if none
+    fits.
 
     Args:
-        step: the rows.
+        step: the rows of the step.
         off: (N,) bool, rows of one group.
     """
     of_group = step.groups.of == step.groups.of[off][0]
@@ -597,7 +600,7 @@ def drawn_again(step: AuditedStep, off: Tensor) -> str:
         one, other = (each.reshape(runs, -1) for each in (logged, expected))
         centred = other - other.mean(1, keepdim=True)
         factor = (centred * one).sum(1, keepdim=True) / (centred**2).sum(1, keepdim=True).clamp(min=1e-12)
-        told = (factor > 0) | (centred == 0).all(1, keepdim=True)  # zeros are no advantages of a draw
+        told = (factor > 0) | (centred == 0).all(1, keepdim=True)  # a part of zeros alone is no draw
         if not bool((((one - factor * centred).abs() <= step.near) & told).all()):
             continue
         draws = "each half" if runs == 2 else f"each of {runs} equal parts"
@@ -611,7 +614,7 @@ def drawn_again(step: AuditedStep, off: Tensor) -> str:
 
 
 def wrong_weights(step: AuditedStep) -> CheckOutcome:
-    """Find minibatches whose loss weights are not those of the recipe: w_i / w*_i − 1 is not 0.
+    """Find minibatches whose loss weights w differ from those of the recipe, w*: w_i / w*_i − 1 is not 0.
 
     w* are the weights of the recipe's LossWeight for the rows that trained
     (``headrace.transforms.loss_weight``). Needs weights and minibatches. `expected` and `found` are the

@@ -25,7 +25,7 @@ from .logged import MOST, LoggedRows, explain_logged
 LINES = 8  # findings of a check in the terminal
 ON_PAGE = 500  # findings of a check on the page
 REASONS = 2  # reasons for "not checked" that are printed for a check
-# How a dump of a format gets the advantages of its trainer.
+# For each format, how its dumps get the advantages of the trainer.
 SAVES = {
     "slime": "Train with --dump-details, which saves them.",
     "verl": "verl saves none. In the next run, let headrace compute them: see docs/coming-from/verl.md.",
@@ -48,7 +48,7 @@ class CheckResult:
     title: str
     findings: list[AuditFinding] = field(default_factory=list)
     lacking: dict[str, int] = field(default_factory=dict)
-    """Reasons why it could not check, and the number of steps of each."""
+    """Reasons why a step could not be checked, and the number of steps for each."""
     hint: str = ""
 
     def add(self, outcome: CheckOutcome) -> None:
@@ -59,11 +59,11 @@ class CheckResult:
 
     @property
     def state(self) -> str:
-        """``found``; else ``not checked`` if a step could not be checked completely; else ``passed``."""
+        """``found``; without findings ``not checked`` if a step was not fully checked, else ``passed``."""
         return "found" if self.findings else "not checked" if self.lacking else "passed"
 
     def share(self, steps: int) -> float | None:
-        """The share of rows with findings in the gradient of all steps; None if it is not known."""
+        """The share that rows with findings have in the gradient of all steps; None if it is not known."""
         shares = [each.share for each in self.findings]
         known = [share for share in shares if share is not None]
         return sum(known) / max(steps, 1) if len(known) == len(shares) else None
@@ -86,9 +86,9 @@ def audit_dump(
     """Check every step of a dump against the recipe that trained it; print and write the findings.
 
     Args:
-        config: composed with ``task=audit``; its ``pipeline`` is the recipe.
+        config: the configuration, composed with ``task=audit``; its ``pipeline`` is the recipe.
         output: folder for ``config.yaml``, ``audit.json`` and ``report.html``.
-        overrides: of the command line, for the recipe's name.
+        overrides: command-line overrides, which hold the recipe's name.
         console: where to print; None: standard output.
 
     Returns:
@@ -98,8 +98,9 @@ def audit_dump(
         ConfigError: ``source.path`` is missing, or a stage, option or check is unknown.
         SourceError: a file cannot be read.
         AuditFailed: with ``audit.strict``, there are findings or refused steps, no check was made, or a check
-            that it names was not made.
-        StepsFailed: some steps failed, and ``source.skip_bad`` does not allow it. All is written by then.
+            that ``audit.strict`` names was not made.
+        StepsFailed: some steps failed, and ``source.skip_bad`` does not allow it. All files are written by
+            then.
     """
     console = console or Console()
     demanded = checks_demanded(config.audit.strict)
@@ -174,10 +175,10 @@ def audit_dump(
 
 
 def checks_demanded(strict: Any) -> list[str]:
-    """The names of the checks that ``audit.strict`` demands; none if it is true or false.
+    """The names of the checks that ``audit.strict`` demands; empty if it is true or false.
 
     Raises:
-        ConfigError: there is no check of a name.
+        ConfigError: a name is not that of a check.
 
     Example:
         >>> checks_demanded(True), checks_demanded(["signs"])
@@ -193,11 +194,11 @@ def checks_demanded(strict: Any) -> list[str]:
 
 
 def verdict_of(results: Mapping[str, CheckResult], format: str) -> str:
-    """Say in a sentence what the audit found, and if no step has advantages, how to get them.
+    """Say in a sentence what the audit found. If no step has advantages, also say how to get them.
 
     Args:
-        results: by check.
-        format: of the dump.
+        results: the results, by name of the check.
+        format: the format of the dump.
 
     Example:
         >>> verdict_of({"advantages": CheckResult("advantages", "other advantages")}, "trl")
@@ -211,7 +212,7 @@ def verdict_of(results: Mapping[str, CheckResult], format: str) -> str:
 
 
 def said_of_checks(results: Mapping[str, CheckResult], *, why: bool = True) -> str:
-    """How many checks there are in each state, and which were not made, with the first reason of each.
+    """Say how many checks are in each state, and which were not made, with the first reason of each.
 
     Example:
         >>> blind = CheckResult("signs", "wrong signs", lacking={"the dump has no advantages": 2})

@@ -1,4 +1,4 @@
-"""Explain logged advantages: which framework's recipe computes them."""
+"""Explain logged advantages: find the framework whose recipe computes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace.pipeline.tools.report import AGREE, StepReport
 from headrace.transforms import BatchError
 from headrace.transforms.table.schema import MINIBATCH, NO_LENGTHS
 
-MOST = 2**14  # rows that are compared: those of whole steps, from the first one on
+MOST = 2**14  # most rows to compare; they are whole steps, from the first on
 SHOWN = 4  # matching recipes that are named
 CLOSE = 1e-6  # recipes within this distance match equally well, for advantages of about 1
 
@@ -65,7 +65,7 @@ class LoggedAdvantages:
 
 
 def explain_logged(steps: Sequence[LoggedRows]) -> str:
-    """Name the recipes of frameworks whose advantages these are, or the nearest."""
+    """Name the recipes of frameworks that compute these advantages, or the nearest recipe."""
     logged = np.concatenate([step.logged for step in steps])
     close = tolerance(logged)
     names, least = nearest(
@@ -80,7 +80,7 @@ def explain_logged(steps: Sequence[LoggedRows]) -> str:
 
 
 def distance_from_recipe(steps: Sequence[LoggedRows], name: str) -> float:
-    """The greatest difference from a recipe's advantages, of the collected or the shaped rewards."""
+    """The greatest difference from a recipe's advantages, of collected or shaped rewards (the better fit)."""
     advantage = advantage_as(name)
     return min(
         difference(steps, advantage),
@@ -90,9 +90,9 @@ def distance_from_recipe(steps: Sequence[LoggedRows], name: str) -> float:
 
 @cache  # composing a recipe takes a tenth of a second
 def advantage_as(name: str) -> Callable[[LoggedRows], np.ndarray]:
-    """Return a function from rows to a recipe's advantages.
+    """Return a function that computes a recipe's advantages of rows.
 
-    It runs only the stages that compute the advantage, on all rows: the groups are those of the dump.
+    It runs only the stages that compute the advantage, on all rows, with the groups of the dump.
 
     Args:
         name: name of the recipe.
@@ -144,7 +144,7 @@ class LoggedRows(NamedTuple):
     rollout: np.ndarray
     """(N,) int64."""
     tokens: np.ndarray | None
-    """(N,) int64, number of tokens in the loss; None where the dump has no lengths."""
+    """(N,) int64, number of tokens in the loss; None if the dump has no lengths."""
 
 
 def logged_rows(report: StepReport) -> LoggedRows | None:
@@ -165,7 +165,7 @@ def logged_rows(report: StepReport) -> LoggedRows | None:
 
 
 def difference(steps: Sequence[LoggedRows], advantage: Callable[[LoggedRows], np.ndarray]) -> float:
-    """The greatest difference of logged advantages from a function's; infinite if it refuses the rows."""
+    """The greatest difference of logged from computed advantages; infinite if the function refuses rows."""
     try:
         return max(float(np.abs(rows.logged - advantage(rows)).max()) for rows in steps)
     except BatchError:
@@ -175,8 +175,8 @@ def difference(steps: Sequence[LoggedRows], advantage: Callable[[LoggedRows], np
 def tolerance(logged: np.ndarray) -> float:
     """The difference up to which advantages count as equal.
 
-    It is 1e-4 relative to the greatest one, with a floor of 1e-4; for advantages below 0.1, which may be
-    rounded, 1e-3 relative.
+    It is 1e-4 times the greatest advantage, but at least 1e-4. For advantages below 0.1, which may be
+    rounded, it is 1e-3 times the greatest.
 
     Example:
         >>> tolerance(np.array([2.0, -50.0])), tolerance(np.array([0.5])), tolerance(np.array([2**-14]))
@@ -190,8 +190,8 @@ def nearest(differences: Mapping[str, float], size: float = 1.0) -> tuple[list[s
     """Return the names with the least differences, and the least difference.
 
     Args:
-        differences: by name.
-        size: of the advantages; it scales the tolerance for equal differences.
+        differences: the difference for each name.
+        size: the size of the advantages. It scales the tolerance within which differences count as equal.
 
     Example:
         >>> nearest({"as/verl": 2e-7, "as/trl": 0.1, "as/skyrl": 2e-7})

@@ -22,14 +22,15 @@ from .small_task import ROUNDING, GroupSizeError, SmallTask
 
 @dataclass(frozen=True)
 class Judgement:
-    """The expectation of a gradient, E g, compared with the true gradient ∇J; None for a division by 0.
+    """The expectation of a gradient, E g, compared with the true gradient ∇J. An attribute is None if its
+    divisor is 0.
 
     Attributes:
-        ratio: E g / ∇J, of each parameter.
+        ratio: E g / ∇J, for each parameter.
         relative_bias: ‖E g − ∇J‖ / ‖∇J‖.
         cosine: cosine of the angle between E g and ∇J.
-        variance: trace of the covariance, for one group.
-        scale: ⟨E g, ∇J⟩ / ⟨∇J, ∇J⟩, the length in the true direction.
+        variance: trace of the covariance of g, for one group.
+        scale: ⟨E g, ∇J⟩ / ⟨∇J, ∇J⟩, the length of E g along ∇J, relative to ∇J.
     """
 
     ratio: tuple[float | None, ...]
@@ -41,13 +42,13 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The result for one recipe on one task with one group size.
+    """The certificate of one recipe on one task with one group size.
 
     Attributes:
         recipe: name of the recipe.
         task: name of the task.
         group_size: rollouts of a group.
-        outcomes: number of outcomes of a group, all of which were run.
+        outcomes: number of outcomes of a group. All of them were run.
         advantage: the gradient of the advantage alone, with the weight 1/n for each of the n
             rollouts that may train.
         loss: the gradient with the recipe's loss weights, for one group in each step; None if the recipe
@@ -70,7 +71,7 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Refused:
-    """A recipe that refuses a task's rows, for example because a column is missing, with its message."""
+    """A recipe that refuses a task's rows, for example because a column is missing, and its error message."""
 
     recipe: str
     task: str
@@ -82,7 +83,7 @@ def judge_gradient(probability: Tensor, gradient: Tensor, true: Tensor) -> Judge
     """Compare the expectation of a gradient with the true gradient.
 
     Args:
-        probability: (outcomes,) float64, with sum 1.
+        probability: (outcomes,) float64, the probability of each outcome; their sum is 1.
         gradient: (outcomes, P) float64, the gradient of each outcome.
         true: (P,) float64, the true gradient.
 
@@ -118,7 +119,7 @@ def count_outcomes(task: SmallTask, task_name: str, group_size: int, most: int) 
         most: greatest number of outcomes that is allowed.
 
     Raises:
-        ConfigError: there are more outcomes.
+        ConfigError: there are more than `most` outcomes.
         GroupSizeError: the task has no groups of that size.
     """
     outcomes = task.outcomes(group_size)
@@ -149,7 +150,7 @@ def certify_recipe(
         task: the task.
         task_name: name of the task.
         group_size: rollouts of a group.
-        overrides: of the command line. The task's settings do not change what they set.
+        overrides: command-line overrides. They take precedence over the task's settings.
         most: greatest number of outcomes.
 
     Returns:
@@ -157,7 +158,7 @@ def certify_recipe(
         has no groups of that size.
 
     Raises:
-        ConfigError: the task has more outcomes, or an option is unknown.
+        ConfigError: the task has more than `most` outcomes, or an option is unknown.
     """
     try:
         outcomes = count_outcomes(task, task_name, group_size, most)

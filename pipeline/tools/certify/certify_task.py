@@ -1,4 +1,4 @@
-"""The task ``certify``: the exact expectation of a recipe's gradient, on tasks that can be enumerated."""
+"""The task ``certify``: compute the exact expectation of a recipe's gradient, on small tasks."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def certify(
     """Run every recipe on all outcomes of every task; print and write the certificates.
 
     Args:
-        config: composed with ``task=certify``.
+        config: the configuration, composed with ``task=certify``.
         output: folder for ``config.yaml``, ``certificate.json`` and ``report.html``.
-        overrides: of the command line; those of ``pipeline`` apply to all recipes.
+        overrides: command-line overrides. Those of ``pipeline`` apply to all recipes.
         console: where to print; None: standard output.
 
     Returns:
@@ -123,7 +123,7 @@ def small_tasks(config: DictConfig) -> dict[str, SmallTask]:
 
 
 def on_page(found: Found) -> dict[str, Any]:
-    """Return a certificate, or the reason why there is none, as data of the page."""
+    """Return a certificate, or the reason why there is none, as data for the page."""
     head = {"recipe": found.recipe, "task": found.task, "group_size": found.group_size}
     if isinstance(found, Refused):
         head |= {"outcomes": 0, "refused": printable(found.reason)}
@@ -134,7 +134,7 @@ def on_page(found: Found) -> dict[str, Any]:
 
 
 def show_certificates(found: Sequence[Found], console: Console) -> None:
-    """Print a table for each task and group size, and then which recipes refuse a task, and why."""
+    """Print a table for each task and group size, then the recipes that refuse a task, with the reasons."""
     certificates = [each for each in found if isinstance(each, Certificate)]
     for task, size in dict.fromkeys((each.task, each.group_size) for each in certificates):
         here = [each for each in certificates if (each.task, each.group_size) == (task, size)]

@@ -1,4 +1,4 @@
-"""Enumerate all outcomes of a group as rows, and compute the gradient that a pipeline makes of each."""
+"""Enumerate all outcomes of a group as rows, and compute the gradient of each after a pipeline."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ CUT = {
 def one_group_a_step(config: DictConfig, task: SmallTask, overrides: Sequence[str] = ()) -> Pipeline:
     """Build a composed ``pipeline`` node for the groups of a task, with one group in each optimiser step.
 
-    It changes these options: those of ShuffleSplit; the gate's `group_size`, which is read from its column;
-    `fold`, so that weights are written and not folded into the advantage, which is the same loss; the number
-    of rewards; and the task's `settings`, if the recipe has them at their defaults. All other options are the
-    recipe's.
+    These options are changed: those of ShuffleSplit; the gate's `group_size`, so that it is read from its
+    column; `fold`, so that weights are columns and not factors of the advantage, which gives the same loss;
+    the number of rewards; and those in the task's `settings` that have their default values in the recipe.
+    All other options are the recipe's.
 
     Args:
         config: the composed node; it is not changed.
         task: the task whose rows the pipeline runs.
-        overrides: of the command line. The task's settings do not change what they set.
+        overrides: command-line overrides. They take precedence over the task's settings.
 
     Raises:
         ConfigError: see :func:`build_pipeline`.
@@ -105,10 +105,10 @@ def all_outcomes(
     Args:
         task: the task.
         group_size: rollouts of a group.
-        turns_paid_apart: whether turn rewards are in ``turn_reward`` alone. If not, the rollout's reward
+        turns_paid_apart: whether turn rewards are only in ``turn_reward``. If not, the rollout's reward
             includes them.
         votes: whether the last rollout of a group votes and does not train (``votes_only``). If rollouts are
-            sampled together, the last of these do, so that their votes do not depend on those that train.
+            sampled in families, the last family does, so that its votes do not depend on rollouts that train.
 
     Returns:
         TensorDict ``[N]``, and (outcomes,) float64.
@@ -139,7 +139,8 @@ def all_outcomes(
     batch["expected_rollouts"] = torch.full((len(batch),), group_size)
     if votes:
         batch["votes_only"] = batch["rollout_id"] % group_size >= group_size - sampled_together
-    # Tokens that were sampled once have one label: 0 for the prompt, then actions that a family shares.
+    # Rows share the label of a token that was sampled once: the prompt's token is 0, then actions of a
+    # family.
     of_rollout, place = 1 + batch["rollout_id"][:, None], torch.arange(batch[ACTIONS].shape[1])
     of_family = 1 + (batch["rollout_id"] // sampled_together * sampled_together)[:, None]
     batch["node_id"] = torch.where(place == 0, 0, torch.where(place <= task.shared, of_family, of_rollout))
@@ -200,7 +201,7 @@ def rows_of_trajectories(
     table["values", "full"] = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter_(mask, values)
     if all(
         trajectory.turn_rewards is not None for _, trajectory, _ in rows
-    ):  # the turn of each action, and its pay
+    ):  # the turn of each action, and its reward
         table["turn_index"] = torch.where(mask, torch.arange(width) - 1, -1)
         given = [list(trajectory.turn_rewards or ()) for _, trajectory, _ in rows]
         padded = [each + [0.0] * (width - 1 - len(each)) for each in given]
@@ -211,11 +212,11 @@ def rows_of_trajectories(
 
 
 def expected_returns(trajectories: Sequence[tuple[int, Trajectory]], log_probs: Tensor) -> list[float]:
-    """The values of a perfect critic: of each action in turn, the mean return after the actions before it.
+    """The values of a perfect critic: for each action, the mean return after the actions before it.
 
     Args:
-        trajectories: the number of its prompt, and each trajectory.
-        log_probs: (decisions, choices) of the policy that trains.
+        trajectories: each trajectory, after the number of its prompt.
+        log_probs: (decisions, choices), log-probabilities of the policy that trains.
     """
     sums: dict[tuple, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for number, trajectory in trajectories:
@@ -238,7 +239,7 @@ class Gradients(NamedTuple):
     advantage: Tensor
     """Σ A ∇log π over the tokens in the loss of the group, divided by its rollouts that may train."""
     loss: Tensor | None
-    """Σ w A ∇log π with the recipe's loss weights; None if it writes none."""
+    """Σ w A ∇log π with the recipe's loss weights; None if the recipe writes none."""
 
 
 def gradients_of(
@@ -258,7 +259,7 @@ def gradients_of(
         batch: TensorDict ``[N]`` of :func:`all_outcomes`.
         score: (actions, P) ∇ log π of each action.
         outcomes: number of outcomes.
-        group_size: n, and the rollouts that vote only.
+        group_size: number of rollouts of a group: n, plus those that vote only.
 
     Raises:
         BatchError: a stage refused the rows, or wrote an advantage that is not finite.
@@ -267,7 +268,7 @@ def gradients_of(
     cutting = [each for each in stages if MINIBATCH in getattr(each, "out_keys", ())]
     how = [(getattr(each, "unit", None), getattr(each, "minibatch_size", None)) for each in cutting]
     together = _keep_within(stages) and ("group", 1) in how
-    # A stage of other code may have a state that it does not declare.
+    # A stage that is not headrace's may have a state that it does not declare.
     remembers = any(
         getattr(each, "stateful", False) or not type(each).__module__.startswith("headrace.")
         for each in stages
@@ -308,7 +309,7 @@ def gradients_of(
 
 
 def _keep_within(stages: list[nn.Module]) -> bool:
-    """Whether each stage declares `within_groups`, with groups that are within an outcome."""
+    """Whether each stage declares `within_groups`, and its groups never span two outcomes."""
     within: set[NestedKey | None] = {None, "group_id", "rollout_id", OUTCOME}
     for stage in stages:
         if not getattr(stage, "within_groups", False):
@@ -317,6 +318,6 @@ def _keep_within(stages: list[nn.Module]) -> bool:
             for option in ("group_key", "rollout_key"):
                 if getattr(part, option, None) not in within:
                     return False
-        if within.intersection(getattr(stage, "keys", ())):  # a combined id that includes the group's
+        if within.intersection(getattr(stage, "keys", ())):  # a combined id that includes the group id
             within.add(getattr(stage, "into", None))
     return True

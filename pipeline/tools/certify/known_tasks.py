@@ -1,4 +1,4 @@
-"""Small tasks: one turn, several rewards, fan-out, forks, and turns inside rows or as rows."""
+"""Define small tasks: one turn, several rewards, fan-out, forks, and turns inside rows or as rows."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class OneTurn(SmallTask):
     """Each rollout has one turn, with a wrong answer (action 0) or a right answer (action 1).
 
     θ_p is the logit of a right answer to prompt p. Answers may have further tokens with probability 1, which
-    count in all lengths. A rollout that failed has the reward 0 in its row. If it failed with an answer, its
-    return is the reward of the answer; if it failed before it had an answer, its return is 0.
+    count in all lengths. The row of a failed rollout has the reward 0. If the rollout failed after its
+    answer, its return is the reward of the answer. If it failed before, its return is 0.
 
     Args:
         theta: logits of a right answer, one for each prompt.
@@ -96,7 +96,8 @@ class FailingRollouts(OneTurn):
 
 @dataclass(kw_only=True, eq=False)
 class SeveralRewards(SmallTask):
-    """One of three actions, each with two rewards, (N, 2); the return is their weighted sum.
+    """The policy chooses one of three actions. Each has two rewards, (N, 2); the return is their weighted
+    sum.
 
     θ₀ and θ₁ are the logits of the second and third action; that of the first is 0.
 
@@ -171,7 +172,7 @@ class FanOut(SmallTask):
 
 @dataclass(kw_only=True, eq=False)
 class Forks(SmallTask):
-    """Two actions, the first of which is sampled once for two rollouts.
+    """Each rollout has two actions. The first action is sampled once for two rollouts.
 
     θ₀ is the logit of the first action. θ₁ and θ₂ are the logits of the second action, after the first action
     0 and 1. Each rollout is one row with both tokens, so the shared token is in two rows.
@@ -258,7 +259,7 @@ class StopOrContinue(SmallTask):
 
 
 class TurnsAsRows(StopOrContinue):
-    """As :class:`StopOrContinue`, with one row for each turn, with its reward and its first state."""
+    """:class:`StopOrContinue` with one row for each turn. A row has its turn's reward and first state."""
 
     settings: ClassVar[Mapping[str, Any]] = MappingProxyType({"collapse.reward": "sum"})
 

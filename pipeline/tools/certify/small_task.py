@@ -1,4 +1,4 @@
-"""Tasks so small that all outcomes of a group can be enumerated."""
+"""The base class of tasks that are so small that all outcomes of a group can be enumerated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.pipeline.load import ConfigError
 from headrace.transforms.table.schema import Status
 
 ROUNDING = 1e-14
-"""Relative to the greatest return: smaller gradients are rounding errors, and are set to 0."""
+"""Gradients below this number times the greatest return are rounding errors, and are set to 0."""
 
 Action = tuple[int, int]
 """The number of a decision, and the action that was taken: one token."""
@@ -29,7 +29,7 @@ class Trajectory:
     Args:
         rows: the actions of each row (segment) of the rollout.
         returns: one number for each reward column. The objective is their mean.
-        paid: the reward column of each row. None: `returns` on each row.
+        paid: the value of the reward column in each row. None: `returns` in each row.
         turn_rewards: the reward of each action, for a rollout of one row. They are included in `returns`; the
             rest of `returns` is the outcome.
         states: the state from which each row starts; None: no states.
@@ -63,7 +63,7 @@ class Prompt(NamedTuple):
 
 
 class Family(NamedTuple):
-    """Rollouts that are sampled together: one, or several with a common beginning."""
+    """Rollouts that are sampled together: a single one, or several with a common beginning."""
 
     trajectories: tuple[int, ...]
     probability: float
@@ -71,7 +71,7 @@ class Family(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class SmallTask:
-    """A task of which all outcomes of a group can be enumerated.
+    """A task for which all outcomes of a group can be enumerated.
 
     A subclass implements `prompts`. Decision k is a choice between action 0 and action 1 with the logit θ_k,
     unless the subclass overrides `log_policy`.
@@ -80,11 +80,11 @@ class SmallTask:
         theta: θ, the parameters of the training policy, π.
         sampler: parameters of the sampling policy, μ; None: θ.
         teacher: parameters of a teacher, whose log-probabilities become columns; None: no teacher.
-        reference: parameters of a reference policy, likewise.
+        reference: parameters of a reference policy, in the same way.
 
     Attributes:
         settings: options of stages, as ``stage.option``, that recipes need for the task's rows. They are set
-            if the recipe has the stage, unless an override sets them.
+            if the recipe has the stage and no override sets them.
         shared: number of first actions that rollouts of one family share.
 
     Example:
@@ -108,7 +108,7 @@ class SmallTask:
                 self._check_lengths(**{name: len(self.theta)})
 
     def _check_lengths(self, **lengths: int) -> None:
-        """Check the lengths of options.
+        """Check the lengths of options, given by name.
 
         Raises:
             ValueError: an option has another length.
@@ -133,11 +133,12 @@ class SmallTask:
         return torch.stack([logsigmoid(-theta), logsigmoid(theta)], 1)
 
     def families(self, trajectories: Sequence[Trajectory], probability: Sequence[float]) -> Sequence[Family]:
-        """The families, all with the same number of rollouts; by default each rollout is a family.
+        """The families of a prompt. All have the same number of rollouts; by default each rollout is a
+        family.
 
         Args:
             trajectories: trajectories of one prompt.
-            probability: probability of each under the sampling policy.
+            probability: probability of each trajectory under the sampling policy.
         """
         return [Family((number,), each) for number, each in enumerate(probability)]
 
@@ -183,7 +184,7 @@ class SmallTask:
         """The families of a prompt with their probabilities under the sampling policy.
 
         Raises:
-            ConfigError: the probabilities do not sum to 1: a trajectory is missing, or there twice.
+            ConfigError: the probabilities do not sum to 1: a trajectory is missing, or is listed twice.
         """
         log_probs = self.log_probs(self.sampler or self.theta).tolist()
         each = [

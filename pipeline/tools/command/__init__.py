@@ -1,4 +1,4 @@
-"""What the command does before and after its tasks: help, listings, checks, and the table of a sweep."""
+"""The parts of the command around its tasks: help, listings, checks, and the table of a sweep."""
 
 from __future__ import annotations
 

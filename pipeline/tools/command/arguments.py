@@ -40,16 +40,16 @@ DUMPS = (
     ".pt",
     ".gz",
     ".json",
-)  # suffixes of files that may be meant by an argument alone
+)  # an argument with such a suffix and no = may be a file
 SHOWN = ("--help", "-h", "--version", "-m", "--multirun", "--cfg", "--resolve", "--hydra-help")
-OF_ANY_RECIPE = r"pipeline\.stages\.\w+(\.|=null$)"  # composed with a ++, as the usual recipe may lack it
-BASES = {  # of classes that users write, with the title of their section in CONTRIBUTING.md
+OF_ANY_RECIPE = r"pipeline\.stages\.\w+(\.|=null$)"  # composed with a ++, because grpo may lack the stage
+BASES = {  # base classes for users, with the title of their section in CONTRIBUTING.md
     "BatchTransform": "A new stage",
     "Criterion": "A new criterion",
     "RewardShaping": "A new reward shaping",
     "TokenTerm": "A new token term",
 }
-INSTEAD = {  # what to use here instead of flags of other commands
+INSTEAD = {  # flags and commands of other programs, and what to use here
     "list": "headrace recipes",
     **dict.fromkeys(("demo", "run"), "headrace pipeline=NAME"),
     **dict.fromkeys(("plot", "show"), "headrace view FOLDER"),
@@ -60,7 +60,7 @@ INSTEAD = {  # what to use here instead of flags of other commands
 
 
 def answer(arguments: Sequence[str]) -> int | None:
-    """Run a command without a task, such as ``headrace recipes``.
+    """Run a command that is not a task, such as ``headrace recipes``.
 
     Args:
         arguments: the arguments of the command line.
@@ -69,7 +69,7 @@ def answer(arguments: Sequence[str]) -> int | None:
         The exit status, or None if the arguments ask for a task.
 
     Raises:
-        ConfigError: unknown name.
+        ConfigError: a name is unknown.
     """
     first, alone = arguments[0] if arguments else "", len(arguments) == 1
     if first == "view":
@@ -154,7 +154,7 @@ def hydra_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def _of_any_recipe(override: str) -> list[str]:
-    """Return overrides with which Hydra composes an override of a stage also for a recipe without it.
+    """Return overrides that set an option of a stage even if the recipe does not have the stage.
 
     Example:
         >>> _of_any_recipe("pipeline.stages.overlong.cache=4"), _of_any_recipe("seed=1")
@@ -164,14 +164,14 @@ def _of_any_recipe(override: str) -> list[str]:
     """
     if override.startswith("~pipeline.stages."):
         key, _, value = override[1:].partition("=")
-        return [f"++{key}={value or 0}", override]  # Hydra deletes no null
+        return [f"++{key}={value or 0}", override]  # Hydra cannot delete null
     return [re.sub(f"^{OF_ANY_RECIPE}", r"++\g<0>", override)]
 
 
 def _of_swept_recipes(overrides: list[str]) -> list[str]:
-    """Return the overrides of a sweep, with a ++ before options of the pipeline if recipes are swept.
+    """Return the overrides of a sweep. If it sweeps recipes, options of the pipeline get a ++.
 
-    Hydra composes them also with the default recipe, which may lack the stages of the sweep.
+    Hydra also composes them with the default recipe, which may lack the stages of these options.
 
     Raises:
         ConfigError: a recipe of the sweep does not have an option.
@@ -186,7 +186,7 @@ def _of_swept_recipes(overrides: list[str]) -> list[str]:
     own = [each for each in fixed if "pipeline." in each.partition("=")[0]]
     if swept is None or not own:
         return overrides
-    shared = [each for each in fixed if re.match(r"\w+=|hydra\.searchpath=", each)]  # files that are chosen
+    shared = [each for each in fixed if re.match(r"\w+=|hydra\.searchpath=", each)]  # these choose files
     for recipe in swept.partition("=")[2].split(",") if re.fullmatch(r"pipeline=[\w/,]+", swept) else ():
         compose_config("config", *shared, f"pipeline={recipe}", *own)
     return [f"++{each}" if each in own and each.startswith("pipeline.") else each for each in overrides]
@@ -208,7 +208,7 @@ def _of_bare_word(argument: str, arguments: Sequence[str], at: int) -> str:
     Args:
         argument: the argument, without ``=``.
         arguments: all arguments without flags.
-        at: index of the argument.
+        at: index of `argument` in `arguments`.
     """
     said = f"an option is NAME=VALUE; got {argument!r}"
     before, after = arguments[at - 1] if at else "", arguments[at + 1] if at + 1 < len(arguments) else ""
@@ -248,9 +248,9 @@ def _of_bare_word(argument: str, arguments: Sequence[str], at: int) -> str:
 
 
 def _option_of(name: str, arguments: Sequence[str]) -> list[str]:
-    """The dotted options that a name alone may mean; empty if there is no such option.
+    """The dotted options that an undotted name may mean; empty if there is no such option.
 
-    Without a task, an option of a dump has the task in front.
+    Without a task among the arguments, an option of a dump is returned with its task.
     """
     task = [each for each in arguments if re.fullmatch(r"task=\w+", each)]
     try:
@@ -271,10 +271,10 @@ def _check_flag(argument: str, arguments: Sequence[str], at: int) -> None:
     Args:
         argument: the flag, with its dashes.
         arguments: all arguments.
-        at: index of the flag.
+        at: index of `argument` in `arguments`.
 
     Raises:
-        ConfigError: Hydra does not know it.
+        ConfigError: Hydra does not know the flag.
     """
     known = list(get_args_parser()._option_string_actions)
     flag, equals, value = argument.partition("=")
@@ -312,10 +312,10 @@ def help_of_task(name: str) -> str:
     text = path.read_text(encoding="utf-8")
     said = [line[2:] for line in text.splitlines() if line.startswith("# ") and "@package" not in line]
     options = options_in(text)
-    for group, file in re.findall(r"^  - /(\w+): (\w+)", text, re.MULTILINE):  # not those with a package
+    for group, file in re.findall(r"^  - /(\w+): (\w+)", text, re.MULTILINE):  # no entries with a package
         more = (CONF / group / f"{file}.yaml").read_text(encoding="utf-8")
         options += options_in(more, "" if "@package _global_" in more else f"{group}.")
-    options = [each for each in options if each[0] != "task" and "${" not in each[1]]  # others follow these
+    options = [each for each in options if each[0] != "task" and "${" not in each[1]]  # ${…} follows others
     shown = [f"headrace task={name}", "", *said, "", "Options"]
     shown += _with_comments((f"{option}={value}", comment) for option, value, comment in options)
     shown += ["", f"headrace --cfg job task={name} also prints the options of the recipe and of the report."]
@@ -323,7 +323,7 @@ def help_of_task(name: str) -> str:
 
 
 def _with_comments(options: Iterable[tuple[str, str]]) -> list[str]:
-    """Lines with what is typed on the left, and its comment on the right."""
+    """Lines of help: an option as it is typed, and its comment to the right."""
     options, shown = list(options), list[str]()
     width = min(max((len(typed) for typed, _ in options), default=0), 44) + 4
     for typed, comment in options:
@@ -336,11 +336,11 @@ def _with_comments(options: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def options_in(text: str, prefix: str = "") -> list[tuple[str, str, str]]:
-    """The options of a configuration file: full name, default and comment of each.
+    """The options of a configuration file, each with its full name, default and comment.
 
     Args:
         text: YAML, with nodes as indented lines and values on one line.
-        prefix: of each name.
+        prefix: put before each name.
 
     Example:
         >>> options_in("plan:\\n  group_sizes: [2, 4] # to compare\\n", "task.")
@@ -367,7 +367,7 @@ def find_file(kind: str, name: str) -> Path:
 
     Args:
         kind: ``recipe`` or ``stage``.
-        name: name of the file, or of the class that it makes.
+        name: name of the file, or of the class that is its ``_target_``.
 
     Raises:
         ConfigError: there is no such file.
@@ -395,10 +395,11 @@ def find_file(kind: str, name: str) -> Path:
 
 
 def describe_node(path: Path) -> str:
-    """What a stage, criterion or term does, its options, and how it is typed.
+    """The help of a stage, criterion or term: what it does, its options, and examples of overrides.
 
     Args:
-        path: its YAML file: a line on its origin, the text of its class, and the options with comments.
+        path: its YAML file, which has a line on its origin, the text of its class, and the options with
+            comments.
     """
     kind, name = path.parent.name, path.stem
     head, _, body = path.read_text(encoding="utf-8").partition("_target_: headrace.transforms.")
@@ -418,7 +419,7 @@ def describe_node(path: Path) -> str:
     shown += _with_comments(
         (option, f"(required) {comment}")
         if value == "???"
-        else (option if "${" in value else f"{option}={value}", comment)  # some are those of the pipeline
+        else (option if "${" in value else f"{option}={value}", comment)  # some are of the pipeline
         for option, value, comment in options
     )
     needed = [f"{option}=VALUE" for option, value, _ in options if value == "???"]
@@ -438,7 +439,7 @@ def describe_node(path: Path) -> str:
         "criterion": [f"{OF_FILTER}={name}", *(f"{OF_FILTER}.{each}" for each in own)],
     }
     typed = [" ".join(["headrace", *examples[kind]])]
-    for recipe in sorted(recipes(), key=lambda each: each != "grpo"):  # one that has the stage
+    for recipe in sorted(recipes(), key=lambda each: each != "grpo"):  # find a recipe that has the stage
         text = (CONF / "pipeline" / f"{recipe}.yaml").read_text(encoding="utf-8")
         there = re.search(rf"/stage@stages\.(\w+): {name}$", text, re.M) if kind == "stage" else None
         if there and (with_value or needed):
@@ -449,7 +450,7 @@ def describe_node(path: Path) -> str:
 
 
 def list_files(paths: Mapping[str, Path]) -> str:
-    """The name of each file and the first paragraph of the comment at its head, which is not cut."""
+    """A list of files: the name of each, and the whole first paragraph of the comment at its head."""
     width = max(map(len, paths), default=0)
     room = max(min(shutil.get_terminal_size((100, 24)).columns, 120) - width - 4, 20)
     lines = []

@@ -19,7 +19,7 @@ from headrace.pipeline.wording import printable
 
 NEEDED = ("torch", "tensordict", "hydra-core", "omegaconf", "rich", "pyarrow")
 EXTRAS = {"torchrl": "torchrl", "llm": "transformers", "ray": "ray", "tq": "TransferQueue"}
-# Two rows of rollout 11, and a group of equal rewards: A = (R − mean) / (std + ε), by hand.
+# Rollout 11 has two rows, and one group has equal rewards. A = (R − mean) / (std + ε) was computed by hand.
 GROUPS, ROLLOUTS, REWARDS = [0, 0, 0, 7, 7, 9, 9], [10, 11, 11, 12, 13, 14, 15], [1.0, 3, 3, 5, 11, 2, 2]
 GOLDEN, TOLERANCE = [-(0.5**0.5), 0.5**0.5, 0.5**0.5, -(0.5**0.5), 0.5**0.5], 1e-4
 TESTED = "all tests ran with {}; docs/beside.md says what ran with others"
@@ -28,7 +28,7 @@ STYLES = {"ok": "green", "note": "yellow", "bad": "bold red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the output: ok, a note, or bad. Bad lines make the exit status 1."""
+    """One line of the output. It is ok, a note, or bad; a bad line makes the exit status 1."""
 
     state: Literal["ok", "note", "bad"]
     what: str
@@ -98,7 +98,7 @@ def extras() -> Iterator[Finding]:
 
 
 def _known() -> dict[str, str]:
-    """The tested versions; none without the list, so that versions are shown and not compared."""
+    """The tested versions; empty without their list. Then versions are shown, and not compared."""
     try:
         return tested()
     except OSError:
@@ -106,7 +106,7 @@ def _known() -> dict[str, str]:
 
 
 def _compared(package: str, wanted: str | None, start: str = "") -> Finding | None:
-    """The version of a package beside the tested one; None if the package is not installed."""
+    """Compare the version of a package with the tested one; None if the package is not installed."""
     if (found := version_of(package)) is None:
         return None
     if wanted and found.partition("+")[0] != wanted:

@@ -33,15 +33,15 @@ from headrace.transforms.table.schema import FINISHED
 
 
 class TrainingInterrupted(Exception):
-    """The user interrupted the training. Files and the table of its steps are complete up to there."""
+    """The user interrupted the training. Files and the table hold all steps up to the interruption."""
 
 
 def train(config: DictConfig, output: Path) -> float:
     """Train with a configuration.
 
     Args:
-        config: composed from ``conf/config.yaml``.
-        output: folder, which exists, for the resolved ``config.yaml``, ``metrics.csv`` and ``report.html``.
+        config: the configuration, composed from ``conf/config.yaml``.
+        output: an existing folder for the resolved ``config.yaml``, ``metrics.csv`` and ``report.html``.
 
     Returns:
         The mean reward of the last step's rollouts; NaN if none has a reward.
@@ -54,7 +54,7 @@ def train(config: DictConfig, output: Path) -> float:
     """
     check_settings(config)
     pipeline = build_pipeline(config.pipeline)
-    collectors = import_extra("torchrl.collectors", "task=train")  # here: a misspelt option is named first
+    collectors = import_extra("torchrl.collectors", "task=train")  # after errors about options
     OmegaConf.save(config, output / "config.yaml", resolve=True)
     device = choose_device(config.device)
     if config.threads is not None:
@@ -64,7 +64,7 @@ def train(config: DictConfig, output: Path) -> float:
     env, steps = components["env"], config.train.steps
     for stage in pipeline.stages.values() if getattr(env, "whole_draws", False) else ():
         if FINISHED in getattr(stage, "out_keys", ()) and getattr(stage, "expected_groups", ()) is None:
-            stage.expected_groups = env.sampler  # so the gate finds groups without any row
+            stage.expected_groups = env.sampler  # tells the gate which groups have no row at all
     frames = {"frames_per_batch": env.frames_per_batch, "total_frames": env.frames_per_batch * steps}
     policy = components["policy"]
     collector = collectors.Collector(env, policy, auto_register_policy_transforms=False, **frames)
@@ -77,7 +77,7 @@ def train(config: DictConfig, output: Path) -> float:
             began, graded = time.perf_counter(), getattr(env, "reward_seconds", None)
             for step, batch in enumerate(collector):
                 record, spent = OptimiserRecord(), time.perf_counter() - began
-                if graded is not None:  # the environment says how long its rewards take
+                if graded is not None:  # the environment measures the time for rewards
                     record.add_seconds("reward", env.reward_seconds - graded)
                     spent, graded = spent - (env.reward_seconds - graded), env.reward_seconds
                 record.add_seconds("collect", spent)
@@ -108,7 +108,7 @@ def _train_step(
     step: int,
     record: OptimiserRecord,
 ) -> StepReport:
-    """Train on one batch, and return its report, without a reference to the batch."""
+    """Train on one batch, and return its report, which has no reference to the batch."""
     began = time.perf_counter()
     run = pipeline.run(batch, epochs=config.train.epochs)
     record.add_seconds("headrace", time.perf_counter() - began)
@@ -129,7 +129,7 @@ def _train_step(
 
 
 def check_settings(config: DictConfig) -> None:
-    """Check settings before the first rollouts, where a wrong value would fail or be ignored later.
+    """Check settings before the first rollouts, because wrong values would fail late or be ignored.
 
     Raises:
         ConfigError: a count below 1, or a `max_grad_norm` that is not above 0.

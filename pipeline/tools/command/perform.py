@@ -50,11 +50,11 @@ OF_RECIPES: dict[str, Callable[..., float | TaskResult]] = {
 def perform(
     config: DictConfig, output: Path, overrides: Sequence[str], console: Console | None = None
 ) -> float | TaskResult:
-    """Run the task of a configuration, and return its number, or all numbers.
+    """Run the task of a configuration, and return the number or the numbers that it computes.
 
     Args:
-        config: composed from ``conf/config.yaml``.
-        output: folder for its files.
+        config: the configuration, composed from ``conf/config.yaml``.
+        output: folder for the files of the task.
         overrides: the overrides of the command line.
         console: where to print; None: standard output.
 
@@ -95,7 +95,7 @@ TYPES: dict[str, Any] = {
     "xray.curve": bool,
     **{f"report.{name}": annotations_of(ReportFolder)[name] for name in ("steps", "dump", "every")},
     **{f"source.{name}": kind for name, kind in annotations_of(open_dump).items() if name != "return"},
-    "source.path": str | None,  # the tasks check that it is set
+    "source.path": str | None,  # the tasks check that there is a path
     "source.regrade": str | None,  # the name of a callable; or a node
 }
 
@@ -116,7 +116,7 @@ def check_types(config: DictConfig) -> None:
         if above := next((known for known in TYPES if path.startswith(f"{known}.")), None):
             whole = reduce(dict.__getitem__, above.split("."), plain)
             if not misfit(whole, TYPES[above]) and not misfit(value, str | list[str]):
-                continue  # names of columns, such as source.columns.group
+                continue  # any column names may be set, such as source.columns.group
             needed = described(TYPES[above], words())
             raise ConfigError(f"{above} must be {needed}; got {as_typed(value)} for {path}")
         if wanted := misfit(value, TYPES.get(path, Any)):

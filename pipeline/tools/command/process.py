@@ -1,4 +1,4 @@
-"""The process of the command: what is typed, one task, and errors as paragraphs."""
+"""Run the process of the command: read what is typed, run one task, and print errors as paragraphs."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ EARLY = (
     OSError,
     ValueError,
     MissingPackageError,
-)  # before there is a task
+)  # errors before a task runs
 
 
 @hydra.main(version_base="1.3", config_path="pkg://headrace.conf", config_name="config")
 def run_task(config: DictConfig) -> float:
-    """Run the task of the composed configuration, and return its number."""
+    """Run the task of the composed configuration, and return the number that it computes."""
     hydra_config, path = HydraConfig.get(), OmegaConf.select(config, "source.path")
     in_sweep, output = hydra_config.mode == RunMode.MULTIRUN, Path(hydra_config.runtime.output_dir)
     if not in_sweep and isinstance(path, str) and (wrong := missing_path(path)):  # before torch is imported
@@ -51,11 +51,11 @@ def run_task(config: DictConfig) -> float:
     from headrace.pipeline.tools.dumps import StepsFailed
 
     from .job import TrainingInterrupted
-    from .perform import REFUSALS, perform  # here: to compose and to print needs no torch
+    from .perform import REFUSALS, perform  # here, because composing and printing need no torch
 
-    typed: Any = OmegaConf.to_container(hydra_config.overrides)  # as they are, with their interpolations
+    typed: Any = OmegaConf.to_container(hydra_config.overrides)  # unresolved, with their interpolations
     overrides = [*typed["task"], *(each for each in typed["hydra"] if each.startswith("hydra.searchpath="))]
-    if config.get("pipelines"):  # Hydra composed overrides of stages with a ++, once for each
+    if config.get("pipelines"):  # Hydra has composed overrides of stages with a ++
         whole = "|".join(re.findall(r"^\+\+pipeline\.stages\.(\w+)=(?!null$)", "\n".join(overrides), re.M))
         of_recipe = re.compile(rf"^\+\+(?!pipeline\.stages\.({whole})\.)(?={OF_ANY_RECIPE})")
         overrides = [of_recipe.sub("", each) for each in overrides]
@@ -65,11 +65,11 @@ def run_task(config: DictConfig) -> float:
         number = float(perform(config, output, overrides))
     except TrainingInterrupted:
         sys.exit(130)
-    except (AuditFailed, StepsFailed) as err:  # what they found is printed by now
+    except (AuditFailed, StepsFailed) as err:  # the results are printed by now
         failure = str(err)
         if not in_sweep:
             sys.exit(1)
-    except REFUSALS as err:  # before Hydra prints a line of its own about it
+    except REFUSALS as err:  # caught here, because Hydra would print a line about it
         err.names = CommandNames()  # type: ignore[union-attr]  # of the options in a BatchError
         if not in_sweep:
             remove_unused(output)
@@ -83,7 +83,8 @@ def run_task(config: DictConfig) -> float:
 
 
 def remove_unused(output: Path) -> None:
-    """Remove the output folder of a command that wrote nothing into it, where only Hydra's files are.
+    """Remove the output folder of a command if the command wrote nothing into it, so that only Hydra's files
+    are there.
 
     Args:
         output: the folder. Its parents are removed, too, if Hydra named them and they are empty.
@@ -94,19 +95,19 @@ def remove_unused(output: Path) -> None:
         return
     shutil.rmtree(output)
     if not any(each.startswith("hydra.run.dir=") for each in sys.argv):  # outputs/DATE/TIME
-        with suppress(OSError):  # a parent has other folders
+        with suppress(OSError):  # fails if a parent has other folders
             output.parent.rmdir()
             output.parent.parent.rmdir()
 
 
 def run_command() -> None:
-    """Run the command; print an error as one paragraph, or with HYDRA_FULL_ERROR=1 as a trace."""
+    """Run the command. An error is printed as one paragraph; with HYDRA_FULL_ERROR=1, as a traceback."""
     os.environ["HEADRACE_TRACE"] = os.environ.get("HYDRA_FULL_ERROR", "0")
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, instead of printing and exiting
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors instead of printing them
     os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")
     try:
         if (status := answer(sys.argv[1:])) is not None:
-            sys.stdout.flush()  # or it fails after the end, without a message
+            sys.stdout.flush()  # otherwise an error would come at exit, without a message
             sys.exit(status)
         sys.argv[1:] = hydra_arguments(sys.argv[1:])
         run_task()
@@ -123,7 +124,8 @@ def fail(err: Exception, *, expected: bool, go_on: bool = False) -> str:
 
     Args:
         err: the error.
-        expected: whether it is about arguments or data. If not, the message says how to see its traceback.
+        expected: whether the error is about arguments or data. If not, the message says how to see its
+            traceback.
         go_on: for a sweep: return what was printed, and do not exit.
 
     Raises:
@@ -134,10 +136,10 @@ def fail(err: Exception, *, expected: bool, go_on: bool = False) -> str:
         err, BrokenPipeError
     ):  # the reader of a pipe, such as `| head`, has ended: no error
         try:
-            print(flush=True)  # what was to be written before is gone
+            print(flush=True)  # raises, and drops the text that was not written
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be written
-            sys.exit(128 + 13)  # as a program that SIGPIPE ended
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # drops later output
+            sys.exit(128 + 13)  # the status of a program that SIGPIPE ended
     if os.environ.get("HEADRACE_TRACE") == "1":
         raise err
     said = str(err) if isinstance(err, RuntimeError) else repr(err)
@@ -152,7 +154,7 @@ def fail(err: Exception, *, expected: bool, go_on: bool = False) -> str:
 
 def paragraph_of(err: Exception) -> str:
     """The message of an error, for the user of the command."""
-    if isinstance(err, HydraException | OmegaConfBaseException):  # some of which are an OSError, too
+    if isinstance(err, HydraException | OmegaConfBaseException):  # some are also an OSError
         overrides = [each for each in sys.argv[1:] if re.match(r"~|[^-].*=", each)]
         return explain_composition(err, overrides, "config")
     if isinstance(err, FileExistsError) and err.errno is not None:
@@ -166,7 +168,7 @@ def paragraph_of(err: Exception) -> str:
         return (
             f"{where}{reason}. hydra.run.dir=FOLDER (with -m hydra.sweep.dir=FOLDER) sets the output folder"
         )
-    if str(err).startswith("Config group override"):  # Hydra does not say which
+    if str(err).startswith("Config group override"):  # Hydra does not say which file
         files = [each for each in sys.argv[1:] if re.fullmatch(r"[\w/@]+=[\d.]+", each)]
         return f"{', '.join(files)} must be the name of a file, as in pipeline=grpo"
     return str(err)

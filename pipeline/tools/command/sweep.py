@@ -25,10 +25,10 @@ from headrace.pipeline.wording import printable
 FILE = "job.json"
 REWARD = "reward/all/mean"
 WINDOWS = (
-    "reward: mean over the first and over the last quarter of the steps; of fewer than 12 steps, the first "
-    "and the last. trained: share of the rows, all steps"
+    "reward: mean over the first quarter and over the last quarter of the steps; with fewer than 12 steps, "
+    "the first and the last step. trained: share of the rows that are trained, over all steps"
 )
-NUMBERS = {  # the name of each task's number; a training has several
+NUMBERS = {  # what the number that a task returns is called; `train` shows several numbers instead
     "train": "",
     "replay": "rows trained",
     "compare": "correlation",
@@ -39,13 +39,13 @@ NUMBERS = {  # the name of each task's number; a training has several
 
 
 class SweepTable(Callback):
-    """Print the table of a sweep when all its jobs have run; exit with status 2 where one has failed."""
+    """Print the table of a sweep when all its jobs have run; exit with status 2 if one has failed."""
 
     def __init__(self) -> None:
         self.began = 0.0
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Note the time, because the folder may have jobs of an earlier sweep."""
+        """Keep the time of the start, because the folder may have jobs of an earlier sweep."""
         self.began = time.time()
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
@@ -63,18 +63,18 @@ class SweepTable(Callback):
 
 
 def record_job(output: Path, *, began: float, **said: Any) -> None:
-    """Write a file into the folder of a job, with what the table shows of it.
+    """Write what the table shows of a job into the job's folder.
 
     Args:
         output: folder of the job.
         began: when the job began, in seconds.
-        said: ``job``: its number in the sweep. ``task`` and ``overrides``: its task and overrides.
-            ``number``: the number that the task returned; None if it failed.
-            ``failure``: its error, or an empty string.
+        said: ``job``: the job's number in the sweep. ``task`` and ``overrides``: its task and overrides.
+            ``number``: the number that the task returned; None if it failed. ``failure``: its error, or an
+            empty string.
     """
     ended, found = time.time(), dict[str, Any]()
     csv_path = output / "metrics.csv"
-    if csv_path.exists() and csv_path.stat().st_mtime >= began:  # else it is of an earlier job
+    if csv_path.exists() and csv_path.stat().st_mtime >= began:  # else the file is of an earlier job
         with csv_path.open(newline="") as file:
             steps = list(csv.DictReader(file))
         from headrace.pipeline.tools.report import quarter_means
@@ -95,7 +95,7 @@ def show_sweep(jobs: Sequence[dict[str, Any]], folder: Path, console: Console) -
     """Print a line for each job, with the overrides in which jobs differ, and then the errors of failed jobs.
 
     Args:
-        jobs: the files of :func:`record_job`.
+        jobs: the contents of the files of :func:`record_job`.
         folder: folder of the sweep.
         console: where to print.
     """
@@ -103,7 +103,7 @@ def show_sweep(jobs: Sequence[dict[str, Any]], folder: Path, console: Console) -
     typed = dict.fromkeys(key for each in said for key in each)
     keys = [key for key in typed if len({each.get(key) for each in said}) > 1]
     tasks = {job["task"] for job in jobs} or {"train"}
-    task = tasks.pop() if len(tasks) == 1 else ""  # of several, each cell names its number
+    task = tasks.pop() if len(tasks) == 1 else ""  # else each cell says what its number is
     names = ["reward", "trained", "steps"] if task == "train" else [NUMBERS.get(task, "number")]
     last = [key.split(".")[-1] for key in keys]
     names_shown = [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]

@@ -49,11 +49,11 @@ from headrace.transforms.table.tensordicts import (
 from headrace.transforms.table.tokens import padded
 
 COUNTS = {"tokens": "loss_mask", "length": "length"}  # columns of token counts, and the masks they replace
-# (N,) int64, a row's number over all calls. Plain columns have it as ELSEWHERE, so that no stage expects
+# (N,) int64, a row's number over all calls. Plain columns also have it as ELSEWHERE: stages then expect no
 # tokens.
 NUMBER = ("headrace", "number")
 IDS = ("group", "rollout", "state", "parent", "baseline")
-COMPOSED = 32  # recipes that decide() caches
+COMPOSED = 32  # number of recipes that decide() caches
 MEANS = {
     "tokens": "the number of tokens of each row in the loss",
     "length": "the number of all tokens of each row",
@@ -66,10 +66,12 @@ class Decision:
 
     Attributes:
         run: the pipeline's run, with its metrics and report.
-        carried: (C,) int64, rows that an earlier call of a :class:`Decider` carried over to this batch, as
-            row numbers counted from 0 over all calls. In all columns they follow the N rows of this call.
-        came: the rows with tokens, if the caller gave a TensorDict; None for plain columns.
-        unchecked: reasons that no row can have, because the columns do not show it, each with what they lack.
+        carried: (C,) int64, numbers of the rows that an earlier call of a :class:`Decider` carried over to
+            this batch, counted from 0 over all calls. In all results, these rows follow the N rows of this
+            call.
+        came: the input rows with tokens, if the caller gave a TensorDict; None for plain columns.
+        unchecked: reasons that could not be checked, because the columns lack something, each with what is
+            missing.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Decision:
         key = self.run.keys.found["advantage"][0]
         if not any(key in getattr(each, "out_keys", ()) for each in self.run.stages.values()):
             raise BatchError(f"no stage writes an advantage; the stages are {', '.join(self.run.stages)}")
-        if self.run.rows is None or not len(self.run.batch):  # no row reached the stage
+        if self.run.rows is None or not len(self.run.batch):  # no row has reached the stage
             return torch.zeros(len(self.keep), dtype=torch.float64)
         if self.came is None:
             found = self.run.of_rank(self.run.rows.table.columns[key])
@@ -104,7 +106,7 @@ class Decision:
         T is the width of the widest row. Ragged rows have False behind their tokens.
 
         Raises:
-            BatchError: a stage moved tokens between rows, which the caller's rows would not follow.
+            BatchError: a stage moved tokens between rows, so the caller's rows no longer match.
         """
         key = self.run.keys.loss_mask
         if self.came is None or not has_key(self.came, key):
@@ -124,17 +126,17 @@ class Decision:
         return mask & self.keep.to(mask.device).unsqueeze(1)
 
     def _put_back(self, key: NestedKey) -> Tensor:
-        """(N + C, T): a column of the remaining rows, at their input rows; 0 and False for the others."""
+        """(N + C, T): put a column of the remaining rows at the input rows; other rows get 0 or False."""
         column, rows = _dense(self.run.batch, key), self.run.batch.get(ROW).flatten()
         wide = column.reshape(len(column), -1)
-        whole = wide.new_zeros(len(self.keep) + 1, wide.shape[1])  # the last row takes padding, which is −1
+        whole = wide.new_zeros(len(self.keep) + 1, wide.shape[1])  # padding has the index −1: the last row
         return whole.index_copy_(0, rows.where(rows >= 0, len(self.keep)), wide)[:-1]
 
     @cached_property
     def loss_weight(self) -> Tensor:
-        """(N + C,) float64: factor of each token's loss term in a row; 0 for rows that do not train.
+        """(N + C,) float64: the factor of the loss of each token in a row; 0 for rows that do not train.
 
-        Over the tokens of an optimiser step, Σ weight × term is the recipe's mean (`weight.unit`).
+        Over the tokens of an optimiser step, Σ weight × token loss is the recipe's mean (`weight.unit`).
 
         Raises:
             MissingKeyError: the columns have no ``tokens``, or the recipe has no split or no LossWeight.
@@ -156,20 +158,21 @@ class Decision:
 
     @cached_property
     def compared(self) -> Tensor:
-        """(N + C,) int64, rollouts whose rewards the advantage compared with the row's, which counts as one.
+        """(N + C,) int64, number of rollouts that the advantage compared for a row, its own included.
 
-        0: the row left before that, or has no reward. 1: most recipes give this row the advantage 0. −1: not
-        known, for example of a row that an earlier batch carried over.
+        0: the row left before the comparison, or has no reward. 1: most recipes give this row the advantage
+        0. −1: not known, for example because an earlier batch carried the row over.
         """
         none = np.zeros(len(self.keep), np.int64)
         return torch.from_numpy(self._columns.get("compared", none))
 
     @cached_property
     def baseline(self) -> Tensor:
-        """(N + C,) float64, what the advantage subtracts from the reward; NaN where :attr:`compared` is 0.
+        """(N + C,) float64, the number that the advantage subtracts from the reward; NaN where
+        :attr:`compared` is 0.
 
-        Also NaN where several rewards are compared one by one, several stages write the advantage, or the
-        baseline is not one number a rollout.
+        It is also NaN if several rewards are compared one by one, if several stages write the advantage, or
+        if a rollout does not have one baseline.
         """
         none = np.full(len(self.keep), np.nan)
         return torch.from_numpy(self._columns.get("baseline", none))
@@ -186,7 +189,7 @@ class Decision:
 
     @cached_property
     def steps(self) -> list[Tensor]:
-        """For each optimiser step, the indices of its rows in these columns, in the order of training.
+        """For each optimiser step: the indices of its rows in the input columns, in the order of training.
 
         A masked row is part of its step, with weight 0. Skip a step of which no row trains: an optimiser such
         as Adam moves the parameters even with a gradient of 0. Without a split, all rows that train are one
@@ -223,18 +226,18 @@ class Decision:
 
 
 def _dense(batch: TensorDictBase, key: NestedKey) -> Tensor:
-    """(B, T, ...): a token column, ragged rows padded on the right."""
+    """(B, T, ...): a token column; ragged rows are padded on the right."""
     column = column_of(batch, key)
     return padded(column, key) if isinstance(column, list) else column
 
 
 def _as_wide(column: Tensor, other: Tensor) -> Tensor:
-    """(B, max(T, U)): a column (B, T), with 0 and False up to the width of another (C, U)."""
+    """(B, max(T, U)): a column (B, T), padded with 0 or False to the width of another column (C, U)."""
     return nn.functional.pad(column, (0, max(0, other.shape[1] - column.shape[1])))
 
 
 class _PlainNames(ErrorNames):
-    """The names of plain columns.
+    """Name plain columns in errors.
 
     Args:
         columns: the names of the given columns.
@@ -276,7 +279,7 @@ class Decider:
     The state is running baselines, the seed of the next permutation, and rows that are carried over.
 
     Args:
-        recipe: its name, or a pipeline.
+        recipe: the name of a recipe, or a pipeline.
         overrides: see :func:`load_pipeline`.
         options: as for :func:`headrace.pipeline.decide`.
 
@@ -315,7 +318,7 @@ class Decider:
 
     @cached_property
     def without_weights(self) -> Pipeline:
-        """The same pipeline without LossWeight, for columns without token counts."""
+        """The pipeline without its LossWeight, for columns without token counts."""
         weight = self.pipeline._keys.weight
         names = [
             name
@@ -361,7 +364,7 @@ class Decider:
     def _decide(
         self, came: TensorDictBase | None, batch: TensorDictBase, texts: dict[NestedKey, list[str]]
     ) -> Decision:
-        """Run the recipe on a batch, to which a column is added.
+        """Run the recipe on a batch. A column is added to the batch.
 
         Args:
             came: the rows with tokens; None for plain columns.
@@ -468,9 +471,9 @@ class Decider:
                             if isinstance(each, str):
                                 raise ValueError(f"found the text {str(each)!r:.60}")
                         if found.dtype.kind in "iu" and found.dtype.itemsize == 8:
-                            as_rewards(found.reshape(-1).tolist())  # refuses those that are not exact
+                            as_rewards(found.reshape(-1).tolist())  # refuses integers that are not exact
                         found = np.asarray(values, dtype=float)
-                    if not found.flags.writeable:  # as those of pandas
+                    if not found.flags.writeable:  # such as arrays of pandas
                         found = found.copy()
                 except (TypeError, ValueError) as err:
                     message, why = (
@@ -483,7 +486,7 @@ class Decider:
             of_tokens = {*columns_of_tokens(self.pipeline), self.pipeline.log_prob_key}
             readable = [
                 *COUNTS,
-                *(name for name in ("status",) if self.reads(name)),  # it has no default key
+                *(name for name in ("status",) if self.reads(name)),  # `status` has no default key
                 *(n for n, key in self._keys.items() if self.reads(n) and key not in of_tokens),
             ]
             raise ValueError(
@@ -506,7 +509,7 @@ class Decider:
         """Restore a state of :meth:`state_dict`.
 
         Raises:
-            ValueError: it is the state of something else.
+            ValueError: the state is not that of a Decider.
         """
         if not {"pipeline", "rows"} <= state.keys():
             raise ValueError(f"the state must be that of a Decider's state_dict(); it has {listing(state)}")
@@ -518,10 +521,10 @@ class Decider:
 
 
 def refuse_other_arguments(*given: Any) -> None:
-    """Refuse arguments other than columns and, if there is a second, the name of a recipe.
+    """Refuse arguments other than columns, perhaps followed by the name of a recipe.
 
     Raises:
-        ValueError: they look like something else; the message says like what, in their order.
+        ValueError: there are other arguments; the message says what each looks like, in order.
     """
     kinds: list[Any] = [(Mapping, TensorDictBase), str]
     if all(isinstance(each, kind) for each, kind in zip(given, kinds, strict=False)):
@@ -548,7 +551,7 @@ def refuse_other_arguments(*given: Any) -> None:
 
 
 def _plain(values: Any, name: str) -> Any:
-    """A column as a list, an array or a tensor, whose missing rewards are NaN.
+    """Return a column as a list, an array or a tensor. Missing rewards become NaN.
 
     Raises:
         BatchError: another value is missing.
@@ -569,7 +572,7 @@ def _plain(values: Any, name: str) -> Any:
 
 
 def _as_numbers(values: Any, name: str, means: str) -> Tensor:
-    """(N,) int64, by :func:`as_ids`; errors say what the column is."""
+    """Convert a column to (N,) int64 (:func:`as_ids`). Errors say what the column is."""
     try:
         return as_ids(values, name)
     except BatchError as err:
@@ -587,7 +590,7 @@ def _rows_of(batch: TensorDictBase) -> TensorDictBase:
 def pipeline_of(
     recipe: Recipe | str | Pipeline, /, *overrides: str, **options: Unpack[PipelineOptions]
 ) -> Pipeline:
-    """Return a pipeline unchanged, or load that of a recipe's name.
+    """Return a pipeline unchanged, or load a recipe by its name.
 
     Raises:
         ConfigError: see :func:`load_pipeline`.
@@ -627,7 +630,7 @@ def decide(
             reads: ``status``, ``policy_version``, ``expected_rollouts``, ``length`` (the number of all
             tokens of each row), …. If the recipe reads numbers of each token: a TensorDict ``[N]`` of rows,
             as for a pipeline.
-        recipe: its name.
+        recipe: the name of the recipe.
         overrides: see :func:`load_pipeline`.
         extra: names of further columns, which only a function of yours reads, such as a criterion. It gets
             a TensorDict that has them under these names.
@@ -688,7 +691,7 @@ def refuse_state(pipeline: Pipeline) -> None:
     """Refuse stages that keep a state from batch to batch, other than the seed of the next permutation.
 
     Raises:
-        ValueError: some do; the message names them.
+        ValueError: there are such stages; the message names them.
     """
     found = [
         name
@@ -723,15 +726,15 @@ def advantages_of(pipeline: Pipeline, batch: TensorDictBase) -> RowAdvantages:
     batch's device. If the batch has a loss mask, this reads the device once, in addition to the stages.
 
     Args:
-        pipeline: its split and weight are not used.
+        pipeline: the pipeline. Its split and its weight are not used.
         batch: TensorDict ``[N]`` with ids, rewards, and the other columns that the recipe reads.
 
     Returns:
         A :class:`RowAdvantages`.
 
     Raises:
-        BatchError: a stage refused the batch, or moved tokens between rows, which the trainer's rows would
-            not follow.
+        BatchError: a stage refused the batch, or moved tokens between rows, so the trainer's rows no longer
+            match.
 
     Example:
         >>> from tensordict import TensorDict

@@ -1,4 +1,4 @@
-"""``task=plan``: what other group sizes would have made of the groups of a dump."""
+"""Estimate the effect of other group sizes from the groups of a dump (``task=plan``)."""
 
 from __future__ import annotations
 

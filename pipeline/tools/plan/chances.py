@@ -1,7 +1,8 @@
-"""The chance that all rewards of a group are equal at other group sizes, from the rollouts of a dump.
+"""Estimate the chance that all rewards of a group are equal at other group sizes, from the rollouts of a
+dump.
 
-Rollouts of a prompt are independent, with the same chances p_v of each reward v, as long as the policy does
-not change. G of them are equal with the chance Σ_v p_v^G, which never rises with G.
+As long as the policy does not change, the rollouts of a prompt are independent, and each has the reward v
+with the chance p_v. The rewards of G rollouts are equal with the chance Σ_v p_v^G, which never rises with G.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from headrace.pipeline.tools.report import differs
 
-CHANCE = 2.0  # standard errors; rewards of a prompt that differ by more between its groups have changed
+CHANCE = 2.0  # standard errors; if groups of a prompt differ by more, its rewards have changed
 
 
 def chance_of_equal(count: np.ndarray, group: np.ndarray, group_size: int) -> np.ndarray:
@@ -22,7 +23,7 @@ def chance_of_equal(count: np.ndarray, group: np.ndarray, group_size: int) -> np
 
     With n_v rollouts that have the reward v::
 
-        G ≤ n   Σ_v C(n_v, G) / C(n, G)      unbiased: G of the n rollouts without replacement
+        G ≤ n   Σ_v C(n_v, G) / C(n, G)      unbiased: draw G of the n rollouts without replacement
         G > n   the value of G = n           an upper bound, since the probability never rises with G
 
     Args:
@@ -51,11 +52,11 @@ def chance_of_equal(count: np.ndarray, group: np.ndarray, group_size: int) -> np
 def chances_of_sizes(
     values: np.ndarray, group: np.ndarray, pool: np.ndarray, sizes: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Estimate or bound the chance of equal rewards of each group, at each group size.
+    """Estimate or bound the chance that a group has equal rewards, for each group and group size.
 
     ====================================== ==========================================================
-    G at most the rollouts of the group    exact for the group: the mean over its subsets of G rollouts
-    G at most the rollouts of its pool     unbiased if the chances are constant in the pool
+    G ≤ rollouts of the group              exact for the group: the mean over its subsets of G rollouts
+    G ≤ rollouts of its pool               unbiased if the chances are constant in the pool
     larger G                               an upper bound: the value at all rollouts of the pool
     ====================================== ==========================================================
 
@@ -66,7 +67,7 @@ def chances_of_sizes(
         sizes: S group sizes.
 
     Returns:
-        (S, P) the chances, and (S, P) bool: whether it is an estimate, and no bound.
+        (S, P) the chances, and (S, P) bool: True for an estimate, False for a bound.
 
     Example:
         >>> solved = np.array([[1.0], [0.0], [1.0], [1.0]])  # two groups of two, of one prompt
@@ -89,26 +90,26 @@ def chances_of_sizes(
 
 
 def choosing_half(pool: np.ndarray, reward: np.ndarray) -> np.ndarray:
-    """Choose half of the rollouts of each pool at random, rounded down; the same ones for the same dump.
+    """Choose half of the rollouts of each pool at random, rounded down. The same dump gives the same choice.
 
-    If the same rollouts select prompts and give the estimates, the estimates are biased: of prompts that are
-    solved half of the time, those with few solved rollouts look hard. An estimate from the other rollouts is
-    unbiased, because they are independent of the selection, given the prompt (cross-fitting, arXiv
-    1608.00060).
+    If the same rollouts select prompts and give the estimates, the estimates are biased: a prompt that is
+    solved half of the time looks hard if few of its rollouts happen to be solved. An estimate from the other
+    rollouts is unbiased, because they are independent of the selection, given the prompt (cross-fitting,
+    arXiv 1608.00060).
 
     Args:
         pool: (R,) the pool of each rollout, from 0.
         reward: (R,) of each rollout.
 
     Returns:
-        (R,) bool, the rollouts that select. The others are for estimates.
+        (R,) bool, True for the rollouts that select. The others are for estimates.
 
     Example:
         >>> pool = np.array([0, 1, 0, 1, 1])
         >>> np.bincount(pool, choosing_half(pool, np.ones(5))).tolist()
         [1.0, 1.0]
     """
-    # A dump may be sorted by reward, so fixed places would be no random choice.
+    # A dump may be sorted by reward, so fixed positions would not be a random choice.
     seed = int.from_bytes(blake2b(reward.tobytes(), digest_size=8).digest(), "big")
     order = np.lexsort((np.random.default_rng(seed).random(len(pool)), pool))
     number = np.bincount(pool)
@@ -120,10 +121,10 @@ def choosing_half(pool: np.ndarray, reward: np.ndarray) -> np.ndarray:
 def pools_of(
     prompt: np.ndarray, step: np.ndarray, reward: np.ndarray, group: np.ndarray
 ) -> tuple[np.ndarray, int]:
-    """Choose which groups are pooled: those of one prompt within a window of steps.
+    """Pool the groups that have one prompt and are within one window of steps.
 
     The window has all steps if the rewards of a prompt differ between its groups only by chance. Otherwise it
-    is halved until they do so, or until it has one step.
+    is halved until this is so, or until it has one step.
 
     Args:
         prompt: (P,) integers, equal for equal prompts; -1: unknown, never pooled.
@@ -139,7 +140,7 @@ def pools_of(
         [0, 1, 0]
     """
     steps, place = np.unique(step, return_inverse=True)
-    place, alone = place.reshape(-1), -1 - np.arange(len(prompt))  # below any prompt's window
+    place, alone = place.reshape(-1), -1 - np.arange(len(prompt))  # negative, so never the number of a window
     width = len(steps)
     while True:
         window = np.where(prompt == -1, alone, place // width)
@@ -151,7 +152,7 @@ def pools_of(
 
 
 def excess_between(reward: np.ndarray, group: np.ndarray, pool: np.ndarray) -> float:
-    """How much more the mean rewards of the groups of a pool differ than by chance, in standard errors.
+    """By how many standard errors the mean rewards of a pool's groups differ more than by chance.
 
     With the sums of squares B between the k groups of a pool and S over its N rollouts, the mean of
     B − (k − 1) S / (N − 1) is 0 if all rollouts of the pool have the same distribution.
@@ -188,7 +189,7 @@ def different_values(values: np.ndarray, group: np.ndarray) -> tuple[np.ndarray,
         group: (R,) group of each row, from 0.
 
     Returns:
-        (C,) groups, and (C,) numbers of rollouts with equal values.
+        (C,) the group of each distinct row, and (C,) its number of rollouts.
 
     Example:
         >>> different_values(np.array([[1.0], [0.0], [1.0]]), np.array([0, 0, 0]))

@@ -1,4 +1,4 @@
-"""The task ``plan``: the share of groups that would be uninformative at other group sizes."""
+"""The task ``plan``: estimate the share of uninformative groups at other group sizes."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ class GroupsSeen(NamedTuple):
     """
 
     equal: np.ndarray
-    """(P,) bool, all compared rewards are equal."""
+    """(P,) bool, True if all compared rewards are equal."""
     prompt: np.ndarray
-    """(P,) a number of the prompt and its ground truth; -1: the dump has no texts."""
+    """(P,) a number for each prompt with its ground truth; -1: the dump has no texts."""
     step: np.ndarray
-    """(P,) the step."""
+    """(P,) the step of each group."""
     group: np.ndarray
     """(R,) the group of each rollout, from 0 to P − 1."""
     rewards: np.ndarray
-    """(R,) rewards of all rollouts."""
+    """(R,) the reward of each rollout."""
     values: np.ndarray
     """(R, K) compared rewards, NaN for missing ones."""
     compared: np.ndarray
-    """(steps,) number of groups with at least two rollouts, with or without rewards."""
+    """(steps,) the number of groups with at least two rollouts, which may lack rewards."""
 
 
 def groups_seen(report: StepReport) -> GroupsSeen:
@@ -76,7 +76,7 @@ def groups_seen(report: StepReport) -> GroupsSeen:
     Raises:
         ConfigError: the batch has no groups.
     """
-    of_peers = "peers" in report.columns  # groups are parts of a prompt's group, such as roles
+    of_peers = "peers" in report.columns  # parts of groups, such as roles, are compared
     texts = [report.texts[name] for name in ("prompt", "ground_truth") if name in report.texts]
     report = report.as_compared
     groups, each = report.groups, report.rollouts
@@ -107,24 +107,25 @@ def groups_seen(report: StepReport) -> GroupsSeen:
 def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | None = None) -> TaskResult:
     """Print the share of uninformative groups by group size, from the rewards of a dump under a recipe.
 
-    It runs the recipe as ``task=replay`` does, and compares rewards after its shaping and weights, even in
-    groups that it leaves out. If the dump has tokens, it also prints the cost of its rows as prefix trees.
+    The recipe runs as in ``task=replay``. Rewards are compared after its shaping and weights, even in groups
+    that the recipe leaves out. If the dump has tokens, the cost of its rows as prefix trees is printed, too.
 
     Args:
-        config: composed with ``task=plan``.
+        config: the configuration, composed with ``task=plan``.
         output: folder for ``config.yaml`` and ``plan.json``.
         console: where to print; None: standard output.
 
     Returns:
-        The share of uninformative groups in the dump, as ``frac_reward_zero_std`` of a replay, and
-        what ``plan.json`` has.
+        The share of uninformative groups in the dump, like ``frac_reward_zero_std`` of a replay, and the
+        numbers of ``plan.json``.
 
     Raises:
         ConfigError: ``source.path`` is missing, a group size is not an integer ≥ 1, or no group has two
             rollouts with rewards.
         SourceError: a file cannot be read.
         BatchError: a stage refused the first steps.
-        StepsFailed: some steps failed, and ``source.skip_bad`` does not allow it. All is written by then.
+        StepsFailed: some steps failed, and ``source.skip_bad`` does not allow it. All files are written by
+            then.
     """
     console = console or Console()
     sizes = sorted({*sizes_of_groups(config, "plan.group_sizes")})
@@ -165,8 +166,8 @@ def show_group_sizes(
 ) -> dict[str, Any]:
     """Print a table with a line for each range of solve rates or of spreads, and a column for each size.
 
-    Half of the rollouts of a prompt choose its line (:func:`choosing_half`), and the others are counted, so
-    the numbers of a line are unbiased estimates. The last line counts all rollouts.
+    Half of the rollouts of a prompt decide in which line it is (:func:`choosing_half`). The numbers of the
+    line are from the others, so they are unbiased estimates. The last line has all rollouts.
 
     Args:
         seen: the groups.
@@ -175,7 +176,7 @@ def show_group_sizes(
         console: where to print.
 
     Returns:
-        All numbers, as ``plan.json`` has them.
+        All numbers, in the form of ``plan.json``.
     """
     pool, width = pools_of(seen.prompt, seen.step, seen.rewards, seen.group)
     rollouts = np.bincount(seen.group)
@@ -206,7 +207,7 @@ def show_group_sizes(
             cells = [f"{found[each]['at_most']:.0%}" if each in found else "–" for each in map(str, sizes)]
             table.add(label, f"{inside.sum():,}", *cells)
             by_line.append({"range": label, "groups": int(inside.sum()), "chance_of_equal": found})
-    # Estimates from a group and from its pool differ by chance: without this, a chance could rise.
+    # Estimates from a group and from its pool differ by chance, so without this a chance could rise with G.
     mean = np.minimum.accumulate(chances.mean(1)).tolist()
     bound = ["≤" * (not each) for each in known.all(1)]
     cells = [f"{mark}{chance:.0%}" for mark, chance in zip(bound, mean, strict=True)]
@@ -216,7 +217,7 @@ def show_group_sizes(
         for size, chance, mark in zip(sizes, mean, bound, strict=True)
     }
     by_line.append({"range": "all", "groups": len(pool), "chance_of_equal": found})
-    # Of all groups, the last line.
+    # The last line is for all groups.
     needed = [size / (1 - chance) if chance < 1 else inf for size, chance in zip(sizes, mean, strict=True)]
     cells = [f"{mark}{count:,.0f}" if count < inf else "∞" for mark, count in zip(bound, needed, strict=True)]
     table.add("rollouts per informative group", "", *cells)
@@ -246,12 +247,12 @@ def show_group_sizes(
 
 
 def advised(sizes: Sequence[int], chances: Sequence[float], bound: Sequence[str]) -> str:
-    """What to do with the table. Of sizes that need equally many rollouts, the greatest counts.
+    """Say what to do. If several sizes need equally many rollouts, the greatest one is named.
 
     Args:
         sizes: group sizes, ascending.
-        chances: that all rewards of a group are equal, of each size. They never rise.
-        bound: ``≤`` where that is an upper bound, else empty.
+        chances: the chance for each size that all rewards of a group are equal. They never rise.
+        bound: ``≤`` for each size whose chance is an upper bound, else empty.
 
     Example:
         >>> advised([2, 4, 8, 16], [0.65, 0.37, 0.19, 0.19], ["", "", "", "≤"])  # doctest: +ELLIPSIS
@@ -294,17 +295,18 @@ def _said_of_pools(steps: int, width: int, pooled: bool) -> str:
 def lines_of(
     seen: GroupsSeen, pool: np.ndarray, solved: float, choose: np.ndarray
 ) -> tuple[str, list[tuple[str, np.ndarray]]]:
-    """Return the name of the quantity in the table's first column, and for each line a label and (P,) bool.
+    """Return the quantity that sorts groups into the lines of the table; and for each line a label and (P,)
+    bool.
 
     The quantity is the solve rate of the prompt if rewards have two values, where the greater one is solved,
     or if at least a tenth of the rollouts are on each side of `solved`. Otherwise it is the standard
-    deviation of its rewards. This needs two rollouts per prompt to choose the line, or there are no lines.
+    deviation of its rewards. If no prompt has two rollouts to choose its line, there are no lines.
 
     Args:
         seen: the groups.
         pool: (P,) the pool of each group. A prompt has the rollouts of its pool.
         solved: least reward of a solved rollout.
-        choose: (R,) bool, the rollouts that choose the line of their prompt.
+        choose: (R,) bool, True for the rollouts that decide in which line their prompt is.
     """
     values = np.unique(seen.rewards)
     if len(values) == 2:

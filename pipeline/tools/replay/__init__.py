@@ -1,4 +1,4 @@
-"""``task=replay`` and ``task=compare``: the steps of a dump through one recipe, or several."""
+"""Run the steps of a dump through one recipe (``task=replay``) or two (``task=compare``)."""
 
 from __future__ import annotations
 

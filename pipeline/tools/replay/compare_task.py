@@ -39,9 +39,9 @@ from headrace.pipeline.tools.report import (
 from headrace.pipeline.wording import beginning, printable
 from headrace.transforms import BatchError
 
-LINES = 8  # lines of a table of shares: those that differ most
-PROMPT = 40  # characters of a prompt at most
-ID = 16  # characters of an id at most
+LINES = 8  # most lines of a table of shares; the lines that differ most are shown
+PROMPT = 40  # most characters of a prompt
+ID = 16  # most characters of an id
 FORMATS = {"gradient_moved": ".1%", "correlation": ".4f", "gradient_cosine": ".4f"}
 LABELS = {"segments": "segments of the rollout", "tokens": "tokens of the row, at most"}
 SHARE = (
@@ -61,20 +61,21 @@ def compare_recipes(
     """Run every step of a dump through two recipes; print and write the differences.
 
     Args:
-        config: composed with ``task=compare``.
+        config: the configuration, composed with ``task=compare``.
         output: folder for ``config.yaml``, ``compare.json`` and ``report.html``.
-        overrides: of the command line; those of a stage apply to each recipe that has it.
+        overrides: command-line overrides. Those of a stage apply to each recipe that has the stage.
         console: where to print; None: standard output.
 
     Returns:
-        The correlation of the advantages, and what ``compare.json`` has.
+        The correlation of the advantages, and the numbers of ``compare.json``.
 
     Raises:
         ConfigError: ``pipelines`` are not two recipes, ``source.path`` is missing, or one of the recipes does
             not have an option.
         SourceError: a file cannot be read.
         BatchError: a stage refused the first steps.
-        StepsFailed: some steps failed, and `source.skip_bad` does not allow it. All is written by then.
+        StepsFailed: some steps failed, and `source.skip_bad` does not allow it. All files are written by
+            then.
     """
     console = console or Console()
     names = list(config.pipelines)
@@ -89,7 +90,7 @@ def compare_recipes(
         output,
         title=f"{names[0]} and {names[1]}",
         steps=config.report.steps,
-        dump=None,  # its rows have one advantage: replay each recipe for a dump
+        dump=None,  # rows of a dump have one advantage: replay each recipe to get two dumps
         page=config.report.html,
         every=config.report.every,
         versus=names,
@@ -98,7 +99,7 @@ def compare_recipes(
     with folder:
 
         def reported(step: int, batch: TensorDictBase) -> tuple[StepReport, StepReport, dict[str, float]]:
-            tried = copy.deepcopy(pipelines)  # a state does not remember a step that is left out
+            tried = copy.deepcopy(pipelines)  # copies, so that a step that is left out changes no state
             reports = list[StepReport]()
             for name, pipeline in zip(names, tried, strict=True):
                 try:
@@ -113,7 +114,7 @@ def compare_recipes(
         for first, second, apart in steps.results(reported):
             differ = {f"versus/{name}": value for name, value in apart.items()}
             differ |= {f"second/{name}": value for name, value in second.numbers.items()}
-            # The report of the first recipe, with the numbers of the second beside them.
+            # The report of the first recipe also gets the numbers of the second.
             other = second.columns.get("advantage", np.full(len(second), np.nan))
             beside = {"advantage_by_row": other, "other_share": gradient_share(second.columns)}
             columns, metrics = {**first.columns, **beside}, {**first.metrics, **differ}
@@ -194,7 +195,7 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def short_id(label: int | str) -> str:
-    """Shorten an id for a table: of a long text, such as a hash, only the beginning.
+    """Shorten an id for a table. Only the beginning of a long text, such as a hash, is shown.
 
     Example:
         >>> short_id(2**62), short_id("prompt/bcfa1ad62952453f3229f6ebe9b0cba5")

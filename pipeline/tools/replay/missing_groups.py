@@ -1,4 +1,5 @@
-"""Groups that a dump lacks: holes in the ids of its groups, and whether those are groups with long rollouts.
+"""Find holes in the ids of a dump's groups, and test whether groups with long rollouts are missing more
+often.
 
 A dump has only groups that were trained. If groups were dispatched with the ids 0, 1, 2, …, a missing id is a
 group that was not trained. Its length is not known, but the length of its prompt in another epoch is.
@@ -21,25 +22,25 @@ OTHER = "length in another epoch"
 
 
 class GroupHoles:
-    """Collects the groups of a dump, step by step. Nothing is said where the dump does not allow it.
+    """Collects the groups of a dump, step by step. If the dump does not show holes, nothing is said.
 
     A hole is counted if its id is below all ids of the last step: groups with greater ids may have been
     outstanding when the run ended. The ids must be whole numbers that occur in one step each, and at least
     half of them must be in the dump. Otherwise they are not ids by order of dispatch.
 
-    An **epoch** ends before the first group, in the order of the ids, whose prompt it has already. It must
-    have at least half of all prompts; otherwise prompts were not drawn in epochs. In each epoch but the last,
-    a prompt is ``trained`` or ``missing``. Its length is that of its group in the next epoch, or else in the
-    epoch before. A mean over more epochs would vary less for prompts that are rarely lost. So if a loss does
-    not depend on the length, ``trained`` and ``missing`` have the same distribution of lengths, and the bound
-    on z holds (:func:`headrace.transforms.streams.survival.slow_loss`). A prompt that is in neither of these
-    epochs is not counted.
+    An **epoch** ends, in the order of the ids, before the first group whose prompt is in it already. It must
+    have at least half of all prompts; otherwise prompts were not drawn in epochs. In each epoch except the
+    last, a prompt is ``trained`` or ``missing``. The length of a prompt is that of its group in the next
+    epoch, or else in the previous epoch. A prompt without a group in either is not counted. One epoch is
+    used, not a mean over more, because such a mean would vary less for prompts that are rarely lost. So if
+    losses do not depend on length, ``trained`` and ``missing`` have the same distribution of lengths, and the
+    bound on z holds (:func:`headrace.transforms.streams.survival.slow_loss`).
     """
 
     def __init__(self) -> None:
         self._steps: list[np.ndarray] = []  # (3, G) the id, the prompt and the length of each group of a step
-        self._unknown = ""  # why nothing is known of lengths
-        self._numbered = True  # the ids are whole numbers
+        self._unknown = ""  # why lengths are not known
+        self._numbered = True  # whether the ids are whole numbers
 
     def add(self, report: StepReport) -> None:
         """Add the groups of a step."""
@@ -63,7 +64,7 @@ class GroupHoles:
 
     @cached_property
     def holes(self) -> tuple[int, int, int]:
-        """The number of missing ids, from the first of the dump to the last that was not outstanding."""
+        """The number of missing ids, and the first and the last id of the range in which they are counted."""
         if not self._numbered or not self._steps:
             return 0, 0, 0
         ids = np.concatenate([step[0] for step in self._steps])
@@ -75,13 +76,13 @@ class GroupHoles:
 
     @cached_property
     def survivors(self) -> Survivors | None:
-        """Counts of trained and missing prompts, by their length in another epoch; None: not known."""
+        """The numbers of trained and missing prompts, by their lengths in another epoch; None: not known."""
         holes, _, over = self.holes
         if not holes or self._unknown:
             return None
         every = np.concatenate(self._steps, 1)
         ids, prompts, lengths = every[:, np.argsort(every[0])].tolist()
-        epochs: list[dict[int, int]] = [{}]  # by prompt, the length of its group
+        epochs: list[dict[int, int]] = [{}]  # the length of each prompt's group
         ends: list[int] = []
         for number, prompt, length in zip(ids, prompts, lengths, strict=True):
             if prompt in epochs[-1]:
@@ -103,14 +104,14 @@ class GroupHoles:
 
     @property
     def table(self) -> FittedTable | None:
-        """Counts of prompts by tenths of their length; None if none is missing, or lengths are not known."""
+        """A table of prompts by tenths of their lengths; None if none is missing, or lengths are unknown."""
         if self.survivors is None or len(tenths := self.survivors.tenths("length")) < 2:
             return None
         return tenths_table(tenths, OTHER) if any(tenth.lost for tenth in tenths) else None
 
     @property
     def said(self) -> list[str]:
-        """Sentences about the holes, and whether they are groups with long rollouts."""
+        """Sentences about the holes. They say whether groups with long rollouts are missing more often."""
         holes, first, last = self.holes
         if not holes:
             return []

@@ -33,18 +33,20 @@ def replay_dump(config: DictConfig, output: Path, console: Console | None = None
     """Run every step of a dump through the pipeline; print and write the reports.
 
     Args:
-        config: as ``task=replay`` composes it.
+        config: the configuration, composed with ``task=replay``.
         output: folder for ``config.yaml``, ``report.html`` and ``rollouts/``.
         console: where to print; None: standard output.
 
     Returns:
-        The number of rows that are trained; the numbers of each ``steps``, ``verdict`` and ``notices``.
+        The number of rows that are trained, and as numbers ``steps`` (those of each step), ``verdict`` and
+        ``notices``.
 
     Raises:
-        ConfigError: no path, or an unknown stage or option.
-        SourceError: a dump that cannot be read.
+        ConfigError: ``source.path`` is missing, or a stage or option is unknown.
+        SourceError: a file cannot be read.
         BatchError: a stage refused the first steps.
-        StepsFailed: some steps failed, and `source.skip_bad` does not allow it. All is written by then.
+        StepsFailed: some steps failed, and `source.skip_bad` does not allow it. All files are written by
+            then.
     """
     console = console or Console()
     pipeline = build_pipeline(config.pipeline)
@@ -67,7 +69,7 @@ def replay_dump(config: DictConfig, output: Path, console: Console | None = None
             missing.add(report)
             folder.unsaid = report.unsaid
             folder.add(report)
-        lost = [] if steps.failed or source.draws else missing.said  # those have groups that are left out
+        lost = [] if steps.failed or source.draws else missing.said  # else groups are left out here
         folder.missing = missing.table if lost else None
         folder.notices += [*said_of_dump(folder), *lost]
     folder.close()
@@ -100,7 +102,7 @@ def replay_dump(config: DictConfig, output: Path, console: Console | None = None
 
 
 def said_of_dump(folder: ReportFolder) -> list[str]:
-    """Sentences about what the dump does not contain."""
+    """Sentences that say what the dump does not contain."""
     said = []
     if LENGTH in folder.unsaid:
         said.append(
