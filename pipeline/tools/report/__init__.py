@@ -1,4 +1,4 @@
-"""Reports of what happened to a batch, printed, logged, dumped and drawn on a page."""
+"""Report what happened to a batch: in the terminal, in trackers, in dumps and on a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advice from the numbers of a step and of the steps before it, and whether the reward rises."""
+"""Give advice from the numbers of a step and of earlier steps, and say whether the reward rises."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ REWARD = "reward/all/mean"
 LENGTH = "response_length/mean"
 ABSENT = object()
 LENGTH_UNITS = {LENGTH: "tokens", "response_characters/mean": "characters"}  # a step has one of both
-LENGTHS = 2.0  # responses that are this many times as long as at first are too long
+LENGTHS = 2.0  # if responses grow to this many times their first length, they are too long
 LONGEST = "response_length/max"
-DIVISOR = 10  # a divisor of this many times the longest response is too long
-SMALL = 0.02  # share of the range; a smaller change does not count
-ROUNDED = 1e-9  # share of the greatest value; means of equal rewards differ this much by rounding
-AT_THE_TOP = 0.1  # share of the range; this close to the greatest value, little is left to rise
+DIVISOR = 10  # a divisor above this many times the longest response is too large
+SMALL = 0.02  # changes below this share of the range do not count
+ROUNDED = 1e-9  # means of equal rewards may differ by this share of the greatest value, by rounding
+AT_THE_TOP = 0.1  # a number within this share of the range from the greatest value can hardly rise
 
 
 class Advisory(NamedTuple):
-    """A rule that the numbers break."""
+    """The result of a rule that the numbers break."""
 
     name: str
     """Name of the symptom, as in docs/symptoms.md."""
     text: str
-    """A sentence, with the number."""
+    """The sentence, with the number."""
     number: str
     """Name of the number that is judged."""
     steps: tuple[int, ...]
-    """The steps at which the number itself was beyond the bound."""
+    """The steps at which the number of the single step was beyond the bound."""
 
 
 class Advice(NamedTuple):
-    """The advice at a step, from all numbers up to it."""
+    """The advice at a step, from the numbers of all steps up to it."""
 
     verdict: str
     advisories: list[Advisory]
@@ -66,12 +66,12 @@ class Bound(NamedTuple):
     also: str = ""
     """A further sentence, if groups are solved by all of their rollouts, or by none."""
     cases: Mapping[str, str] = {}
-    """Other symptoms, by number. A symptom is named instead if its number is more than half of this one."""
+    """Other symptoms, by number. One is named instead if its number is more than half of this rule's."""
     least_groups: int = 0
-    """Steps with fewer groups are not judged."""
+    """Least number of groups of a step. Steps with fewer are not judged."""
 
     def holds(self, numbers: Numbers) -> bool:
-        """Whether the rule applies to a step."""
+        """Whether the rule applies to a step with these numbers."""
         return self.number in numbers and numbers.get("groups/in", 0.0) >= self.least_groups
 
     def fires(self, value: float) -> bool:
@@ -88,7 +88,7 @@ def bounds() -> list[Bound]:
 
 @cache
 def numbers_read() -> list[str]:
-    """The names of the numbers that rules read of earlier steps."""
+    """The names of the numbers that rules read from earlier steps."""
     counts = [f"{unit}/{which}" for unit in UNITS for which in ("in", "trained")]
     judged = [rule.number for rule in bounds()]
     rewards = (REWARD, "reward/all/min", "reward/all/max")
@@ -99,28 +99,28 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
     """List what you should look at after a step, most urgent first.
 
     ========================= ===============================================================================
-    ``nothing-trains``        no row was trained at this step, or at one before
+    ``nothing-trains``        no row was trained at this step, or at an earlier one
     a zero                    the number is exactly 0 at each of the last five steps: `learning-rate-zero`,
                               `gradient-zero`
     a bound                   the mean of the number over the last five steps is above its bound:
                               `advantage-all-zero` ½ of ``frac_reward_zero_std`` (`groups-solved`, or
-                              `groups-unsolved`, where most of these groups are), `rollouts-truncated` ¼,
+                              `groups-unsolved`, if most of these groups are), `rollouts-truncated` ¼,
                               `rollouts-failed`, `rollouts-empty`, `rewards-missing` and
                               `groups-incomplete` a tenth,
                               `trained-without-reward` 0 rollouts, `tokens-trained-again` 0 tokens,
                               `gradient-spikes` ½ of the gradient in one of four groups or more,
                               `stale` 2 versions in the mean
-    `off-policy`              a stage's number is below what it was told to warn of: ``<stage>/ess_token``
+    `off-policy`              a number of a stage is below the stage's own bound: ``<stage>/ess_token``
                               below ``<stage>/least_ess``, and so for every option ``least_<name>``
     `slow-groups-lost`        a stream lost groups that take long, or have many turns, more often than others
                               (:func:`lost_groups`)
-    `penalty-unused`          a stage that punishes length changed no reward, and the longest response is at
-                              most half as long as what it punishes
+    `penalty-unused`          a stage that punishes length changed no reward; the longest response is at
+                              most half as long as the shortest punished one
     `divisor-unused`          the longest response has less than a tenth of the tokens by which `LossWeight`
                               divides (``constant``)
     `reward-flat`, `stalled`  the reward does not move (:func:`trend_of`)
-    `lengths-explode`         over at least 12 steps: the mean response length of their last quarter is more
-                              than twice that of the first
+    `lengths-explode`         with at least 12 steps, the mean response length of the last quarter is more
+                              than twice that of the first quarter
     ========================= ===============================================================================
 
     Args:
@@ -171,11 +171,11 @@ def unchecked(history: History) -> list[str]:
         "penalty-unused": LONGEST in last,
         "divisor-unused": LONGEST in last,
     }
-    return [name for name in symptoms() if not judged.get(name, True)]  # a case has the rule of another one
+    return [name for name in symptoms() if not judged.get(name, True)]  # some share another's rule
 
 
 def verdict(numbers: Numbers, history: History = ()) -> str:
-    """Say whether the reward rises, in a sentence; if it does not, with the most urgent advisory.
+    """Say in a sentence whether the reward rises. If it does not, add the most urgent advisory.
 
     Args:
         numbers: as for :func:`advise`.
@@ -211,7 +211,7 @@ def _verdict(history: History, advisories: Sequence[Advisory]) -> str:
 
 
 def _points(history: History, name: str) -> list[tuple[int, float]]:
-    """(step, value) of the steps that have the number, if it is finite."""
+    """(step, value) for each step whose number exists and is finite."""
     known = ((step, numbers[name]) for step, numbers in history if name in numbers)
     return [(step, value) for step, value in known if math.isfinite(value)]
 
@@ -293,7 +293,7 @@ def _said(mean: StepMean, digits: str = ".3g") -> str:
     return f"{mean.value:{digits}} ({mean.window})"
 
 
-# -- whether a number rises over the steps, by a rule that can be looked up ---------------------------------
+# -- whether a number rises over the steps ------------------------------------------------------------------
 
 
 class Trend(NamedTuple):
@@ -309,9 +309,9 @@ class Trend(NamedTuple):
 def trend_of(points: Sequence[tuple[int, float]], *, low: float, high: float) -> Trend:
     """Say how a number changed over its steps.
 
-    With the range high − low, the means of quarters of the steps (:func:`quarter_means`), the variances s² of
-    their n values (divisor n − 1) and the standard error of a difference of means, and
-    small = max(0.02 · range, 2 · √(s₁²/n + s₄²/n))::
+    The rule uses range = high − low, the means of quarters of the steps (:func:`quarter_means`), and the
+    variances s² of the n values of a quarter (divisor n − 1). √(s₁²/n + s₄²/n) is the standard error of a
+    difference of means. With small = max(0.02 · range, 2 · √(s₁²/n + s₄²/n))::
 
         short     fewer than 12 steps
         fell      mean(Q₄) − mean(Q₁) < −small
@@ -364,12 +364,12 @@ def _squared_error(points: Sequence[tuple[int, float]]) -> float:
 
 
 class Setup(NamedTuple):
-    """How a run of the command was set up. It decides which remedies the run can use."""
+    """How a run of the command was set up. This decides which remedies the run can use."""
 
     config: DictConfig
     """Composed."""
     overrides: Sequence[str] = ()
-    """That were typed."""
+    """The overrides that were typed."""
 
 
 class Remedy(NamedTuple):
@@ -377,13 +377,14 @@ class Remedy(NamedTuple):
 
     text: str
     overrides: str
-    """What to type after ``headrace``; empty: it is done elsewhere."""
+    """The overrides to type after ``headrace``; empty: the remedy needs none."""
 
     def under(self, setup: Setup | None) -> Remedy | None:
-        """The remedy without overrides of options that the run does not have; None if it has their values.
+        """Adapt the remedy to a run: leave out overrides of options that the run lacks. None: it has all
+        values already.
 
         Args:
-            setup: of the run; None, in Python: the remedy itself.
+            setup: the setup of the run. None (in Python): the remedy stays unchanged.
 
         Example:
             >>> setup = Setup(OmegaConf.create({"pipeline": {"stages": {"filter": {"action": "mask"}}}}))
@@ -417,7 +418,7 @@ class Symptom(NamedTuple):
     """The name that advisories and links use."""
     title: str
     shows: str
-    """The number of the report that shows it, and the rule by which it becomes an advisory."""
+    """The number of the report that shows the symptom, and the rule by which it becomes an advisory."""
     means: str
     needs: str
     """The data that the check needs."""

@@ -1,4 +1,4 @@
-"""How two recipes differ in what they train on, given the same rollouts."""
+"""Compare what two recipes train on, given the same rollouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .numbers import gradient_cosine, gradient_share, row_weight
 from .step import StepReport
 
 MOVERS = 8  # groups that differ most
-ROUNDED = 1e-5  # relative difference of two numbers above which they differ by more than float32 rounding
+ROUNDED = 1e-5  # numbers with a greater relative difference differ by more than float32 rounding
 
 
 class Mover(NamedTuple):
@@ -26,41 +26,44 @@ class Mover(NamedTuple):
     group: int | str
     """The group's id in the dump."""
     first: float
-    """Share of the step's gradient under the first recipe."""
+    """The group's share of the step's gradient under the first recipe."""
     second: float
-    """Share of the step's gradient under the second recipe."""
+    """The group's share of the step's gradient under the second recipe."""
     prompt: str = ""
-    """What the user asked last; empty: the dump has no texts."""
+    """The last user turn of its prompt; empty: the dump has no texts."""
 
 
 @dataclass
 class Comparison:
     """Sums over steps, from which :attr:`numbers` and :attr:`shares` follow.
 
-    A row's share of the gradient is that of :func:`gradient_share`.
+    :func:`gradient_share` defines a row's share of the gradient.
 
     Attributes:
-        names: of the two recipes.
+        names: the names of the two recipes.
         steps: number of batches.
-        rows: of all batches.
-        both: rows that both recipes train.
-        only: rows that only the first recipe trains, and only the second.
-        changed: rows whose advantage × loss weight × tokens differs; without lengths, rows in the loss whose
-            advantage differs.
-        by_token: whether a recipe has a number for each token. Then the mean over the row is compared.
-        differ: rows whose advantages differ.
-        flips: rows whose advantages have opposite signs.
+        rows: number of rows of all batches.
+        both: number of rows that both recipes train.
+        only: number of rows that only the first recipe trains, and that only the second trains.
+        changed: number of rows whose advantage × loss weight × tokens differs; without lengths, of rows in
+            the loss whose advantage differs.
+        by_token: whether a recipe has an advantage or weight for each token. Then the mean over the row is
+            compared.
+        differ: number of rows whose advantages differ.
+        flips: number of rows whose advantages have opposite signs.
         moments: (6,) n, Σx, Σy, Σx², Σy², Σxy of the two advantages.
-        moved: sum over steps of the share of the gradient that goes to another group.
+        moved: the share of the gradient that moves to other groups, summed over steps.
         cosines: :func:`gradient_cosine` of each step at which both recipes train something.
-        trains: steps at which the first recipe has a gradient, and the second.
-        movers: the groups whose share differs most, of all steps.
-        kept: rows that only the first recipe trains and that have a gradient, and only the second.
-        causes: number of rows whose advantages differ by one factor for all, by a factor of their ``group``,
-            or ``otherwise``; and of rows whose loss ``weights`` differ by more than a factor of their step.
-        by_length: sum over rows of a correlation within their step, of the logarithms of two numbers: the
-            second recipe's loss weight over the first's, and the tokens of the row.
-        shares: by table (``segments`` of the rollout, ``tokens`` of the row), by line, (3,): the
+        trains: number of steps at which the first recipe has a gradient, and at which the second has one.
+        movers: the groups of all steps whose shares differ most.
+        kept: number of rows with a gradient that only the first recipe trains, and that only the second
+            trains.
+        causes: number of rows whose advantages differ by one factor for all rows, by one factor for each
+            ``group``, or ``otherwise``; and of rows whose loss ``weights`` differ by more than one factor for
+            each step.
+        by_length: the correlation, within each step, of log(second loss weight / first loss weight) with
+            log(tokens of the row), summed over rows.
+        shares: for each table (``segments`` of the rollout, ``tokens`` of the row) and each line, (3,): the
             two shares of the gradient and the number of rows, summed over steps (:meth:`mean_shares`).
     """
 
@@ -85,14 +88,14 @@ class Comparison:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """How the recipes differ, over all steps.
+        """Numbers that say how the recipes differ, over all steps.
 
-        ``rows``; ``trained_by_both``, ``trained_only_by_first``, ``trained_only_by_second``; of the rows that
-        have an advantage under both ``correlation`` (Pearson's), ``differ`` (by more than float32 rounding)
-        and ``sign_flips``; ``gradient_moved``, the share of the gradient that goes to another group,
-        ½ Σ |s₁ − s₂|; and ``gradient_cosine``, the cosine between the rows' weights in the two gradients. The
-        last two are means over the steps of :attr:`averaged`, and NaN for a dump without tokens or their
-        number.
+        The numbers are ``rows``; ``trained_by_both``, ``trained_only_by_first``, ``trained_only_by_second``;
+        for rows with an advantage under both recipes, ``correlation`` (Pearson's), ``differ`` (by more than
+        float32 rounding) and ``sign_flips``; ``gradient_moved``, the share of the gradient that moves to
+        other groups, ½ Σ |s₁ − s₂|; and ``gradient_cosine``, the cosine between the rows' weights in the two
+        gradients. The last two are means over the steps of :attr:`averaged`, and NaN for a dump without
+        tokens or lengths.
         """
         n, x, y, xx, yy, xy = self.moments
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -111,7 +114,8 @@ class Comparison:
 
     @property
     def said(self) -> str:
-        """Whether both recipes give the same gradient: advantage × loss weight × tokens, without clipping.
+        """Say whether both recipes give the same gradient: advantage × loss weight × tokens, without
+        clipping.
 
         Example:
             >>> Comparison(("grpo", "rloo"), steps=1, rows=8).said
@@ -136,7 +140,7 @@ class Comparison:
 
     @property
     def why(self) -> str:
-        """Say in which of three things the recipes differ: rows that train, advantages, weights of rows.
+        """Say in which respects the recipes differ: trained rows, advantages, or weights of rows.
 
         Example:
             >>> print(Comparison(("grpo", "rloo"), changed=8, causes=Counter(group=8)).why)
@@ -165,7 +169,7 @@ class Comparison:
         return f"They differ {', and '.join(reasons)}." if reasons else ""
 
     def _explain(self, pair: Sequence[StepReport], trained: np.ndarray, advantage: np.ndarray) -> None:
-        """Count why the rows of a step differ, from the (2, N) rows that train and their advantages."""
+        """Count why rows of a step differ. `trained` and `advantage` are (2, N), a line for each recipe."""
         columns, both = [report.columns for report in pair], trained.all(0) & np.isfinite(advantage).all(0)
         one, other = advantage[:, both]
         _, group = np.unique(
@@ -203,9 +207,9 @@ class Comparison:
         return {"gradient_moved": self.steps, "gradient_cosine": len(self.cosines)}
 
     def mean_shares(self) -> dict[str, dict[str, list[float]]]:
-        """By table and line, the two shares: means over the steps at which the recipe has a gradient.
+        """For each table and line, the two shares: means over the steps at which the recipe has a gradient.
 
-        So the shares of a table add up to 1. The third number is that of the rows.
+        So the shares of a table add up to 1. The third number is the number of rows.
         """
         first, second = (max(steps, 1) for steps in self.trains)
         return {
@@ -217,8 +221,8 @@ class Comparison:
         """Add the reports of one batch under the two recipes.
 
         Returns:
-            What the step adds to the means of :attr:`numbers`: ``gradient_moved``, and if both recipes train
-            something, ``gradient_cosine``. Empty if lengths are not known.
+            The numbers of this step: ``gradient_moved`` and, if both recipes train something,
+            ``gradient_cosine``. Empty if lengths are not known.
 
         Raises:
             BatchError: the reports are not of the same rows.
@@ -231,7 +235,7 @@ class Comparison:
                     f"and the other {len(second)}, or their {name}s differ"
                 )
         pair, rows = (first, second), len(first)
-        trained = np.stack([report.columns["reason"] == 0 for report in pair])  # (2, N), like those below
+        trained = np.stack([report.columns["reason"] == 0 for report in pair])  # (2, N), as below
         advantage = np.stack([report.columns.get("advantage", np.full(rows, np.nan)) for report in pair])
         both = trained.all(0)
         self.steps, self.rows, self.both = self.steps + 1, self.rows + rows, self.both + int(both.sum())
@@ -244,7 +248,7 @@ class Comparison:
         sums = (len(a), a.sum(), b.sum(), (a * a).sum(), (b * b).sum(), (a * b).sum())
         self.moments = self.moments + np.array(sums, dtype=float)
         self.by_token |= any(report.by_token for report in pair)
-        if "no_lengths" in first.columns:  # the rows' weights are not known
+        if "no_lengths" in first.columns:  # without lengths, the rows' weights are not known
             credit = np.where(trained & np.isfinite(advantage), advantage, 0)
             self.changed, self.moved = self.changed + int(_differ(*credit).sum()), float("nan")
             return {}
@@ -264,7 +268,7 @@ class Comparison:
         return of_step
 
     def _move(self, report: StepReport, share: np.ndarray) -> float:
-        """Add how much of the shares (2, N) moves between groups, and the groups whose share differs most."""
+        """Add the part of (2, N) shares that moves between groups, and the groups that differ most."""
         ids = report.columns.get("group_id", np.zeros(len(report), int))
         groups, rows, index = np.unique(ids, return_index=True, return_inverse=True)
         names = report.ids("group", rows) if "group_id" in report.columns else groups.tolist()
@@ -282,13 +286,13 @@ class Comparison:
 
 
 def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """(N,) bool: whether numbers differ by more than rounding, also that of sums."""
+    """(N,) bool: whether numbers differ by more than the rounding of numbers and sums."""
     size = np.maximum(np.abs(a), np.abs(b)) + min(np.abs(a).max(initial=0), np.abs(b).max(initial=0))
     return np.abs(a - b) > ROUNDED * size
 
 
 def _labels(report: StepReport) -> dict[str, np.ndarray]:
-    """By table, (N,) the line that each row belongs to."""
+    """For each table, (N,) the line of each row."""
     labels = {}
     if "rollout_id" in report.columns:
         _, rollout, segments = np.unique(

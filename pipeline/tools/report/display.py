@@ -1,4 +1,4 @@
-"""Show a training: a progress bar, a table at the end, and a CSV file with the numbers of each step."""
+"""Show a training with a progress bar, a table at the end, and a CSV file of the numbers of each step."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ class TrainingDisplay:
         write_csv(self.csv_path, self.history)
 
     def close(self, title: str, *, page: Path | None = None, lines: Sequence[Text] = ()) -> None:
-        """Print the table over all steps, further lines, and where the files are; nothing without steps."""
+        """Print the table over all steps, further lines, and where the files are; nothing if there are no
+        steps.
+        """
         if self.history:
             self.console.print(history_table(self.history, title), *lines, sep="\n")
             shown = f"written to {self.csv_path.parent}"
@@ -89,11 +91,11 @@ def write_csv(path: Path, history: list[dict[str, float]]) -> None:
 def history_table(history: list[dict[str, float]], title: str) -> FittedTable:
     """Sum rows, rollouts and groups over steps: collected, out by stage and reason, and trained.
 
-    A rollout or group is out only if all its rows are out. A reason that takes only parts of rollouts counts
-    0 of them.
+    A rollout or group is out only if all its rows are out. A reason that removes only parts of rollouts
+    counts 0 rollouts.
 
     Args:
-        history: numbers of each step (:attr:`StepReport.numbers`).
+        history: the numbers of each step (:attr:`StepReport.numbers`).
         title: title of the table.
     """
     table = FittedTable(

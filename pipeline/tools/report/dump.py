@@ -1,4 +1,4 @@
-"""Reports on disk: one Parquet or JSONL file per step, with a row for each row of the batch."""
+"""Write reports to disk: one Parquet or JSONL file per step, with a row for each row of the batch."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ from .step import StepReport
 from .valid_json import json_text
 
 SCHEMA_VERSION = 1
-ROW_GROUP = 256  # rows; a reader that looks for texts has one row group in memory at a time
+ROW_GROUP = 256  # rows of a row group; a search for texts has one row group in memory at a time
 FLOATS = ("reward", "rollout_reward", "advantage", "loss_weight", "advantage_by_row", "logged_advantage")
 # A replay needs the row's collected reward; the report's `reward` is the reward of its rollout.
 REPORT_COLUMNS = {"reward": "collected_reward", "rollout_reward": "reward"}
 
 
 def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
-    """A table with a row for each row of the batch, carried rows included.
+    """Make a table with a row for each row of the batch, carried rows included.
 
     ======================================================= =========== =====================================
     column                                                   type        meaning
     ======================================================= =========== =====================================
     ``step``, ``row``                                        int64       step number, index in the batch
-    ``group_id``, ``rollout_id``                             int64       as the batch had them
+    ``group_id``, ``rollout_id``                             int64       the ids of the batch
     ``reward``                                               float64     as collected, null: none; of several
                                                                          the weighted sum
     ``rewards``                                              list        as collected, where there are several
     ``rollout_reward``                                       float64     of the rollout, as compared
     ``advantage``, ``loss_weight``                           float64
     ``advantage_by_row``                                     float64     if each row were a rollout
-    ``logged_advantage``                                     float64     of the dump that was replayed
+    ``logged_advantage``                                     float64     from the dump that was replayed
     ``status``, ``reason``, ``action``                       string      ``trained``, or ``stage/reason``
     ``tokens``                                               int64       in the loss, as collected
     ``policy_version``, ``expected_rollouts``                int64
-    ``trainer_version``                                      int64       of the trainer, when it took the row
+    ``trainer_version``                                      int64       the trainer's, when it took the row
     ``minibatch``, ``microbatch``, ``rank``                  int64       where it was trained
-    ``carried_in``                                           int64       1: a row of an earlier step
-    ``prompt``, ``response``, ``ground_truth``               string      decoded text, where there is any
+    ``carried_in``                                           int64       1: carried from an earlier step
+    ``prompt``, ``response``, ``ground_truth``               string      decoded text, if there is any
     ``response_parts``                                       string      what of a response without tokens was
                                                                          sampled: a JSON list of pairs, true
                                                                          or false and a text
     ``other_columns``                                        string      what else the dump that was replayed
                                                                          has of the row, a JSON object; empty:
                                                                          nothing
-    ``group_label``, ``rollout_label``                       string      the ids as text, where they were text
+    ``group_label``, ``rollout_label``                       string      the ids as text, if they were text
     ======================================================= =========== =====================================
 
     The schema's metadata has ``headrace.schema`` (the version of this table), ``headrace.recipe`` (the
     stages, as JSON), ``headrace.step`` (the funnel and the numbers of the step, as JSON: those of the page)
-    and ``headrace.config`` (the resolved configuration, as YAML, where given).
+    and ``headrace.config`` (the resolved configuration, as YAML, if it was given).
 
     Example:
         >>> from tensordict import TensorDict
@@ -72,7 +72,7 @@ def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
     """
     columns: dict[str, Any] = {"step": pa.array(np.full(len(report), report.step))}
     found = dict(report.columns)
-    if report.group_size is not None and "group_id" in found:  # without it, a replay asks for the size again
+    if report.group_size is not None and "group_id" in found:  # so that a replay need not ask for the size
         found.setdefault("expected_rollouts", np.full(len(report), report.group_size))
     order = ("row", "group_id", "rollout_id", *FLOATS, "tokens", "policy_version", "trainer_version")
     for name in (*order, "expected_rollouts", "minibatch", "microbatch", "rank", "carried_in"):
@@ -88,7 +88,7 @@ def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
     codes = pa.array(report.columns["reason"], pa.int32())
     for name, words in (("reason", report.names), ("action", report.actions)):
         columns[name] = pa.DictionaryArray.from_arrays(codes, pa.array(words, pa.string())).cast(pa.string())
-    for name, texts in report.texts.items():  # half a surrogate pair, cut by a tokenizer, becomes `?`
+    for name, texts in report.texts.items():  # half of a surrogate pair, which a tokenizer cut, becomes `?`
         encodable = [text.encode("utf-8", "replace").decode() for text in texts]
         columns[name] = pa.array(encodable, pa.string())
     funnel = [shown_as(PageLevel, level) for level in report.funnel]
@@ -110,19 +110,20 @@ def write_dump(
     format: Literal["parquet", "jsonl"] = "parquet",
     config: str | None = None,
 ) -> Path:
-    """Write the file of a step to a folder, whole or not at all. ``open_dump`` reads it back.
+    """Write the file of a step to a folder, completely or not at all. ``open_dump`` reads it.
 
     Args:
-        report: of the step. Its number is in the file's name, and an existing file of the step is replaced.
-        folder: is made if it does not exist.
-        format: ``parquet``; or ``jsonl``, for people and other tools.
+        report: the report of the step, whose number is in the file's name. An existing file of the step is
+            replaced.
+        folder: the folder. It is made if it does not exist.
+        format: ``parquet``, or ``jsonl``, which people and other tools can read.
         config: the resolved configuration, as YAML.
 
     Returns:
         The file's path.
 
     Raises:
-        ValueError: another format.
+        ValueError: `format` is neither of the two.
 
     Example:
         >>> import tempfile
@@ -148,7 +149,7 @@ def write_dump(
 
 def _lines(table: pa.Table) -> Iterator[str]:
     """Yield a line of JSON for each row, with the values that are known."""
-    shown = ("reward", "rollout_reward")  # written even as null, so that a missing key means damage
+    shown = ("reward", "rollout_reward")  # also written if null, so that a missing key shows damage
     for batch in table.to_batches(max_chunksize=10_000):
         for row in batch.to_pylist():
             known = {name: value for name, value in row.items() if value is not None or name in shown}

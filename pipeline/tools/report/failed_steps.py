@@ -1,4 +1,4 @@
-"""The steps of a run that failed and have no rows. A file beside the rows lists them with the reasons."""
+"""Read the failed steps of a run and the reasons from a file beside the rows of the other steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FailedStep(NamedTuple):
     """A step that failed, and the reason."""
 
     step: int | None
-    """None if the file does not have the number."""
+    """The number of the step; None if the file does not have it."""
     why: str
 
     @property

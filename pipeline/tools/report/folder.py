@@ -1,4 +1,4 @@
-"""The files of a training, a replay or a comparison: the rows of each step, and one page."""
+"""Write the files of a training, a replay or a comparison: the rows of each step, and one page."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ from .valid_json import json_text
 
 Item = TypeVar("Item")
 UNNAMED = "a run"
-MOST_FAILED = 20  # failed steps that are named, each with its reason
+MOST_FAILED = 20  # at most this many failed steps are named, each with its reason
 POINTS = 500  # most steps of the curves, so that the page of a long run is quick to write and to read
 STEP_FILE = re.compile(r"step_\d+\.(parquet|jsonl)")
-SHARE = 0.02  # largest share of the time that is spent on writing the page while the run goes on
+SHARE = 0.02  # greatest share of a run's time that is spent on writing the page
 
 
 @takes_options
 class ReportFolder:
-    """Take reports step by step; write the rows of each step, and a page that grows with the run.
+    """Take reports step by step. Write the rows of each step, and a page that grows with the run.
 
     The page has curves over all steps; in a run of more than 500 steps, over evenly spread ones. It shows the
     rows of at most `steps` steps: the first, the last, and some in between. You can open the page while the
     run goes on: it reloads itself until :meth:`close`.
-    A ``with`` statement closes it, however the loop ends. ``headrace view FOLDER`` opens all rows of all
-    steps.
+    A ``with`` statement closes the folder, however the loop ends. ``headrace view FOLDER`` shows all rows of
+    all steps.
 
     Args:
-        folder: gets ``report.html`` and the folder ``rollouts/``. It is made if it does not exist.
+        folder: the folder for ``report.html`` and ``rollouts/``. It is made if it does not exist.
         title: title of the page.
         steps: number of steps that the page shows, ≥ 2.
         dump: ``parquet`` or ``jsonl``: the rows of each step are written to a file ``rollouts/step_NNNNNNNN``
@@ -62,27 +62,27 @@ class ReportFolder:
             after a restart from a checkpoint: the files of the first new step and later steps are removed,
             because those steps are trained again. Earlier steps stay. Curves, verdict and advice are of the
             whole run, and the curves have a mark at each restart. Earlier steps stay on the page, if they
-            were on it. Set it from the first start on, if `dump` is None.
+            were on it. If `dump` is None, set ``resume`` from the first start on.
         page: whether to write the page.
-        every: seconds, ≥ 0, between two writings of the page; more, if writing would take over 2 % of the
-            time. None: the page is only written at the end.
+        every: seconds, ≥ 0, between two writings of the page. The page is written less often if writing takes
+            over 2 % of the time. None: it is only written at the end.
         config: the resolved configuration, as YAML, for the page and the files' metadata.
-        versus: two recipes' names, where `advantage_by_row` of the reports is the advantage of the second.
-            The page then says how they differ, and gives no advice.
+        versus: the names of two recipes, if `advantage_by_row` of the reports is the advantage of the second.
+            The page then says how the recipes differ, and gives no advice.
 
     Attributes:
-        notices: sentences about what the page lacks. You may set this, and the next two.
+        notices: sentences about what the page lacks. You may set it.
         difference: how two recipes differ, as a sentence.
         failed: the failed steps, from :meth:`fail`.
-        unsaid: names of numbers that the dump of a replay cannot have. You may set it.
-        missing: the groups that the dump of a replay lacks, for the last step. You may set it.
-        recipe: name of the recipe, for ``headrace view``. Empty: it shows the title.
-        setup: of the run: the page shows the overrides that were typed, and no remedy with an option that the
-            run does not have. None: the run is one in Python.
+        unsaid: names of numbers that the replayed dump cannot have. You may set it.
+        missing: the groups that the replayed dump lacks, for the last step. You may set it.
+        recipe: name of the recipe, for ``headrace view``. Empty: the viewer shows the title.
+        setup: the setup of a run of the command. The page shows the overrides that were typed, and no remedy
+            with an option that the run does not have. None: the run was started in Python.
 
     Raises:
-        ValueError: `steps` below 2, `every` below 0, another `dump` or `existing`; from :meth:`add`: a step
-            whose rows were written before.
+        ValueError: `steps` is below 2, `every` is below 0, or `dump` or `existing` is unknown; from
+            :meth:`add`: the rows of the step were written before.
         FileExistsError: the folder has rows of another run.
 
     Example:
@@ -129,25 +129,25 @@ class ReportFolder:
         self._began, self._due, self._closed = now(), 0.0, False
         self._written: set[int] = set()  # steps whose rows are in a file
         self._begun = False  # whether the files of an earlier process were read
-        self._starts: list[tuple[int, str]] = []  # as in RunHistory
+        self._starts: list[tuple[int, str]] = []  # the starts of RunHistory
         self._latest: Mapping[str, float] = {}  # numbers of the last step
-        # By index among all reports.
+        # The kept reports, each with its index among all.
         self._kept: Thinned[tuple[int, StepReport | Step | None]] = Thinned(at_least("steps", steps, 2))
         self._curves: Thinned[tuple[int, Mapping[str, float]]] = Thinned(POINTS)
-        self._read: list[tuple[int, Mapping[str, float]]] = []  # the numbers of all steps that rules read
-        self._advice: dict[int, Advice] = {}  # of the steps that the page shows, by index
+        self._read: list[tuple[int, Mapping[str, float]]] = []  # of all steps, the numbers that rules read
+        self._advice: dict[int, Advice] = {}  # the advice at the steps that the page shows, by index
 
     @classmethod
     def configured(cls, config: DictConfig, folder: Path, *, title: str) -> ReportFolder:
-        """The folder that ``report:`` of a composed configuration describes.
+        """Make the folder that ``report:`` of a composed configuration describes.
 
         Args:
-            config: composed; its YAML goes onto the page and into the files' metadata.
+            config: the composed configuration. Its YAML goes onto the page and into the files' metadata.
             folder: as for the class.
-            title: as for the class, without the name of the recipe.
+            title: as for the class, but without the name of the recipe.
 
         Raises:
-            ConfigError: a setting that the class refuses.
+            ConfigError: the class refuses a setting.
             FileExistsError: the folder has rows of another run.
         """
         if config.report.dump is not None:
@@ -184,7 +184,7 @@ class ReportFolder:
 
     @property
     def verdict(self) -> str:
-        """Whether the reward rises, up to the last step."""
+        """A sentence that says whether the reward rises, up to the last step."""
         return self._advice_at_last().verdict
 
     @property
@@ -201,8 +201,8 @@ class ReportFolder:
         """Take the report of the next step; write its rows, and the page if it is due.
 
         Raises:
-            TypeError: it is not a report.
-            ValueError: the rows of a step of this number were written before.
+            TypeError: the argument is not a report.
+            ValueError: the rows of a step with this number were written before.
         """
         if not isinstance(report, StepReport):
             raise TypeError(f"add takes make_report(run, step=...); got {type(report).__name__}")
@@ -221,12 +221,12 @@ class ReportFolder:
             self._due = ended + max(self.every, (ended - began) / SHARE)
 
     def fail(self, step: int | None, why: str, refused: StepReport | None = None) -> None:
-        """Note a failed step, which no number includes, and the reason. ``headrace view`` shows both.
+        """Record a failed step, which no number includes, and the reason. ``headrace view`` shows both.
 
         Args:
-            step: its number; None if it is not known.
+            step: number of the step; None if it is not known.
             why: the reason.
-            refused: its rows, if they can be read; ``headrace view`` shows them.
+            refused: a report of its rows, if they can be read; ``headrace view`` shows them.
         """
         if refused is not None and self.dump is not None:
             self._write_rows(refused)
@@ -275,7 +275,7 @@ class ReportFolder:
             self._starts, self._began = found.starts, found.starts[0][1]
             shown = read_steps(self.folder / "report.html") if found.steps else {}
             for earlier, numbers in found.steps:
-                self._kept.add((len(self._read), shown.get(earlier)))  # None: the page did not have it
+                self._kept.add((len(self._read), shown.get(earlier)))  # None: the page did not have the step
                 self._note(earlier, numbers)
         if self.dump is not None:
             self._begin_rows(step)
@@ -343,7 +343,7 @@ class ReportFolder:
         return self._advice_at(self._latest, self._read)
 
     def _advice_at(self, numbers: Mapping[str, float], history: History) -> Advice:
-        """The advice at a step; none on a page of two recipes, which shows how they differ."""
+        """The advice at a step. A page of two recipes has none, because it shows how they differ."""
         return advice_at(numbers, history) if self.versus is None else Advice("", [], [])
 
 
@@ -361,7 +361,7 @@ def said_of_failed(failed: Sequence[FailedStep], passed: int) -> list[str]:
 
 
 def row_files(folder: Path) -> list[Path]:
-    """List the files of rows that a run has written to its folder, by step."""
+    """List the files of rows that a run has written to its folder, sorted by step."""
     files = (folder / "rollouts").glob("step_*")
     return sorted(file for file in files if STEP_FILE.fullmatch(file.name))
 
@@ -372,7 +372,7 @@ def step_of(file: Path) -> int:
 
 
 def row_files_of_failed(folder: Path) -> list[Path]:
-    """List the files of rows of failed steps, which a stage refused."""
+    """List the files with the rows of failed steps, which a stage refused."""
     with suppress(ValueError):  # the list of failed steps is damaged
         failed = {each.step for each in read_failed(folder / "rollouts")}
         return [file for file in row_files(folder) if step_of(file) in failed]
@@ -383,11 +383,11 @@ def refuse_rows(folder: Path, *ways: str) -> None:
     """Refuse a folder that has the rows of a run, unless all of its steps failed.
 
     Args:
-        folder: of the run.
-        ways: what to use instead, and what else to do.
+        folder: folder of the run.
+        ways: what to do instead, for the message.
 
     Raises:
-        FileExistsError: it has rows.
+        FileExistsError: the folder has such rows.
     """
     failed = row_files_of_failed(folder)
     if old := [file for file in row_files(folder) if file not in failed]:
@@ -398,11 +398,11 @@ def refuse_rows(folder: Path, *ways: str) -> None:
 
 
 class Thinned(Generic[Item]):
-    """Keep at most `most` of the items that are added, evenly spread, and the last one.
+    """Keep at most `most` of the added items, evenly spread, and also the last one.
 
     Args:
-        most: ≥ 2. If there would be more, every other item is dropped, and from then on only every other item
-            is kept.
+        most: number of items, ≥ 2. If there would be more, every second item is dropped, and from then on
+            only every second item is kept.
 
     Example:
         >>> some = Thinned(4)
@@ -414,7 +414,7 @@ class Thinned(Generic[Item]):
 
     def __init__(self, most: int):
         self.most = most
-        self._kept: list[Item] = []  # every `_every`-th, from the first on
+        self._kept: list[Item] = []  # every `_every`-th item, from the first on
         self._every, self._seen = 1, 0
 
     def add(self, item: Item) -> None:
@@ -427,7 +427,7 @@ class Thinned(Generic[Item]):
         self._seen += 1
 
     def all(self) -> list[Item]:
-        """The items that are kept, in order."""
+        """The kept items, in order."""
         last_is_kept = (len(self._kept) - 1) * self._every == self._seen - 1
         return [*self._kept] if last_is_kept else [*self._kept, self._last]
 

@@ -1,4 +1,4 @@
-"""The number of rows, rollouts, groups and tokens in the loss after each stage, and of those that left."""
+"""Count the rows, rollouts, groups and tokens in the loss after each stage, and those that left."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNITS = ("rows", "rollouts", "groups", "tokens")
 
 
 class Left(NamedTuple):
-    """What left the loss at a stage for one reason; a rollout or group leaves with its last row."""
+    """Counts of what left the loss at a stage for one reason. A rollout or group leaves with its last row."""
 
     reason: str
     action: str
@@ -26,20 +26,20 @@ class Left(NamedTuple):
     groups: int | None
     tokens: int | None
     rollouts_in_part: int | None = None
-    """Further rollouts that lost a row for this reason. They stay, or count under another reason."""
+    """Number of other rollouts that lost a row for this reason. They stay, or count under another reason."""
     groups_in_part: int | None = None
-    """The same for groups."""
+    """Number of other groups that lost a row for this reason."""
 
     @property
     def in_part(self) -> str:
-        """``parts of 3 rollouts and 2 groups``; empty if only whole ones left."""
+        """``parts of 3 rollouts and 2 groups``; empty if only whole rollouts and groups left."""
         named = {"rollout": self.rollouts_in_part, "group": self.groups_in_part}
         words = [f"{count:,} {name}{'s'[: count != 1]}" for name, count in named.items() if count]
         return f"parts of {' and '.join(words)}" if words else ""
 
 
 class Level(NamedTuple):
-    """The counts in the loss after a stage; None if the batch has no such ids or tokens."""
+    """The counts in the loss after a stage. A count is None if the batch has no such ids or tokens."""
 
     name: str
     rows: int
@@ -52,17 +52,17 @@ class Level(NamedTuple):
 def funnel(
     columns: Columns, stages: Sequence[str], names: Sequence[str], actions: Sequence[str]
 ) -> list[Level]:
-    """Return a level for the collected rows, and one for each stage.
+    """Return a level for the collected rows, and a level for each stage.
 
-    At every level and in every unit, what is in the loss and what left add up::
+    At every level and for every unit, the counts in the loss and of what left add up::
 
         level[k].rows + Σ left.rows = level[k − 1].rows
 
     Args:
-        columns: (N,) `reason`, and if they exist `rollout_id`, `group_id` and `tokens`.
-        stages: names, in order. Rows that leave at another place leave at the end.
+        columns: (N,) `reason` and, if they exist, `rollout_id`, `group_id` and `tokens`.
+        stages: names of the stages, in order. Rows that leave anywhere else are counted at the end.
         names: ``stage/reason`` by code; code 0 is trained.
-        actions: by code, what happens to the rows.
+        actions: what happens to the rows, by code.
 
     Example:
         >>> columns = {"reason": np.array([0, 1]), "rollout_id": np.array([3, 3])}
@@ -106,7 +106,7 @@ def funnel(
 
 
 def funnel_table(head: str, levels: Sequence[Level], *, title: str = "") -> FittedTable:
-    """Make a table: rows collected, rows that left each stage by reason, and rows trained."""
+    """Make a table of collected rows, of rows that left at each stage by reason, and of trained rows."""
     units = [unit for unit in UNITS if getattr(levels[0], unit) is not None]
     columns = [FittedColumn(head, gives="wrap"), *(FittedColumn(unit, right=True) for unit in units)]
     table = FittedTable(columns, title)

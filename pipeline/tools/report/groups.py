@@ -1,4 +1,4 @@
-"""The rollouts of a batch, and the groups in which they are compared."""
+"""Make tables of the rollouts of a batch, and of the groups in which they are compared."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .funnel import Columns
 
 
 def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
-    """One entry per rollout, in the order of their first rows.
+    """Make columns with one entry per rollout, in the order of their first rows.
 
     Args:
-        columns: (N,) by name, with `reason` and at least `row`.
+        columns: (N,) columns by name, at least `reason` and `row`.
 
     Returns:
         (R,) `group`, `rollout`, `row` (the first one), `segments` (number of rows), `reward` (of the first
@@ -43,14 +43,14 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
     trained, status = ids.any(trains), of.get("status", torch.full_like(rows, -1))
 
     def known(name: str) -> Tensor:
-        """(R,) the value of the preferred rows of a rollout, at the first that has one."""
+        """(R,) the value of a rollout: that of the first of its preferred rows that has one."""
         values = of.get(name, torch.full((len(rows),), torch.nan, dtype=torch.float64))
         last = len(rows) - 1
         best = ids.max(torch.where(values.isfinite(), trains * len(rows) + last - rows, -1))
         return torch.where(best < 0, torch.nan, values[last - best % max(len(rows), 1)])
 
     reward = known("reward")
-    if "reward" in of:  # if rows have different rewards, such as a draft's, none is the rollout's
+    if "reward" in of:  # if the rows of a rollout differ, none of their rewards is the rollout's
         reward = torch.where(differs(ids.labels, of["reward"], rows >= 0) & ~trained, torch.nan, reward)
     found = {
         "group": of["group_id"][ids.first] if "group_id" in of else torch.full_like(ids.first, -1),
@@ -73,18 +73,20 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
 
 
 def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = True) -> dict[str, np.ndarray]:
-    """One entry per group, in the order of their first rows; empty without groups.
+    """Make columns with one entry per group, in the order of their first rows; empty without groups.
 
     Args:
         columns: (N,) by name.
-        group_size: number of rollouts dispatched in each group, for rows without `expected_rollouts`.
-        each_reward: with several rewards, True compares each of them, False their weighted sum.
+        group_size: number of rollouts that were dispatched for each group, for rows without
+            `expected_rollouts`.
+        each_reward: if there are several rewards, True compares each of them, False compares their weighted
+            sum.
 
     Returns:
         (G,) `id`, `row` (the first one), `segments` (number of rows), `rollouts` (neither failed nor
         aborted), `expected` (rollouts; -1 if unknown), `complete`, `trained` (rollouts), `compared` (rollouts
         that the advantage compared; −1 if unknown), `baseline` (the one of these; NaN if unknown, or if they
-        have several). Over the rollouts of :func:`has_reward`, whatever a filter did: `reward_mean`,
+        have several). Over the rollouts of :func:`has_reward`, even if a filter removed them: `reward_mean`,
         `reward_std` (ddof 1; NaN for one rollout), `reward_min`, `reward_max`, `zero_variance` (whether there
         are at least two and their compared rewards are equal). `staleness` (the greatest).
     """
@@ -94,7 +96,7 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
     ids = Ids(first_row(torch.from_numpy(columns["group_id"])))  # numbered in the order of their first rows
 
     def at_heads(values: np.ndarray) -> Tensor:
-        """(N,) the value of each of R rollouts at its first row; 0 elsewhere."""
+        """(N,) the values of R rollouts, each at the first row of its rollout; 0 elsewhere."""
         rows = np.zeros(len(ids.labels), values.dtype)
         rows[each["row"]] = values
         return torch.from_numpy(rows)
@@ -136,13 +138,14 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
 
 
 def differs(labels: Tensor, values: Tensor, rows: Tensor) -> Tensor:
-    """(n,) bool: for each id, whether the values (N,) of its selected rows (N,) differ. NaN is ignored."""
+    """(n,) bool: for each id, whether values of its selected rows differ; (N,) each. NaN is ignored."""
     known = Ids(labels, rows & values.isfinite())
     return known.min(values) < known.max(values)
 
 
 def compared_ids(columns: Columns) -> np.ndarray:
-    """(N,) ids of the rows whose rewards are compared with one another: by `peers` if set, else by group.
+    """(N,) an id for each row; rewards are compared within an id. It is `peers` if there is such a column,
+    else the group.
 
     Args:
         columns: (N,) `group_id`; and `peers` if the advantage does not compare within groups, −1 for rows
@@ -173,11 +176,11 @@ def compared_values(columns: Columns, rollouts: Columns, *, each_reward: bool = 
 
 
 def reading_order(groups: Mapping[str, np.ndarray]) -> np.ndarray:
-    """(G,) indices of groups, the most informative for a reader first.
+    """(G,) indices of groups in the order in which to read them.
 
     Groups whose rewards differ alternate with groups whose rewards are equal. The first k groups contain at
     least ⌊k / 2⌋ of each kind, or all groups of a kind that has fewer. Groups with different rewards are
-    sorted by std, the greatest first. Groups with equal rewards are sorted by mean, the lowest first. For
+    sorted by std, the greatest first. Groups with equal rewards are sorted by mean, the lowest first. Among
     ties the smaller id comes first.
 
     Args:
@@ -199,9 +202,10 @@ def reading_order(groups: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def staleness_of(columns: Columns) -> np.ndarray:
-    """(N,) versions behind the trainer, or, if that is unknown, behind the newest row; -1 if unknown.
+    """(N,) number of versions behind the trainer or, if its version is unknown, behind the newest row; -1 if
+    unknown.
 
-    With versions per token, those of the row's oldest sampled token.
+    If versions are per token, the oldest sampled token of a row counts.
     """
     version = columns.get("policy_version")
     if version is None or len(version) == 0:
@@ -210,6 +214,6 @@ def staleness_of(columns: Columns) -> np.ndarray:
 
 
 def newest_version(columns: Columns) -> np.ndarray:
-    """(N,) or () the version of the trainer when it took the row, or if that is unknown, the newest here."""
+    """(N,) the trainer's version when it took each row; if unknown, () the newest version of the rows."""
     trainer = columns.get("trainer_version", np.full(1, -1))
     return columns.get("newest_version", columns["policy_version"]).max() if trainer.min() < 0 else trainer

@@ -1,7 +1,7 @@
-"""The numbers of all steps of a run in a file, so that after a restart the page shows the whole run.
+"""Keep the numbers of all steps of a run in a file, so that after a restart the page shows the whole run.
 
-Each line is a JSON object: a start of the run, with the first step after it, the time and the name of the
-recipe, or a step and its numbers.
+Each line is a JSON object. It is either a start of the run, with the first step after it, the time and the
+name of the recipe; or a step and its numbers.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from .over_steps import Numbers
 from .valid_json import json_text
 
 HISTORY = "history.ndjson"
-MOST_LETTERS = 10_000  # of the first line, which is read without the others
+MOST_LETTERS = 10_000  # most letters of the first line, if only that line is read
 
 
 class RunHistory(NamedTuple):
     """The starts and the numbers of a run."""
 
     starts: list[tuple[int, str]]
-    """The first step after each start of the run, and the time. The first start is its beginning."""
+    """The first step after each start of the run, and the time. The first entry is the beginning."""
     steps: list[tuple[int, Numbers]]
-    """The numbers of each step, as they were recorded."""
+    """The recorded numbers of each step."""
 
 
 def begin_history(path: Path, step: int, now: str, *, resumes: bool, recipe: str = "") -> RunHistory:
-    """Begin a file, or continue one: its entries for `step` and later steps are removed.
+    """Begin a file, or continue one. The entries of an existing file for `step` and later steps are removed.
 
     Args:
-        path: of the file. Its folder is made.
+        path: path of the file. Its folder is made.
         step: the first step of this process.
         now: the time.
-        resumes: continue an existing file.
-        recipe: its name, or the title of the run.
+        resumes: whether to continue an existing file.
+        recipe: the name of the recipe, or the title of the run.
 
     Returns:
-        The earlier starts and steps, with this start.
+        The earlier starts and steps, and this start.
 
     Raises:
-        ValueError: the file is not as this module writes it.
+        ValueError: the file is not in the form that this module writes.
     """
     found = read_history(path) if resumes and path.exists() else RunHistory([], [])
     starts = [each for each in found.starts if each[0] < step] + [(step, now)]
@@ -86,10 +86,10 @@ def read_recipe(folder: Path) -> str:
 
 
 def read_history(path: Path) -> RunHistory:
-    """Read a file. A last line without an end, from a process that was killed, is left out.
+    """Read a file. A last line that is cut off, because its process was killed, is left out.
 
     Raises:
-        ValueError: a line is not as this module writes it.
+        ValueError: a line is not in the form that this module writes.
 
     Example:
         >>> import tempfile

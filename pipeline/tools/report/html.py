@@ -1,4 +1,4 @@
-"""The page: one HTML file that contains its data, style and script, fetches nothing, and needs no server."""
+"""Make the page: one HTML file with its data, style and script. It fetches nothing and needs no server."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ EXACT_IN_JAVASCRIPT = 2**53
 
 
 def render_page(data: Mapping[str, Any]) -> str:
-    """The page as text.
+    """Return the page as text.
 
     Floats keep nine significant digits, enough for each float32. A number that is not finite is shown
     as missing. Ids beyond 2^53 keep all their digits.
 
     Args:
-        data: as :class:`~headrace.pipeline.tools.report.page_schema.PageData` describes it.
+        data: the data, in the form of :class:`~headrace.pipeline.tools.report.page_schema.PageData`.
 
     Raises:
         ValueError: a key is missing or unknown, or the columns of a table differ in length.
@@ -45,19 +45,19 @@ def render_page(data: Mapping[str, Any]) -> str:
     _check(data)
     style, script = read("page.css"), bundle(read_modules())
     contents = {"policy": policy(style, script), "style": style, "script": script, "data": embed(data)}
-    # In one pass, so that a {{name}} within the data is not replaced.
+    # All names are replaced in one pass, so that a {{name}} within the data stays.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: contents[match[1]], read("page.html"))
 
 
 def write_page(data: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write the page to a file, whole or not at all.
+    """Write the page to a file, completely or not at all.
 
     Args:
         data: as for :func:`render_page`.
-        path: of the file; its folder must exist.
+        path: path of the file. Its folder must exist.
 
     Raises:
-        ValueError: as :func:`render_page`.
+        ValueError: a key is missing or unknown, or the columns of a table differ in length.
 
     Example:
         >>> import tempfile
@@ -72,7 +72,7 @@ def write_page(data: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def read_steps(path: Path) -> dict[int, Step]:
-    """The steps on a page by number; none if it is not there, or not of this version of headrace.
+    """The steps on a page, by number; empty if there is no page, or if another version of headrace wrote it.
 
     Example:
         >>> read_steps(Path("no such page"))
@@ -117,7 +117,7 @@ def as_html(text: str) -> str:
 
 
 def embed(data: Mapping[str, Any]) -> str:
-    """JSON that is safe within a script element: ASCII without `<`, `>` and `&`."""
+    """Return JSON that is safe within a script element: ASCII without `<`, `>` and `&`."""
     text = json.dumps(plain(data), separators=(",", ":"), allow_nan=False)
     return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
 
@@ -148,7 +148,7 @@ def policy(style: str, script: str) -> str:
 
 
 def read_modules() -> dict[str, str]:
-    """The texts of the page's JavaScript modules by file name."""
+    """The texts of the page's JavaScript modules, by file name."""
     return {name: read(name) for name in sorted(file.name for file in PAGE.iterdir()) if name.endswith(".js")}
 
 
@@ -157,14 +157,14 @@ def read(name: str) -> str:
     return (PAGE / name).read_text(encoding="utf-8")
 
 
-# -- its JavaScript: modules in one script, since a page without a server cannot import modules -------------
+# -- JavaScript: modules are joined into one script, since a page without a server cannot import them -------
 
 IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./([^"]+)";\n', re.M)
 EXPORT = re.compile(r"^export ((?:async )?(?:function|const|class) (\w+))", re.M)
 
 
 def bundle(modules: Mapping[str, str]) -> str:
-    """Join modules into one script. Each module is a function, after the modules that it imports.
+    """Join modules into one script. Each module becomes a function that follows the modules which it imports.
 
     Modules import by ``import { a, b } from "./file.js";`` and export by ``export`` before a function, class
     or const, each on lines of its own. Tests check this.

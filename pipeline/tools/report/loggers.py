@@ -1,4 +1,4 @@
-"""Reports in experiment trackers, through TorchRL's loggers."""
+"""Log reports to experiment trackers, through TorchRL's loggers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def log_report(logger: Any, report: StepReport, *, prefix: str = "", table: bool
     Args:
         logger: TorchRL's ``CSVLogger``, ``TensorboardLogger``, ``WandbLogger``, ``MLFlowLogger``,
             ``TrackioLogger``, or anything with ``log_scalar(name, value, step=...)``.
-        report: of the step, whose number is logged with them.
+        report: the report of the step. Its step number is logged, too.
         prefix: text before each name, such as ``"pipeline/"``.
         table: also log the tables ``groups`` and ``rollouts`` (:func:`rollout_rows`), if the tracker has
-            tables (wandb, trackio, mlflow); others get only the numbers.
+            tables (wandb, trackio, mlflow). Other trackers get only the numbers.
 
     Example:
         >>> from tensordict import TensorDict
@@ -60,10 +60,10 @@ def group_rows(report: StepReport) -> tuple[list[str], list[list[Any]]]:
 def rollout_rows(report: StepReport) -> tuple[list[str], list[list[Any]]]:
     """The table of rollouts: the names of its columns, and a list of Python values per rollout.
 
-    ``group``, ``rollout``, ``prompt`` (its last user turn), ``response`` (its segments one after the other),
-    ``reward``, ``advantage``, ``length`` (tokens in the loss mask), ``status`` and ``reason``: ``trained``,
-    or ``stage/reason``. At most 200 rollouts are listed, chosen as for the page (:func:`rows_to_read`) and
-    sorted by group. Texts have at most 4,000 characters.
+    The columns are ``group``, ``rollout``, ``prompt`` (its last user turn), ``response`` (its segments one
+    after the other), ``reward``, ``advantage``, ``length`` (tokens in the loss mask), ``status``, and
+    ``reason``, which is ``trained`` or ``stage/reason``. At most 200 rollouts are listed, chosen as for the
+    page (:func:`rows_to_read`) and sorted by group. Texts have at most 4,000 characters.
     """
     each, statuses, responses = report.rollouts, report.statuses, report.texts.get("response")
     columns = report.columns

@@ -1,4 +1,4 @@
-"""Show pipelines, ledgers and columns in a notebook, and a pipeline as text and in a terminal."""
+"""Show pipelines, ledgers and columns in a notebook, and pipelines in a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINES = 12  # rows that a table of columns shows; the caption counts the others
 
 
 def pipeline_html(pipeline: Any) -> str:
-    """A pipeline as a table for a notebook."""
+    """Return a pipeline as an HTML table for a notebook."""
     head = [FittedColumn("", right=True), *map(FittedColumn, ("stage", "class", "options"))]
     table = FittedTable(head, "Pipeline")
     for number, name in enumerate(pipeline.order, start=1):
@@ -32,7 +32,7 @@ def show_pipeline(pipeline: Any) -> Group:
     """Return a pipeline for Rich to print. Long options wrap below the stage's name.
 
     Args:
-        pipeline: any pipeline; Rich markup in its text is shown as it is.
+        pipeline: any pipeline. Rich markup in its text is not interpreted.
 
     Example:
         >>> from rich.console import Console
@@ -61,7 +61,7 @@ def ledger_html(
         reason: (N,) code of each row.
         names: ``stage/reason`` by code.
         actions: ``masked``, ``excluded``, ``dropped`` or ``carried``, by code.
-        ids: (N,) ids by unit.
+        ids: (N,) ids for each unit.
     """
     columns = {"reason": reason} | {f"{unit.removesuffix('s')}_id": column for unit, column in ids.items()}
     return funnel_table("", funnel(columns, [], names, actions), title="Ledger")._repr_html_()

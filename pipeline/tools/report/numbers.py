@@ -1,4 +1,4 @@
-"""The numbers that trackers show, under the names that the field uses."""
+"""Compute the numbers that trackers show, under the names that the field uses."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ def numbers_of(
 ) -> dict[str, float]:
     """Compute the statistics of a step. A statistic without values is left out.
 
-    A number about the rewards of groups is over all rollouts of :func:`has_reward`, after the stages that
-    change rewards. So it does not depend on the filter's action.
+    A number about the rewards of groups includes all rollouts of :func:`has_reward`, after the stages that
+    change rewards. So it does not depend on the action of the filter.
 
     ======================================= =================================================================
     ``frac_reward_zero_std``                share of groups of two or more whose rewards are all equal (TRL)
     ``groups/informative``                  share of groups of two or more whose rewards differ
     ``groups/incomplete``                   share of groups with fewer counted rollouts than were dispatched,
-                                            among those for which it is known
+                                            if both numbers are known
     ``groups/largest_gradient_share``       greatest share of a group of the step's gradient
                                             (:func:`gradient_share`)
     ``group_size/mean``, ``min``, ``max``   counted rollouts per group
-    ``solve_none``, ``solve_all``           share of groups none, or all, of whose rollouts reach `solved`
-    ``solve_partial``                       share of the others (prime-rl, SkyRL's pass statistics)
-    ``reward/all/…``, ``reward/effective/`` ``mean``, ``std``, ``min``, ``max`` over rollouts: all that have a
+    ``solve_none``, ``solve_all`` share of groups in which no rollout, or every one, reaches `solved`
+    ``solve_partial`` share of the other groups (prime-rl, SkyRL's pass statistics) ``reward/all/…``,
+    ``reward/effective/`` ``mean``, ``std``, ``min``, ``max`` over rollouts: all that have a
                                             reward, and those that are trained
-    ``advantages/all/…``, ``effective/``    the same of the advantage
+    ``advantages/all/…``, ``effective/``    the same for the advantage
     ``advantages/fraction_zero``            share of trained rollouts with an advantage of exactly 0
     ``staleness/mean``, ``staleness/max``   policy versions behind the trainer when it took the rows, over
-                                            rollouts, where an assembler with `max_staleness` says it
+                                            rollouts; needs an assembler with `max_staleness`
     ``staleness/token_mean``                the mean over sampled tokens, if versions are per token. The other
                                             two are then of the oldest sampled token of a rollout
-    ``behind_newest/…``                     the same behind the newest row, or token, of other batches
+    ``behind_newest/…``                     for other batches: the same behind the newest row, or token
     ``fan_out/mean``, ``fan_out/max``       rows per rollout
     ``rollouts/truncated``, ``failed``      share of rollouts that were cut off; that failed or were aborted.
-                                            The first only where it is known how each row ended
+                                            The first only if it is known how each row ended
     ``rollouts/unrewarded``                 share of rollouts that arrive without a reward
     ``rollouts/empty``                      share of rollouts without a token in the loss, as collected
     ``rollouts/no_reward``                  number of rollouts that are trained without a reward
@@ -55,17 +55,17 @@ def numbers_of(
     ``tokens/mean``, ``tokens/max``         tokens in the loss per row, as collected
     ``tokens/trained_again``                tokens in the loss that an earlier row of the rollout trains, too
                                             (:func:`count_trained_again`; of :func:`make_report`)
-    ``response_characters/mean``, ``max``   characters of the response per rollout, where a dump has texts and
+    ``response_characters/mean``, ``max``   characters of the response per rollout, if a dump has texts and
                                             no tokens (of :attr:`StepReport.numbers`)
-    ``logged_advantage/…``                  how far a dump's advantages are from ours (:func:`logged_numbers`)
+    ``logged_advantage/…``                  distance of a dump's advantages from ours (:func:`logged_numbers`)
     ======================================= =================================================================
 
     Args:
-        columns: (N,) by name.
-        rollouts: (R,) by name, of :func:`rollouts_of`.
-        groups: (G,) by name, of :func:`groups_of`.
+        columns: (N,) columns of rows, by name.
+        rollouts: (R,) columns of :func:`rollouts_of`, by name.
+        groups: (G,) columns of :func:`groups_of`, by name.
         solved: least reward of a solved rollout.
-        compared: likewise, for the groups within which rewards are compared; None: `groups`.
+        compared: the same columns for the groups within which rewards are compared; None: `groups`.
 
     Example:
         >>> from .groups import groups_of, rollouts_of
@@ -148,7 +148,7 @@ def logged_numbers(columns: Columns) -> dict[str, float]:
 
 
 def _statistics(name: str, values: np.ndarray, which: tuple[str, ...]) -> dict[str, float]:
-    """``<name>/<statistic>``: `std` (ddof 1) of two values or more, the others of one or more."""
+    """Statistics as ``<name>/<statistic>``. `std` (ddof 1) needs two values, the others need one."""
     if len(values) == 0:
         return {}
     functions = {"mean": np.mean, "min": np.min, "max": np.max, "std": partial(np.std, ddof=1)}
@@ -162,23 +162,23 @@ def _statistics(name: str, values: np.ndarray, which: tuple[str, ...]) -> dict[s
 def gradient_share(columns: Columns) -> np.ndarray:
     """Compute each row's share of the step's gradient, as if the gradients of all tokens were equally long.
 
-    The size of a row is the weight of its tokens in the loss. Its share is its part of the sum over the
-    step::
+    The size of a row says how much its tokens weigh in the loss. Its share is the size divided by the sum of
+    all sizes of the step::
 
         size_i = Σₜ |advantage_it| · loss weight_i,   share_i = size_i / Σ size
 
     If all tokens of a row have one advantage, the size is |advantage| · loss weight · tokens, even if tokens
     have weights of their own, because their mean is 1. If tokens have their own advantages too, their weights
     are left out. A row that is not trained has size 0. The gradients of tokens also differ in length and may
-    cancel, which is not known before the backward pass: a share says where the gradient comes from, not how
-    much of it remains.
+    cancel, which is not known before the backward pass. So a share says where the gradient comes from, not
+    how much of it remains.
 
     Args:
-        columns: (N,) of a :class:`StepReport`, with `reason`, and if they are known `advantage`,
+        columns: (N,) columns of a :class:`StepReport`: `reason` and, if they are known, `advantage`,
             `advantage_size` (the sum of |advantage| over the row's tokens, if it is per token),
-            `trained_tokens` (in the loss of the step), else `tokens`, and `loss_weight`. Without tokens each
-            row has one token; without weights each weight is 1. With `no_lengths` the numbers of tokens are
-            not known.
+            `trained_tokens` (in the loss of the step) or else `tokens`, and `loss_weight`. Without tokens
+            each row has one token; without weights each weight is 1. With `no_lengths` the numbers of tokens
+            are not known.
 
     Returns:
         (N,) float64 with sum 1, or sum 0 if no row trains or all advantages are 0; NaN with `no_lengths`.
@@ -200,7 +200,7 @@ def row_weight(columns: Columns) -> np.ndarray:
     """Compute each row's signed weight in the gradient: advantage · loss weight · tokens.
 
     Args:
-        columns: as for :func:`gradient_share`; for an advantage per token, `advantage` is its mean.
+        columns: as for :func:`gradient_share`. If advantages are per token, `advantage` is their mean.
 
     Returns:
         (N,) float64, 0 for rows that are not trained; NaN with `no_lengths`.
@@ -216,15 +216,15 @@ def row_weight(columns: Columns) -> np.ndarray:
 def gradient_cosine(first: Columns, second: Columns) -> float:
     """Compute the cosine between the weights that two recipes give the same rows (:func:`row_weight`).
 
-    1: both weigh the same rows in the same proportion; −1: with opposite signs. As for the shares, the
-        gradients of tokens count as equally long and independent of one another.
+    1: both weigh the same rows in the same proportion; −1: the same, with opposite signs. As for the shares,
+        the gradients of tokens count as equally long and independent of one another.
 
     Args:
         first: (N,) columns of a report.
         second: (N,) columns of another report of the same rows.
 
     Returns:
-        In [−1, 1]; NaN if a recipe trains nothing.
+        A number in [−1, 1]; NaN if a recipe trains nothing.
 
     Example:
         >>> one = {"reason": np.array([0, 0]), "advantage": np.array([1.0, -1.0])}

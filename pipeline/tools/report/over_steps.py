@@ -1,4 +1,4 @@
-"""Means and sums of numbers over several steps, with the steps that they are taken over."""
+"""Take means and sums of numbers over several steps, and say which steps these are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 Numbers = Mapping[str, float]
-RECENT = 5  # steps of the shortest mean
+RECENT = 5  # number of steps of a mean over recent steps
 MIN_STEPS = 12  # shorter runs have no quarters
 UNITS = ("rows", "rollouts", "groups")
 
@@ -57,7 +57,8 @@ def quarter_means(points: Sequence[tuple[int, float]]) -> list[StepMean]:
 
 
 def totals_over(steps: Iterable[Numbers]) -> dict[str, float]:
-    """Add up over steps what was collected and trained: ``rows/in``, ``rows/trained``, and other units.
+    """Add up the numbers of collected and trained rows over steps: ``rows/in``, ``rows/trained``, and other
+    units.
 
     Example:
         >>> totals_over([{"rows/in": 8.0, "rows/trained": 4.0}, {"rows/in": 8.0, "rows/trained": 2.0}])

@@ -1,4 +1,4 @@
-"""The data of the page, from reports: tables, curves, and as much text as a page can hold."""
+"""Make the data of the page from reports: tables, curves, and as much text as a page can hold."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from .survivors import page_tables, survivors_tables
 from .texts import TokenValues
 from .user_turn import asked_line
 
-GROUPS, ROWS = 200, 5000  # on a page, per step; with more a browser becomes slow
-PAGE_TEXTS = 3_000_000  # most bytes of all prompts and responses of a page; its steps share them evenly
-CHARACTERS = 4000  # most of a prompt or response; three quarters of them are its beginning
-TOKENS = 500  # most tokens of a response that is shown token by token, likewise
+GROUPS, ROWS = 200, 5000  # most on a page, per step; with more a browser becomes slow
+PAGE_TEXTS = 3_000_000  # most bytes of all prompts and responses of a page, divided evenly over its steps
+CHARACTERS = 4000  # most characters of a prompt or response; three quarters are from its beginning
+TOKENS = 500  # most tokens of a response that is shown token by token, divided in the same way
 BESIDE = 300  # most characters of a column beside a response
 
 
@@ -63,11 +63,11 @@ def page_data(
 
     Args:
         reports: the reports of the steps that can be chosen on the page.
-        title: of the page.
+        title: title of the page.
         history: (step, numbers) of all steps, for the curves; None: the steps of the reports.
-        advice: verdict and advisories of each report; None: computed from the history up to its step.
-        totals: sums over all steps of the run (:func:`totals_over`); None: over the history.
-        recorded: number of steps of the run; None: as many as in the history.
+        advice: verdict and advisories for each report; None: computed from the history up to its step.
+        totals: sums over all steps of the run (:func:`totals_over`); None: sums over the history.
+        recorded: number of steps of the run; None: the number of steps of the history.
         setup: how the command was set up, so that remedies are options of the run (:meth:`Remedy.under`).
         earlier: steps of a page that was written before; they come first (:func:`.html.read_steps`).
 
@@ -134,7 +134,7 @@ def _step(report: StepReport, room: int, said: Advice) -> Step:
 
 def _groups(report: StepReport, shown: np.ndarray, texts: PageTexts) -> Groups:
     def column(name: str) -> np.ndarray:
-        return report.groups[name][shown] if report.groups else shown  # without groups none is shown
+        return report.groups[name][shown] if report.groups else shown  # without groups, nothing is shown
 
     rows, prompts = column("row"), report.texts.get("prompt")
     found: dict[str, list] = {
@@ -171,7 +171,7 @@ def _rows(report: StepReport, rows: np.ndarray, texts: PageTexts) -> ShownRows:
 
 
 def _ids(report: StepReport, unit: Literal["group", "rollout"], rows: np.ndarray) -> list[int | str]:
-    """Ids as users know them, as printable text."""
+    """The ids that users know: labels as printable text, else numbers."""
     if len(rows) == 0:
         return []
     return [printable(each) if isinstance(each, str) else each for each in report.ids(unit, rows)]
@@ -183,11 +183,11 @@ def or_none(values: np.ndarray) -> list:
     return [None if none else value for value, none in zip(values.tolist(), unknown.tolist(), strict=True)]
 
 
-# -- texts: of which rows, and how much of each, so that the page stays small -------------------------------
+# -- texts: which rows have them, and how much of each, so that the page stays small ------------------------
 
 
 class PageTexts(NamedTuple):
-    """The texts that fit: question and prompt by a group's first row, and other texts by row."""
+    """The texts that fit: question and prompt by the group's first row, and other texts by row."""
 
     asked: dict[int, PageText]
     prompts: dict[int, PageText]
@@ -201,7 +201,7 @@ def fitting_texts(report: StepReport, rows: Iterable[int], room: int) -> PageTex
     found = PageTexts({}, {}, {}, {}, {})
     prompts, responses = (report.texts.get(name) for name in ("prompt", "response"))
     for row in rows:
-        new = PageTexts({}, {}, {}, {}, {})  # texts of the row, and of its group if it has none yet
+        new = PageTexts({}, {}, {}, {}, {})  # texts of the row, and of its group if the group has none yet
         first = report.first_of_group(row)
         if prompts is not None and first is not None and first not in found.asked:
             asked = str(report.asked(first))
@@ -224,7 +224,7 @@ def fitting_texts(report: StepReport, rows: Iterable[int], room: int) -> PageTex
 
 
 def cut_step(step: Step, room: int) -> Step:
-    """A step of an earlier page, of whose texts as many stay as `room` bytes of the page hold."""
+    """A step of an earlier page, with as many of its texts as fit into `room` bytes of the page."""
     found: dict[str, Any] = {**step, "groups": {**step["groups"]}, "rows": {**step["rows"]}}
     texts = {"groups": ("asked", "prompt"), "rows": ("response", "by_token", "beside")}
     for table, name in ((table, name) for table, names in texts.items() for name in names):
@@ -255,7 +255,8 @@ def columns_beside(report: StepReport, row: int) -> dict[str, Any]:
 
 
 def cut_text(text: str, most: int = CHARACTERS) -> PageText:
-    """Cut a text for the page: the whole, or its beginning, the number of characters left out, and its end.
+    """Cut a text for the page. A long one becomes its beginning, the number of missing characters, and its
+    end.
 
     Example:
         >>> cut_text("abcdefghij", 4)
@@ -267,7 +268,7 @@ def cut_text(text: str, most: int = CHARACTERS) -> PageText:
 
 
 def shortened(text: str, most: int = CHARACTERS) -> str:
-    """Cut a text like :func:`cut_text`, and return one text with a mark where something is left out.
+    """Cut a text like :func:`cut_text`, and return one text with a mark where characters are left out.
 
     Example:
         >>> shortened("abcdefghij", 4)
@@ -278,7 +279,7 @@ def shortened(text: str, most: int = CHARACTERS) -> str:
 
 
 def cut_tokens(tokens: TokenValues, most: int = TOKENS) -> PageTokens:
-    """Cut tokens for the page, likewise; numbers have four digits.
+    """Cut tokens for the page like a text. Numbers get four digits.
 
     Example:
         >>> cut_tokens(TokenValues(["a", "b", "c", "d", "e"], {"advantage": [1.0, 2, 3, 4, float("nan")]}), 4)
@@ -299,7 +300,7 @@ def cut_tokens(tokens: TokenValues, most: int = TOKENS) -> PageTokens:
 
 
 def _ends(values: Any, most: int) -> tuple[Any, Any]:
-    """The beginning and the end: all and nothing, or three quarters and a quarter of `most`."""
+    """The beginning and the end of values: all and nothing, or three quarters and one quarter of `most`."""
     if len(values) <= most:
         return values, values[:0]
     start = most * 3 // 4

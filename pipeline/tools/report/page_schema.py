@@ -1,7 +1,7 @@
-"""The data of the page: every key, its type and its meaning.
+"""Define the data of the page: every key, its type and its meaning.
 
-`page_data` makes it, `render_page` checks it, and the modules of `page/` read it. A table is columns of one
-length, and entry i of all columns is one line. None is an unknown value.
+`page_data` makes the data, `render_page` checks it, and the modules of `page/` read it. A table is a set of
+columns of one length. Entry i of all columns is one line. None is an unknown value.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ class RecipeStage(TypedDict):
 
 
 class PageLeft(TypedDict):
-    """What left the loss at a stage for one reason. A rollout or group leaves with its last row."""
+    """Counts of what left the loss at a stage for one reason. A rollout or group leaves with its last row."""
 
-    reason: str  # why
+    reason: str  # the reason
     action: str  # what became of the rows: dropped, masked, excluded or carried
     rows: int  # rows that left
     rollouts: int | None  # rollouts whose last row left
     groups: int | None  # groups whose last row left
-    tokens: int | None  # of the rows that left
-    rollouts_in_part: int | None  # others that lost rows; they stay, or count under another reason
+    tokens: int | None  # tokens of the rows that left
+    rollouts_in_part: int | None  # other rollouts that lost rows; they stay, or count under another reason
     groups_in_part: int | None  # the same for groups
 
 
 class PageLevel(TypedDict):
-    """A level of the funnel: what is in the loss after a stage."""
+    """A level of the funnel: the counts in the loss after a stage."""
 
-    name: str  # of the stage, or `collected` for the first level
-    rows: int  # in the loss
-    rollouts: int | None  # with a row in the loss
-    groups: int | None  # with a row in the loss
-    tokens: int | None  # of the rows in the loss
+    name: str  # name of the stage, or `collected` for the first level
+    rows: int  # rows in the loss
+    rollouts: int | None  # rollouts with a row in the loss
+    groups: int | None  # groups with a row in the loss
+    tokens: int | None  # tokens of the rows in the loss
     out: list[PageLeft]  # what left at this stage
 
 
 class Shown(TypedDict):
-    """How many groups of a large step its tables show."""
+    """The number of groups of a large step that its tables show."""
 
-    groups: int  # in the tables
-    of: int  # in the step
+    groups: int  # groups in the tables
+    of: int  # groups in the step
 
 
 class PageText(TypedDict):
@@ -61,8 +61,8 @@ class PageText(TypedDict):
 class PageTokens(TypedDict):
     """A response token by token, from the first token in the loss to the last; a long one is cut."""
 
-    texts: list[str] | None  # of each token
-    values: dict[str, list[float | None]]  # by name, a number per token
+    texts: list[str] | None  # the text of each token
+    values: dict[str, list[float | None]]  # numbers of each token, by name
     at: int  # number of tokens before the gap
     missing: int  # number of tokens left out
 
@@ -72,16 +72,16 @@ class Groups(TypedDict):
 
     id: list[int | str]  # the group; its label, if it has one
     label: list[str | None]  # the last user turn of its prompt, cut
-    asked: list[PageText | None]  # that turn, if the page has room for it
-    prompt: list[PageText | None]  # its prompt, if that is more
+    asked: list[PageText | None]  # the last user turn, if the page has room for it
+    prompt: list[PageText | None]  # the whole prompt, if it is more than that turn
     rollouts: list[int]  # its rollouts that neither failed nor were aborted
-    expected: list[int | None]  # its rollouts when it was dispatched
+    expected: list[int | None]  # number of rollouts that were dispatched for it
     compared: list[int | None]  # rollouts that the advantage compared
     baseline: list[float | None]  # their baseline, if they share one
     reward_mean: list[float | None]  # over its rollouts
     reward_std: list[float | None]  # over its rollouts, divisor n − 1
     zero_variance: list[bool]  # whether all its rewards are equal
-    complete: list[bool]  # whether it has all the rollouts expected
+    complete: list[bool]  # whether it has all expected rollouts
     staleness: list[int | None]  # the greatest staleness of its rows
 
 
@@ -91,15 +91,15 @@ class ShownRows(TypedDict):
     row: list[int]  # the row's index in the batch
     group: list[int | str]  # its group, as in the table of groups
     rollout: list[int | str]  # its rollout; its label, if it has one
-    reward: list[float | None]  # of its rollout
-    rewards: list[list[float | None] | None]  # its several rewards, whose sum is the reward; None: one
-    compared: list[int | None]  # rollouts that the advantage compared with its rollout, itself included
+    reward: list[float | None]  # the reward of its rollout
+    rewards: list[list[float | None] | None]  # several rewards, whose sum is the reward; None: only one
+    compared: list[int | None]  # rollouts that the advantage compared with its rollout, which is included
     advantage: list[float | None]  # as trained; a mean over tokens, if it is per token
     advantage_by_row: list[float | None]  # if each row were a rollout, or under the other recipe of `versus`
-    tokens: list[int | None]  # in the loss mask
+    tokens: list[int | None]  # tokens in the loss mask
     weight: list[float | None]  # loss weight
-    share: list[float | None]  # of the step's gradient: |advantage| · loss weight · tokens, over the sum
-    other_share: list[float | None]  # the same under the other recipe of `versus`
+    share: list[float | None]  # share of the gradient: |advantage| · loss weight · tokens, over the sum
+    other_share: list[float | None]  # the share under the other recipe of `versus`
     status: list[str | None]  # how its rollout ended
     reason: list[str]  # `stage/reason` if it left the loss, else empty
     staleness: list[int | None]  # policy versions behind the trainer, or the newest row
@@ -107,7 +107,7 @@ class ShownRows(TypedDict):
     microbatch: list[int | None]  # index within its minibatch and rank
     rank: list[int | None]  # index
     response: list[PageText | None]  # as text, if the page has room for it
-    by_token: list[PageTokens | None]  # the same with numbers, if tokens have numbers
+    by_token: list[PageTokens | None]  # the response with numbers, if tokens have numbers
     beside: list[dict[str, Any] | None]  # ground truth and other columns of its dump, if there is room
 
 
@@ -117,13 +117,13 @@ class PageTable(TypedDict):
     name: str  # what it shows
     head: list[str]  # names of the columns
     lines: list[list[str]]  # cells
-    note: str  # below it; empty: nothing
+    note: str  # text below the table; empty: none
 
 
 class PageAdvisory(TypedDict):
     """Something to look at after a step."""
 
-    name: str  # of its symptom
+    name: str  # name of its symptom
     text: str  # a sentence, with the number
 
 
@@ -131,7 +131,7 @@ class PageRemedy(TypedDict):
     """Something to do about a symptom."""
 
     text: str  # what to do
-    overrides: str  # to type; empty: none
+    overrides: str  # overrides to type; empty: none
 
 
 class PageSymptom(TypedDict):
@@ -148,12 +148,12 @@ class PageRun(TypedDict):
     """The run that the page shows."""
 
     began: str  # UTC, ISO 8601
-    written: str  # when the page was written, the same
+    written: str  # when the page was written, in the same form
     live: float | None  # seconds after which there may be a newer page; None: the run has ended
     restarts: list[int]  # the first step after each restart
     versions: dict[str, str]  # of headrace and its packages, by name
-    overrides: list[str]  # as they were typed
-    config: str | None  # resolved, as YAML
+    overrides: list[str]  # the overrides that were typed
+    config: str | None  # the resolved configuration, as YAML
 
 
 class Step(TypedDict):
