@@ -246,6 +246,8 @@ def check_order(stages: Mapping[str, Callable]) -> None:
             if late := later_writes & ((reads - made - in_turn) | final | masked):
                 columns = ", ".join(repr(key) for key in sorted(late, key=str))
                 todo = f"Put {later!r} before {name!r}, or remove it"
+                if COUNTED in late and not getattr(stages[later], "before_baseline", True):
+                    todo = f"Put {later!r} before {name!r}; after {name!r}, use action='mask' or 'drop'"
                 if REWARD in writes - reads and late <= reads:  # the collapse has read the reward
                     todo = (
                         f"The advantage compares {REWARD!r}, the reward of each rollout: to change it, make "

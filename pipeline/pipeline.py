@@ -53,7 +53,7 @@ from .halves import Half, check_half, check_place, make_halves
 from .order import Places, arrange, check_column_names, check_comparison, check_order, index_of_split
 from .report_notes import note_advantage, note_carried, note_collected, texts_with_carried
 from .run import LastRun, Run
-from .stage import StageError, as_module
+from .stage import StageError, Stages
 from .wording import printable
 
 __all__ = ["Pipeline"]
@@ -165,7 +165,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
                     stage.check_ranks(self.rank_options.process_group)
                 except ValueError as err:
                     raise ValueError(f"stage {name!r}: {err}") from err
-        self.stages = nn.ModuleDict({name: as_module(stage) for name, stage in arranged.items()})
+        self.stages = Stages(arranged)
         self.order, self._split_index = list(arranged), index_of_split(arranged)
         each = (own for stage in arranged.values() for own in stages_of_values(stage).values())
         self._takes_empty_out = not any(hasattr(own, "empty") for own in each)
@@ -219,6 +219,17 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         :meth:`run` and :meth:`Run.minibatches`.
         """
         return self.run(batch, epochs=epochs).minibatches()
+
+    def __getitem__(self, name: object) -> Any:
+        raise TypeError(f"a pipeline has no items; a stage is pipeline.stages[{name!r}]")
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in self.__dict__.get("_modules", {}).get("stages", ()):
+                raise AttributeError(f"the stage {name!r} is pipeline.stages[{name!r}]") from None
+            raise
 
     @property
     def weighs(self) -> bool:

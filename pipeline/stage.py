@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -30,6 +30,32 @@ class CallableStage(nn.Module):
 
     def __repr__(self) -> str:
         return getattr(self.function, "__name__", repr(self.function))
+
+
+class Stages(nn.ModuleDict):
+    """The stages of a pipeline by name. A stage can be replaced, but none added or removed."""
+
+    def __init__(self, stages: Mapping[str, Any]):
+        super().__init__()
+        for name, stage in stages.items():
+            self.add_module(name, as_module(stage))
+
+    def __setitem__(self, name: str, stage: nn.Module) -> None:
+        if name not in self:
+            raise ValueError(f"a pipeline's stages are fixed; cannot add {name!r}. {CONSTRUCT}")
+        super().__setitem__(name, stage)
+
+    def __delitem__(self, name: str) -> None:
+        raise ValueError(f"a pipeline's stages are fixed; cannot remove {name!r}. {CONSTRUCT}")
+
+    def clear(self) -> None:
+        """Refuse, as removing one stage does."""
+        raise ValueError(f"a pipeline's stages are fixed; cannot remove them. {CONSTRUCT}")
+
+
+CONSTRUCT = (
+    "Construct a new pipeline: load_pipeline(..., stages={...}, after={...}), where None removes a stage"
+)
 
 
 def as_module(stage: Any) -> nn.Module:

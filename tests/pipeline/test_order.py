@@ -183,3 +183,14 @@ def test_one_override_removes_a_stage_also_from_an_order():
         expected = composed("pipeline=dapo").order
         expected.remove(word)
         assert composed("pipeline=dapo", f"~pipeline.stages.{word}").order == expected
+
+
+def test_a_filter_that_excludes_after_the_advantage_is_answered_with_the_actions_that_may():
+    def pipeline(action):
+        late = SampleFilter(criterion=RewardWithin(), action=action)
+        return Pipeline({"collapse": FanOutCollapse(), "advantage": GroupRelativeAdvantage(), "late": late})
+
+    with pytest.raises(ValueError, match=r"after 'advantage', use action='mask' or 'drop'$"):
+        pipeline("exclude")
+    for action in ("mask", "drop"):
+        assert pipeline(action).order[-1] == "late"

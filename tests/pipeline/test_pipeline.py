@@ -269,3 +269,31 @@ def test_the_ranks_of_a_pipeline_are_checked_as_those_of_its_stages(remainder):
                 Pipeline({"it": make(**options, **its)}, **own)
     with pytest.raises(ValueError, match=r"^stage 'it': give ranks"):
         Pipeline({"it": LossWeight(ranks=2)}, process_group="world")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda stages: stages.update({"new": FanOutCollapse()}),
+        lambda stages: stages.__setitem__("new", FanOutCollapse()),
+        lambda stages: stages.__delitem__("collapse"),
+        lambda stages: stages.pop("collapse"),
+        lambda stages: stages.clear(),
+    ],
+)
+def test_a_stage_can_be_replaced_and_none_added_or_removed(change, make_batch):
+    pipeline = Pipeline({"collapse": FanOutCollapse(), "advantage": GroupRelativeAdvantage()})
+    with pytest.raises(ValueError, match=r"are fixed; cannot (add|remove) .*load_pipeline\(\.\.\., stages="):
+        change(pipeline.stages)
+    assert [*pipeline.stages] == pipeline.order
+    pipeline.stages["advantage"] = GroupRelativeAdvantage(scale="none")
+    assert pipeline(make_batch([1.0, 3], [0, 0]))["advantage"].flatten().tolist() == [-1, 1]
+
+
+def test_a_stage_that_is_read_like_an_item_or_an_attribute_is_answered_with_where_it_is():
+    pipeline = Pipeline({"advantage": GroupRelativeAdvantage()})
+    with pytest.raises(TypeError, match=r"pipeline.stages\['advantage'\]"):
+        pipeline["advantage"]
+    with pytest.raises(AttributeError, match=r"pipeline.stages\['advantage'\]"):
+        pipeline.advantage  # noqa: B018
+    assert not hasattr(pipeline, "nothing")
