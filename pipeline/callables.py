@@ -40,9 +40,12 @@ def run_callable(name: str, stage: Callable[[TensorDictBase], Any], rows: Rows) 
     if len(batch):
         batch = stage(batch)
         if not isinstance(batch, TensorDictBase) or (len(batch) and column_of(batch, ROW) is None):
+            if batch is None:
+                raise BatchError("the stage returned nothing (None): return the batch")
+            rewards = ". To change rewards, subclass headrace.RewardShaping" * isinstance(batch, Tensor)
             raise BatchError(
                 f"a stage must return a TensorDict with the column {ROW!r}, which identifies rows; it "
-                f"returned {type(batch).__name__} without that column"
+                f"returned {type(batch).__name__} without that column{rewards}"
             )
         places = column_of(batch, ROW).cpu() if len(batch) else slice(0)  # an empty lazy stack has no column
         numbers = table.of_this_rank(table.every)[places]

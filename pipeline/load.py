@@ -188,6 +188,7 @@ def configured(
         places = " or ".join(f"stages={{{name!r}: {{{word!r}: {value!r}}}}}" for name in own)
         if role != word and role in COLUMNS:
             places = f"columns={{{role!r}: {value!r}}}"  # for all stages that read it
+        places = f"stages={{{word!r}: {value!r:.200}}}" if word in composed.stages else places
         if places:
             raise ConfigError(f"there is no keyword {word!r}; set it as {places}")
         raise ConfigError(
@@ -372,6 +373,13 @@ def apply_settings(pipeline: DictConfig, settings: Mapping[str, Any]) -> None:
         if rest and not (known or own or usual):
             options = [each.rpartition(".")[2] for each in settings if each.startswith(f"stages.{name}.")]
             raise ConfigError(f"pipeline.{key}: {no_stage(name, options, present)}")
+        if option in ("criterion", "also") and isinstance(value, list | tuple):
+            raise ConfigError(
+                f"pipeline.{key} must be one criterion; got {value!r:.200}. A filter takes two, criterion "
+                "and also. For more, add a second filter: "
+                "stages={'second': {'_target_': 'filter', 'criterion': ...}}, "
+                f"after={{'second': {name!r}}}"
+            )
         try:
             with (
                 open_dict(pipeline),

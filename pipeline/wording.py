@@ -19,24 +19,27 @@ __all__ = [
 ]
 
 
-_in_python = ContextVar("in_python", default=False)
+_in_python = ContextVar("in_python", default="")
 
 
 @contextmanager
-def said_in_python() -> Iterator[None]:
+def said_in_python(of: str = "tasks") -> Iterator[None]:
     """Let errors about options use the words of Python. Without it they use those of YAML and the command.
 
     Functions enter it whose options are Python's keywords. What they call is shared with the command.
+
+    Args:
+        of: ``tasks``, which take the options of a dump in ``source={…}``, or ``open_dump``.
     """
-    token = _in_python.set(True)
+    token = _in_python.set(of)
     try:
         yield
     finally:
         _in_python.reset(token)
 
 
-def for_python() -> bool:
-    """Whether an error is raised within :func:`said_in_python`."""
+def for_python() -> str:
+    """The `of` of :func:`said_in_python`, if an error is raised within it; else an empty string."""
     return _in_python.get()
 
 

@@ -137,6 +137,11 @@ def _result(
     options: PipelineOptions,
 ) -> TaskResult:
     """Run a task, and return its numbers."""
+    if not isinstance(path, str | Path):
+        raise ConfigError(
+            f"{task} takes the path of a dump, and the options of open_dump in source={{…}}; "
+            f"got {path!r:.200}"
+        )
     if of_file := {"prompt", "response", "rollouts"} & set(options.get("columns") or ()):
         raise ConfigError(
             f"columns names columns of the batch, and {min(of_file)!r} is none. Those of the file are "

@@ -39,7 +39,7 @@ class Checkpoint:
 
     Raises:
         TypeError: a part has no state.
-        ValueError: an option has an invalid value.
+        ValueError: an option has an invalid value, or there is nothing to save.
 
     Example:
         >>> import tempfile
@@ -72,6 +72,11 @@ class Checkpoint:
         if self.ranks > 1 and keep < 2:
             raise ValueError("several ranks need keep ≥ 2, because one may be killed before it has saved")
         self.stream, self.states = stream, states | ({"stream": stream} if stream is not None else {})
+        if not self.states:
+            raise ValueError(
+                "a checkpoint needs something to save, by name: "
+                "Checkpoint(folder, policy=policy, optimizer=optimizer, pipeline=pipeline); got nothing"
+            )
         for name, part in self.states.items():
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 raise TypeError(

@@ -17,7 +17,7 @@ SYNONYMS = {
     "token-mean": "token",
     "per": "unit",
     "gpu": "cuda",
-    "average": "mean",
+    **dict.fromkeys(["average", "avg"], "mean"),
     **dict.fromkeys(["buffer", "overlong_buffer", "overlong_cache"], "cache"),
     # Reasons for which vLLM, SGLang, OpenAI, Anthropic and transformers stop.
     **dict.fromkeys(["stop", "eos", "eos_token", "stop_sequence", "end_turn"], "completed"),

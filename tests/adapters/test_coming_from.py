@@ -76,7 +76,7 @@ def test_the_environment_names_the_recipe(recipe):
     assert "split" not in found.stages
     assert "weight" not in found.stages
     recipe("rae")
-    with pytest.raises(ValueError, match=r"stages running have a state"):
+    with pytest.raises(ValueError, match=r"the state of the stage running lasts"):
         recipe_of_environment("as/slime")
 
 

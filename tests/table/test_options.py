@@ -15,11 +15,12 @@ import pytest
 import torch
 from public import public
 from recipes import of
+from tensordict import TensorDict
 
 import headrace
 import headrace.pipeline
 import headrace.transforms
-from headrace.pipeline import ConfigError, Pipeline, RepeatSampler, StampIds, load_pipeline
+from headrace.pipeline import Checkpoint, ConfigError, Pipeline, RepeatSampler, StampIds, load_pipeline
 from headrace.transforms import (
     BatchTransform,
     CompletenessGate,
@@ -36,6 +37,7 @@ from headrace.transforms import (
     TurnAdvantage,
     group_relative_advantage,
     importance_weight,
+    weighted_loss,
 )
 from headrace.transforms.table.options import annotations_of
 
@@ -375,6 +377,17 @@ def test_a_wrong_value_or_option_is_answered_with_the_nearest_one(call, meant):
         (lambda: headrace.compare("dump", "grpo"), "compare needs second: compare(path, first, second)"),
         (lambda: headrace.compare("dump", ["grpo"]), "first must be a string; got ['grpo']"),
         (lambda: Pipeline("grpo"), "(headrace.load_pipeline takes the name of a recipe); got 'grpo'"),
+        (lambda: Pipeline(gate=len), "Pipeline needs stages: Pipeline({'gate': …})"),
+        (lambda: Checkpoint("x", Pipeline({})), "takes its parts by name: Checkpoint(pipeline=…)"),
+        (
+            lambda: Checkpoint("x"),
+            "Checkpoint(folder, policy=policy, optimizer=optimizer, pipeline=pipeline)",
+        ),
+        (
+            lambda: weighted_loss({}, torch.ones(2)),
+            "and then the minibatch, a TensorDict; got a Tensor as the",
+        ),
+        (lambda: weighted_loss(torch.ones(2), TRAINS), "weighted_loss({'loss_policy': loss}, minibatch)"),
         (lambda: Pipeline([repr]), "(headrace.load_pipeline takes the name of a recipe); got [<built-in"),
     ],
 )
@@ -382,6 +395,9 @@ def test_a_call_that_does_not_fit_the_signature_is_answered_with_one_that_does(c
     with pytest.raises((TypeError, ValueError), match=re.escape(said)) as refused:
         call()
     assert ("did you mean" in str(refused.value)) == ("did you mean" in said)
+
+
+TRAINS = TensorDict({"loss_weight": torch.ones(2)}, batch_size=[2])
 
 
 def test_a_call_of_the_base_class_that_does_not_fit_names_the_base_class():

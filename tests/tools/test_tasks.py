@@ -133,6 +133,10 @@ def test_a_result_says_how_much_of_the_dump_was_left_out(tmp_path):
     assert "2 rows in 1 step, without 1 malformed records" in repr(found)
 
 
+def opened(path):
+    return headrace.open_dump(path, columns=COLUMNS)
+
+
 OF_THE_COMMAND = re.compile(r"\bheadrace [a-z]|task=|hydra\.|\bnull\b|\bfalse\b|\btrue\b|in braces|a word")
 
 
@@ -140,6 +144,15 @@ OF_THE_COMMAND = re.compile(r"\bheadrace [a-z]|task=|hydra\.|\bnull\b|\bfalse\b|
     ("call", "said"),
     [
         (lambda own: headrace.replay(own), "source={'columns': {'group': ID, 'reward': NUMBER, 'respo"),
+        (
+            lambda own: headrace.open_dump(own),
+            "\ncolumns={'group': ID, 'reward': NUMBER, 'response': TEXT}, gr",
+        ),
+        (lambda own: headrace.open_dump(own), "Set format to one of"),
+        (lambda own: headrace.open_dump(own, columns={"group": "id"}), "such as columns={'group': 'problem"),
+        (lambda own: headrace.replay(opened(own)), "replay takes the path of a dump, and the options of o"),
+        (lambda own: headrace.compare(opened(own), "grpo", "rloo"), "compare takes the path of a dump"),
+        (lambda own: headrace.plan(opened(own)), "in source={…}; got Source(table: /"),
         (lambda own: headrace.replay(own, source={"columns": COLUMNS}), "add source={'group_size': 4}"),
         (lambda own: headrace.replay(own, source={"group_size": None, "skip_bad": None}), "got None"),
         (lambda own: headrace.replay(own, source=OF_FIVE), "For this dump, set source.group_size=4"),

@@ -539,7 +539,7 @@ def refuse_other_arguments(*given: Any) -> None:
             kind = np.asarray(each).dtype.kind
         except (TypeError, ValueError):  # on another device, or ragged
             kind = ""
-        return {"f": "numbers like rewards", "i": "numbers like ids", "U": "texts like ids"}.get(
+        return {"f": "numbers like rewards", "i": "whole numbers", "U": "texts like ids"}.get(
             kind, f"a {type(each).__name__}"
         )
 
@@ -612,7 +612,7 @@ _lock = Lock()
 
 @shows_options
 def decide(
-    data: Mapping[str, Any] | TensorDictBase,
+    data: Mapping[str, Any] | TensorDictBase = ...,  # type: ignore[assignment]
     /,
     recipe: Recipe | str = "grpo",
     *overrides: str,
@@ -654,6 +654,8 @@ def decide(
         >>> found.advantage.tolist(), found.reason[2]
         ([0.5, -0.5, 0.0, 0.0], 'filter/zero_variance')
     """
+    if data is ...:
+        raise TypeError(f"decide takes columns as one mapping: decide({EXAMPLE}); got {', '.join(options)}")
     refuse_other_arguments(data, recipe, *overrides)
     seed: Any = options.pop("seed", ...)
     seed = 0 if seed is ... else seed
@@ -701,9 +703,11 @@ def refuse_state(pipeline: Pipeline) -> None:
     carries = any(getattr(pipeline.stages[name], "remainder", "") == "carry" for name in found)
     if found:
         raise ValueError(
-            f"stages {listing(found)} have a state from one batch to the next, and decide() keeps none. Make "
-            "one headrace.Decider(recipe, **options), call its decide(columns) for each batch, and save its "
-            "state_dict()" + ". Its ids must be unique over batches" * carries
+            f"the state of the stage{'s' * (len(found) > 1)} {listing(found)} lasts from one batch to the "
+            "next, and decide() keeps none. Make one headrace.Decider(recipe, **options), call its "
+            "decide(columns) for each batch, and save its state_dict()"
+            + ". Its ids must be unique over batches"
+            * carries
         )
 
 

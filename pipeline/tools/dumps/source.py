@@ -23,7 +23,8 @@ from headrace.pipeline.load import ConfigError
 from headrace.pipeline.wording import for_python, printable
 from headrace.transforms.carry import write_whole
 
-from .readers import Source, SourceError, open_dump
+from .readers import Source, SourceError
+from .readers.open import open_in_words
 
 STARTS = ("pipeline.", "hydra.searchpath=")
 OF_STAGE = re.compile(r"(?P<plus>\+*)~?(?:[\w/]+@)?pipeline\.stages\.(?P<stage>\w+)(?P<whole>=|$)?")
@@ -53,7 +54,7 @@ def open_configured(config: DictConfig) -> Source:
                     f"pipeline.stages.{name}.reward must be shared, got sum, which would count it once a row"
                 )
     try:
-        source = open_dump(**{str(name): value for name, value in options.items()})
+        source = open_in_words(**{str(name): value for name, value in options.items()})
     except SourceError:
         raise
     except (TypeError, ValueError) as err:

@@ -131,7 +131,7 @@ class Comparison:
             if self.by_token:
                 what = "gradient, up to the weights of single tokens"
             return f"{names} give the same {what}: {product} is equal in all {rows}."
-        said = f"{names} give another {what}: {product} differs in {self.changed:,} of {rows}."
+        said = f"{names} give different {what}s: {product} differs in {self.changed:,} of {rows}."
         if self.cosines and self.trains == [len(self.cosines)] * 2 and min(self.cosines) > 1 - 1e-9:
             said += " The two gradients of each step have the same direction."
         elif not np.isnan(self.moved):

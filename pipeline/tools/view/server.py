@@ -144,7 +144,8 @@ class Answering(BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         parts = path.split("/", 2)  # nothing, the secret, and a name
         if parts[0] or not secrets.compare_digest(parts[1].encode(), self.server.secret.encode()):
-            return self._refuse(HTTPStatus.FORBIDDEN, "open the whole address that headrace view has printed")
+            plain = b"Open the whole address that headrace view has printed.\n"  # a person may have typed it
+            return self._send(HTTPStatus.FORBIDDEN, "text/plain", plain)
         if len(parts) < 3:  # without the slash, the page would look for its files at another address
             return self._refuse(
                 HTTPStatus.NOT_FOUND, "the address that headrace view has printed ends with a slash"

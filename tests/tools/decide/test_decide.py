@@ -257,7 +257,12 @@ def test_micro_batches_have_the_rows_of_those_that_a_pipeline_gathers(options):
 @pytest.mark.parametrize(
     ("recipe", "change", "error", "says"),
     [
-        ("rae", {}, ValueError, r"stages running have a state.*headrace.Decider\(recipe, \*\*options\)"),
+        (
+            "rae",
+            {},
+            ValueError,
+            r"the state of the stage running lasts.*headrace.Decider\(recipe, \*\*options\)",
+        ),
         (
             "grpo",
             {"statuss": [0] * 4},
@@ -357,17 +362,22 @@ def test_errors_name_the_columns_and_keywords_of_the_caller(columns, options, sa
     [
         (
             [[1.0, 0.0], ["a", "a"], [0, 1]],
-            "numbers like rewards, then texts like ids, then numbers like ids",
+            "numbers like rewards, then texts like ids, then whole numbers",
         ),
         (["grpo", {"reward": [1.0]}], "'grpo', then columns"),
         (["grpo"], "'grpo'"),
-        ([{"reward": [1.0]}, [0]], "columns, then numbers like ids"),
+        ([{"reward": [1.0]}, [0]], "columns, then whole numbers"),
         ([{"reward": [1.0]}, Pipeline({})], "columns, then a Pipeline"),
     ],
 )
 def test_arguments_in_another_order_are_named_by_what_they_look_like(arguments, found):
     with pytest.raises(ValueError, match=f"columns must be one mapping of names.* Found {found}$"):
         decide(*arguments)
+
+
+def test_columns_by_keyword_are_answered_with_one_mapping():
+    with pytest.raises(TypeError, match=r"decide\({'group_id': .*}\); got rewards, group_ids$"):
+        decide(rewards=[1, 0], group_ids=[0, 0])
 
 
 def test_columns_may_have_other_names():

@@ -672,7 +672,7 @@ def test_table_a_conversation_in_one_column_is_split_at_the_assistant(letters, t
 @pytest.mark.parametrize(
     ("columns", "change", "message"),
     [
-        ({"reward": "r"}, {}, r"the format table needs columns.response, such as source\.columns="),
+        ({"reward": "r"}, {}, r"the format table needs columns.response, such as columns="),
         ({**COLUMNS, "rewards": "r"}, {}, "columns has no 'rewards'"),
         ({**COLUMNS, "step": 3}, {}, "columns.step must be the name of a column; got 3"),
         (

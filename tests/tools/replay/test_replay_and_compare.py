@@ -92,7 +92,7 @@ def test_two_recipes_are_compared_on_the_same_rollouts(dump, tmp_path):
     assert found["numbers"]["gradient_cosine"] == pytest.approx(1)  # one group alone trains
     page = (tmp_path / "out" / "report.html").read_text()
     assert '"versus":["grpo","dr_grpo"]' in page
-    assert '"difference":"grpo and dr_grpo give another gradient' in page
+    assert '"difference":"grpo and dr_grpo give different gradients' in page
     assert '"verdict":""' in page  # the number of one recipe is no comparison
     assert f"the page: {(tmp_path / 'out' / 'report.html').as_uri()}" in " ".join(text.split())
     with pytest.raises(ConfigError, match=r"must name two recipes.*got \['grpo'\]"):
@@ -203,7 +203,9 @@ def test_rows_that_only_one_recipe_trains_change_no_gradient_where_their_advanta
     comparison.add(report, replace(report, columns=fewer, names=("trained", "filter/zero_variance")))
     assert comparison.said.endswith("equal in all 4 rows.")
     comparison.add(report, replace(report, columns={**fewer, "reason": np.array([1, 0, 0, 0])}))
-    assert "another gradient: advantage × loss weight × tokens differs in 1 of 8 rows of 2" in comparison.said
+    assert (
+        "different gradients: advantage × loss weight × tokens differs in 1 of 8 rows of 2" in comparison.said
+    )
 
 
 def test_tokens_with_weights_of_their_own_are_not_said_to_be_equal(make_batch):

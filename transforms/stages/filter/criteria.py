@@ -20,7 +20,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from typing_extensions import Unpack
 
-from headrace.transforms.table import ColumnNames, Rows, TakesColumns, check_kind
+from headrace.transforms.table import BatchError, ColumnNames, Rows, TakesColumns, check_kind
 from headrace.transforms.table.options import (
     INF,
     LowerBound,
@@ -85,7 +85,13 @@ def ask(rows: Rows, criterion: Callable[[TensorDictBase], Any]) -> Any:
     """
     batch = rows.write()
     # A user's function may not expect a rank without rows.
-    keep = criterion(batch) if len(batch) else torch.zeros(0, dtype=torch.bool)
+    try:
+        keep = criterion(batch) if len(batch) else torch.zeros(0, dtype=torch.bool)
+    except KeyError as err:
+        raise BatchError(
+            f"a function gets the batch, where the reward of each rollout is {REWARD!r}; "
+            + str(err.args[0] if err.args else err)
+        ) from err
     fits = isinstance(keep, Tensor) and keep.dtype is torch.bool and keep.numel() == len(rows.table.live)
     return rows.measured(asked=keep.reshape(-1))["asked"].bool() if fits else keep
 

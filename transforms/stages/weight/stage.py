@@ -603,6 +603,11 @@ def weighted_loss(
         >>> float(weighted_loss(terms, batch))
         2.25
     """
+    if not isinstance(batch, TensorDictBase):
+        raise BatchError(
+            f"weighted_loss needs the terms of the loss, and then the minibatch, a TensorDict; got a "
+            f"{type(batch).__name__} as the second. {EXAMPLE}"
+        )
     if has_key(batch, LOSS_WEIGHTS):
         return component_loss(terms_of(terms), batch)
     if not has_key(batch, weight_key):
@@ -634,6 +639,9 @@ def weighted_loss(
     return total
 
 
+EXAMPLE = "For example, of the loss of each token, (N, T): weighted_loss({'loss_policy': loss}, minibatch)"
+
+
 def terms_of(terms: TensorDictBase) -> dict[str, Tensor]:
     """The entries ``loss_*`` of a loss, by their names.
 
@@ -642,7 +650,9 @@ def terms_of(terms: TensorDictBase) -> dict[str, Tensor]:
     """
     if not hasattr(terms, "items"):
         kind = type(terms).__name__
-        raise BatchError(f"a loss must return a TensorDict with entries loss_* per token; got a {kind}")
+        raise BatchError(
+            f"a loss must return a TensorDict with entries loss_* per token; got a {kind}. {EXAMPLE}"
+        )
     losses = {key: value for key, value in terms.items() if key.startswith("loss_")}
     losses = {key: value for key, value in losses.items() if isinstance(value, Tensor)}
     if not losses:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from tensordict import TensorDictBase
 
 from headrace.pipeline.tools.dumps.paths import missing_path
-from headrace.pipeline.wording import for_python
+from headrace.pipeline.wording import for_python, said_in_python
 from headrace.transforms.table.options import at_least, takes_options
 
 from .batch import MAX_ROWS, Draws, Sample, group_by_order, separate_draws, to_batch
@@ -31,7 +31,10 @@ LARGE_GROUP = 128  # rollouts; a step that is one larger group may have prompts 
 SUFFIXES = (".pt", ".parquet", ".jsonl", ".jsonl.gz")
 NO_FILE = "no file of JSON Lines (.jsonl, .jsonl.gz), Parquet (.parquet) or torch.save (.pt)"
 OWN_FILE = "'source.columns={group: ID, reward: NUMBER, response: TEXT}' source.group_size=ROLLOUTS"
-IN_PYTHON = "source={'columns': {'group': ID, 'reward': NUMBER, 'response': TEXT}, 'group_size': ROLLOUTS}"
+IN_PYTHON = {
+    "tasks": "source={'columns': {'group': ID, 'reward': NUMBER, 'response': TEXT}, 'group_size': ROLLOUTS}",
+    "open_dump": "columns={'group': ID, 'reward': NUMBER, 'response': TEXT}, group_size=ROLLOUTS",
+}
 
 
 # A module of this package that has a FORMAT reads the format with the name of the module.
@@ -42,6 +45,7 @@ READERS: dict[str, Format] = {
 }
 
 
+@said_in_python("open_dump")
 @takes_options
 def open_dump(
     path: str | Path,
@@ -145,6 +149,10 @@ def open_dump(
     return Source(name, files, options, regrade)
 
 
+open_in_words: Any = open_dump.__wrapped__  # type: ignore[attr-defined]
+"""As :func:`open_dump`, with errors in the words of the command or task that calls it."""
+
+
 class Source:
     """A dump that :func:`open_dump` opened. Each ``iter()`` is a new pass over all files.
 
@@ -171,6 +179,10 @@ class Source:
         self.skipped_steps: list[tuple[int | None, str]] = []
         self.total_bytes = sum(file.stat().st_size for file in files)
         self._pass = options
+
+    def __repr__(self) -> str:
+        more = f" and {len(self.files) - 1:,} more" if len(self.files) > 1 else ""
+        return f"Source({self.format}: {self.files[0]}{more})"
 
     @property
     def unsaid(self) -> frozenset[str]:
@@ -460,9 +472,9 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
         raise SourceError(
             f"{path}: the format must be clear from the suffix and the first record; found "
             f"{' and '.join(fitting) if fitting else seen or NO_FILE}.{said} Set "
-            f"source.format to one of {', '.join(READERS)}"
+            f"{'' if for_python() else 'source.'}format to one of {', '.join(READERS)}"
             + ". For a file of your own, add options with the names of its columns, such as:"
             * own,
-            to_type=(IN_PYTHON if for_python() else OWN_FILE) * own,
+            to_type=IN_PYTHON.get(for_python(), OWN_FILE) * own,
         )
     return fitting[0]

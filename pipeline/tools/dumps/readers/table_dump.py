@@ -44,6 +44,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.pipeline.wording import for_python
 from headrace.spelling import suggest
 from headrace.transforms import Status
 
@@ -94,10 +95,12 @@ def check_columns(columns: Mapping[str, str] | None) -> dict[str, str]:
         if not isinstance(value, str) or not value:
             raise ValueError(f"columns.{name} must be the name of a column; got {value!r}")
     if lacking := [name for name in REQUIRED if name not in given]:
+        example = "source.columns={group: problem_id, reward: score, response: output}"
+        if for_python():
+            example = "columns={'group': 'problem_id', 'reward': 'score', 'response': 'output'}"
         raise ValueError(
             f"the format table needs columns.{' and columns.'.join(lacking)}, such as "
-            "source.columns={group: problem_id, reward: score, response: output}; "
-            f"got {given or None}"
+            f"{example}; got {given or None}"
         )
     return given
 

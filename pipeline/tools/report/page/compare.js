@@ -86,7 +86,7 @@ function sentence(pairs, named) {
   const flips = pairs.filter(({ kind }) => kind === "flips").length;
   const rows = plural(pairs.length, "row");
   const flipped = flips ? count(flips) : "none";
-  if (named.other && !differ) return `Under ${named.y} the advantage of each of ${rows} is that under ${named.x}.`;
+  if (named.other && !differ) return `Each of ${rows} has the same advantage under ${named.x} and ${named.y}.`;
   if (named.other)
     return (
       `Under ${named.y} instead of ${named.x} the advantage of ${count(differ)} of ${rows} differs, ` +

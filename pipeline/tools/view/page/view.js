@@ -20,7 +20,8 @@ function readState() {
   const given = new URLSearchParams(window.location.hash.slice(1));
   const state = Object.fromEntries(NAMES.map((name) => [name, given.get(name) ?? DEFAULTS[name] ?? ""]));
   const wanted = state.step.trim() ? Number(state.step) : NaN;
-  state.number = steps.includes(wanted) ? wanted : nearest(Number.isFinite(wanted) ? wanted : Infinity);
+  const last = steps.findLast((step) => lines.every((of) => of.has(step))) ?? Infinity; // that all runs have
+  state.number = steps.includes(wanted) ? wanted : nearest(Number.isFinite(wanted) ? wanted : last);
   return state;
 }
 
