@@ -22,15 +22,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from headrace.pipeline.wording import for_python
-from headrace.spelling import closest, suggest
+from headrace.spelling import OPTIONS, closest, suggest
 
 __all__ = [
     "TASKS",
     "ConfigError",
     "compose_config",
+    "example_of",
     "explain_composition",
     "for_hydra",
-    "known_stages",
+    "known_parts",
     "leaves",
     "no_stage",
     "options_meant",
@@ -184,7 +185,9 @@ def _to_add(name: str, options: Collection[str]) -> str:
     """Say how to add a stage with this name and these options; empty if the name is that of a usual stage."""
     if usual_stage(name) is not None:
         return ""
-    kinds = [each for each in known_stages() if {*options} <= {*(usual_stage(each) or ())}][:1] or ["NAME"]
+    kinds = [each for each in known_parts("stage") if {*options} <= {*(usual_stage(each) or ())}][:1] or [
+        "NAME"
+    ]
     return (
         f". To add one, name one of `headrace stages`, or the path of a class: pipeline.stages.{name}="
         f"{kinds[0]} (in Python stages={{{name!r}: {{'_target_': {kinds[0]!r}, ...}}}})"
@@ -240,6 +243,8 @@ def explain_composition(error: Exception, overrides: Sequence[str] = (), config_
         return f"{recipe_list} has several recipes (did you mean task=compare '{meant}'?)"
     if ambiguous := re.search(r"Ambiguous value for argument '(.*)'", message):
         name, _, values = ambiguous[1].partition("=")
+        if name == "pipeline" and "task=compare" in overrides:
+            return f"{ambiguous[1]} has several recipes (did you mean 'pipelines=[{values}]'?)"
         sweep = "" if for_python() else f"For a sweep: headrace -m {ambiguous[1]}. "
         return f"{ambiguous[1]} has several values. {sweep}For a list: '{name}=[{values}]', in quotes"
     if there := re.search(r"An item is already at '([\w.]+)'", message):
@@ -298,7 +303,7 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
             if name == "source" and _has_option(near, [*groups, "task=replay"]):
                 return f"unknown option {typed!r} (did you mean task=replay {near}{equals}{value}?)"
     if of_stage and of_stage[1] not in base:  # the name of a stage, perhaps misspelled
-        for stage in closest(of_stage[1], dict.fromkeys([*stages, *known_stages()]), 1, 0.75):
+        for stage in closest(of_stage[1], dict.fromkeys([*stages, *known_parts("stage")]), 1, 0.75):
             if stage not in stages:
                 recipe = next((each for each in groups if each.startswith("pipeline=")), "pipeline=grpo")
                 return (
@@ -356,13 +361,28 @@ def options_meant(name: str, config: DictConfig) -> list[str]:
     if name in ALIASES:
         return [ALIASES[name]]
     stages = OmegaConf.select(config, "pipeline.stages") or {}
-    known = dict.fromkeys(f"pipeline.stages.{stage}" for stage in stages)
-    return deeper(name, leaves(OmegaConf.to_container(config)) | known)
+    known: dict[str, Any] = dict.fromkeys(f"pipeline.stages.{stage}" for stage in stages)
+    known |= leaves(OmegaConf.to_container(config))
+    if found := deeper(name, known):
+        return found
+    name = OPTIONS.get(name, "")
+    return [name] if name in known else deeper(name, known)
 
 
-def known_stages() -> list[str]:
-    """The names of the stages that come with headrace."""
-    return sorted(path.stem for path in (Path(str(files("headrace.conf"))) / "stage").glob("*.yaml"))
+def known_parts(folder: str, *, complete: bool = False) -> list[str]:
+    """The names of the stages, criteria or terms of headrace, which are nodes of ``conf/<folder>``.
+
+    Args:
+        folder: ``stage``, ``criterion`` or ``term``.
+        complete: only those without a required option.
+    """
+    paths = sorted((Path(str(files("headrace.conf"))) / folder).glob("*.yaml"))
+    return [each.stem for each in paths if not complete or "???" not in each.read_text(encoding="utf-8")]
+
+
+def example_of(option: str, other: str) -> str:
+    """A value of a required option: the name of a part, or `other` if the option takes no part."""
+    return known_parts(PARTS[option], complete=True)[0] if option in PARTS else other
 
 
 def recipes() -> list[str]:

@@ -6,7 +6,6 @@ import inspect
 import logging
 import re
 import sys
-import types
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import deepcopy
@@ -14,16 +13,16 @@ from functools import partial, reduce
 from importlib import resources
 from operator import getitem
 from pathlib import Path
-from typing import Any, Literal, Union, cast, get_args, get_origin
+from typing import Any, cast
 
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf, flag_override, open_dict, read_write
 
 from headrace.pipeline.wording import for_python
 from headrace.spelling import suggest
-from headrace.transforms.table.options import PYTHON, annotations_of, described, fits, is_default
+from headrace.transforms.table.options import PYTHON, annotations_of, described, fits, is_default, nearest
 
-from .compose import PARTS, ConfigError, usual_stage
+from .compose import PARTS, ConfigError, example_of, known_parts, usual_stage
 
 __all__ = [
     "IN_THIS_FOLDER",
@@ -171,9 +170,18 @@ def _complete(around: DictConfig, key: str, folder: str, where: str) -> None:
                     known[part] = None  # a whole part takes no option from the usual one
             given = OmegaConf.merge(known, given, {"_target_": known._target_})
         if required := [str(option) for option in given if OmegaConf.is_missing(given, option)]:
+            typed = [
+                f"{where}={name}",
+                *(f"{where}.{option}={example_of(option, '1')}" for option in required),
+            ]
+            listed = [
+                f". A {PARTS[each]} is {', '.join(known_parts(PARTS[each]))}"
+                for each in required
+                if each in PARTS
+            ]
             raise ConfigError(
                 f"{where}: {name} needs {' and '.join(required)}. Set, for example, "
-                f"{' '.join([f'{where}={name}', *(f'{where}.{option}=1' for option in required)])}"
+                f"{' '.join(typed)}{''.join(listed)}"
             )
     with open_dict(around), read_write(around):
         around[key] = given
@@ -307,10 +315,7 @@ def misfit(value: Any, hint: Any) -> str | None:
     """
     if fits(value, hint):
         return None
-    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    allowed = [str(word) for part in parts if get_origin(part) is Literal for word in get_args(part)]
-    meant = suggest(value, allowed) if isinstance(value, str) else ""
-    return described(hint, words()) + (" (did you mean null?)" if value == "None" else meant)
+    return described(hint, words()) + (" (did you mean null?)" if value == "None" else nearest(value, hint))
 
 
 def as_typed(value: Any) -> str:

@@ -6,27 +6,31 @@ import difflib
 import re
 from collections.abc import Iterable
 
-__all__ = ["closest", "suggest"]
+__all__ = ["OPTIONS", "closest", "suggest"]
 
-# Values and options as other libraries call them.
-SYNONYMS = {
+# Options as other libraries call them.
+OPTIONS = {
+    "per": "unit",
+    **dict.fromkeys(["buffer", "overlong_buffer", "overlong_cache"], "cache"),
+    **dict.fromkeys(["norm", "normalize", "norm_adv_by_std_in_grpo", "scale_rewards"], "scale"),
+    **dict.fromkeys(["num_generations", "expected_rollouts"], "group_size"),
+}
+SYNONYMS = {  # these, and values
+    **OPTIONS,
     "loo": "leave_one_out",
     "std": "group",
     "sequence": "sample",
     "seq-mean-token-mean": "sample",
     "token-mean": "token",
-    "per": "unit",
-    "gpu": "cuda",
     **dict.fromkeys(["average", "avg"], "mean"),
-    **dict.fromkeys(["buffer", "overlong_buffer", "overlong_cache"], "cache"),
+    "False": "none",
+    **dict.fromkeys(["tokens", "token_ids", "completion_ids"], "length"),
     # Reasons for which vLLM, SGLang, OpenAI, Anthropic and transformers stop.
     **dict.fromkeys(["stop", "eos", "eos_token", "stop_sequence", "end_turn"], "completed"),
     **dict.fromkeys(["tool_calls", "tool_use", "finished", "done"], "completed"),
     **dict.fromkeys(["length", "max_tokens", "max_length"], "truncated"),
     **dict.fromkeys(["abort", "cancelled"], "aborted"),
     "error": "failed",
-    **dict.fromkeys(["norm", "normalize", "norm_adv_by_std_in_grpo", "scale_rewards"], "scale"),
-    **dict.fromkeys(["num_generations", "expected_rollouts"], "group_size"),
 }
 
 

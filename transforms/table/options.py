@@ -35,6 +35,7 @@ __all__ = [
     "fits",
     "has_effect",
     "is_default",
+    "nearest",
     "nested_key",
     "options_of",
     "takes_options",
@@ -225,13 +226,24 @@ def _meant(value: Any, hint: Any) -> str:
     """Suggest the listed value that a word probably means, or the call that makes the needed object."""
     if get_origin(hint) is abc.Mapping and _is_callable(get_args(hint)[1]):
         return " (headrace.load_pipeline takes the name of a recipe)"
-    if not isinstance(value, str):
-        return ""
-    if _is_callable(hint):
+    if isinstance(value, str) and _is_callable(hint):
         classes = [name for name in exported("headrace.transforms") if name[0].isupper()]
         return "".join(f" (did you mean {name}()?)" for name in closest(value, classes, 1, 0.7))
+    return nearest(value, hint)
+
+
+def nearest(value: Any, hint: Any) -> str:
+    """Suggest the listed word that a value probably means, or two bounds for a number.
+
+    Example:
+        >>> nearest("men", Literal["sum", "mean"]), nearest(5, Sequence[float | None] | None)
+        (" (did you mean 'mean'?)", ' (did you mean [-5, 5]?)')
+    """
+    if Sequence[float | None] in _parts(hint) and type(value) in NUMBERS and value > 0:
+        return f" (did you mean [{-value}, {value}]?)"
     listed = [get_args(part) for part in _parts(hint) if get_origin(part) is Literal]
-    return suggest(value, [str(each) for words in listed for each in words])
+    words = [str(each) for words in listed for each in words]
+    return suggest(str(value), words) if isinstance(value, str | bool) else ""
 
 
 def no_option(owner: str, name: str, options: Iterable[str]) -> str:

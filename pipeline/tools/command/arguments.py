@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
+import shlex
 import shutil
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,10 +20,13 @@ from omegaconf import OmegaConf
 
 from headrace.installed import PACKAGES, versions
 from headrace.pipeline.composing.compose import (
+    PARTS,
     TASKS,
     ConfigError,
     compose_config,
+    example_of,
     for_hydra,
+    known_parts,
     options_meant,
     recipes,
 )
@@ -113,7 +117,8 @@ def hydra_arguments(arguments: Sequence[str]) -> list[str]:
     for at, argument in enumerate(arguments):
         if argument.partition("=")[0].lstrip("-+") == "resume":
             raise ConfigError(
-                f"{argument}: the command resumes no run. In a loop of your own, use state_dict"
+                f"{argument}: the command resumes no run. A loop of your own can, with headrace.Checkpoint "
+                "(docs/resume.md)"
             )
         if argument.startswith("-"):
             _check_flag(argument, arguments, at)
@@ -215,6 +220,14 @@ def _of_bare_word(argument: str, arguments: Sequence[str], at: int) -> str:
     if argument in ALONE:
         takes = {"recipes": " [NAME]", "stages": " [NAME]", "view": " FOLDER [FOLDER2]"}.get(argument, "")
         return f"{said}; headrace {argument}{takes} is a command of its own, without options"
+    paths = [each for each in arguments if "=" not in each and _may_be_dump(each)]
+    if argument in TASKS and len(paths) in ((1, 2) if argument == "compare" else (1,)):
+        others = [each for each in arguments if each not in (argument, *paths)]
+        if argument == "compare" and not any(each.startswith("pipelines=") for each in others):
+            others.append("pipelines=[as/verl,grpo]")
+        known = shlex.join(["headrace", f"task={argument}", f"source.path={paths[0]}", *others])
+        view = shlex.join(["headrace", "view", *paths])
+        return f"{said} (did you mean {f'{view}, for two runs, or ' * (len(paths) == 2)}{known}?)"
     if argument in TASKS or argument in recipes():
         known = f"{'task' if argument in TASKS else 'pipeline'}={argument}"
         if before.rstrip("=") and before.endswith("="):  # `pipeline= grpo`
@@ -222,7 +235,7 @@ def _of_bare_word(argument: str, arguments: Sequence[str], at: int) -> str:
         return f"{said} (did you mean {known}?)"
     if "[" in before and argument.endswith("]"):
         return f"{said}: a value with spaces goes in quotes (did you mean '{before}{argument}'?)"
-    if glob.has_magic(argument) or Path(argument).exists() or Path(argument).suffix in DUMPS:
+    if _may_be_dump(argument):
         if any(other.startswith("source.path=") for other in arguments):
             return (
                 f"{said}: source.path is one file, folder or glob. If your shell has made several files of "
@@ -245,6 +258,11 @@ def _of_bare_word(argument: str, arguments: Sequence[str], at: int) -> str:
     every |= {name: f"pipeline={name}" for name in recipes()}
     close = closest(argument, every)
     return said + (f" (did you mean {' or '.join(every[name] for name in close)}?)" if close else "")
+
+
+def _may_be_dump(argument: str) -> bool:
+    """Whether an argument is a path that exists, or looks like one."""
+    return glob.has_magic(argument) or Path(argument).exists() or Path(argument).suffix in DUMPS
 
 
 def _option_of(name: str, arguments: Sequence[str]) -> list[str]:
@@ -407,7 +425,10 @@ def describe_node(path: Path) -> str:
     options, above = list[tuple[str, str, str]](), list[str]()
     for line in lines:
         if found := re.fullmatch(r"(\w+): (.+?)(?: # (.*))?", line):
-            options.append((found[1], found[2], " ".join([*above, found[3] or ""]).strip()))
+            said = " ".join([*above, found[3] or ""]).strip()
+            if found[1] in PARTS:
+                said += f"; or a name: {', '.join(known_parts(PARTS[found[1]]))}"
+            options.append((found[1], found[2], said))
         above = [] if found else [*above, line[2:]]
     shown = [
         f"{name}, the {kind} {made_by}",
@@ -422,31 +443,19 @@ def describe_node(path: Path) -> str:
         else (option if "${" in value else f"{option}={value}", comment)  # some are of the pipeline
         for option, value, comment in options
     )
-    needed = [f"{option}=VALUE" for option, value, _ in options if value == "???"]
+    needed = [f"{option}={example_of(option, 'VALUE')}" for option, value, _ in options if value == "???"]
     with_value = [
         f"{option}={value}" for option, value, _ in options if not re.search(r"[$?\[]|null|inf", value)
     ]
-    own = needed or with_value[:1]
-    whole, adds = "pipeline.stages.mine", "pipeline.after.mine=STAGE"
-    examples = {
-        "stage": [f"{whole}={name}", *(f"{whole}.{each}" for each in own), adds],
-        "term": [
-            f"{whole}=token_advantage",
-            f"{whole}.term={name}",
-            *(f"{whole}.term.{each}" for each in own),
-            adds,
-        ],
-        "criterion": [f"{OF_FILTER}={name}", *(f"{OF_FILTER}.{each}" for each in own)],
-    }
-    typed = [" ".join(["headrace", *examples[kind]])]
-    for recipe in sorted(recipes(), key=lambda each: each != "grpo"):  # find a recipe that has the stage
-        text = (CONF / "pipeline" / f"{recipe}.yaml").read_text(encoding="utf-8")
-        there = re.search(rf"/stage@stages\.(\w+): {name}$", text, re.M) if kind == "stage" else None
-        if there and (with_value or needed):
-            first = (with_value or needed)[0]
-            typed.insert(0, f"headrace pipeline={recipe} pipeline.stages.{there[1]}.{first}")
-            break
-    return "\n".join([*shown, "", "Examples", *(f"  {each}" for each in typed)])
+    whole = "pipeline.stages.mine"
+    own, typed = {
+        "stage": (whole, [f"{whole}={name}"]),
+        "term": (f"{whole}.term", [f"{whole}=token_advantage", f"{whole}.term={name}"]),
+        "criterion": (OF_FILTER, [f"{OF_FILTER}={name}"]),
+    }[kind]
+    typed += [f"{own}.{each}" for each in needed or with_value[:1]]
+    typed += ["pipeline.after.mine=STAGE"] * (kind != "criterion")
+    return "\n".join([*shown, "", "Example", f"  headrace {' '.join(typed)}"])
 
 
 def list_files(paths: Mapping[str, Path]) -> str:

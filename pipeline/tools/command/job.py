@@ -27,7 +27,6 @@ from headrace.pipeline.tools.report import (
     show_pipeline,
 )
 from headrace.pipeline.train import OptimiserRecord, optimise, total_loss
-from headrace.spelling import suggest
 from headrace.transforms import BatchError, weighted_loss
 from headrace.transforms.table.schema import FINISHED
 
@@ -152,8 +151,8 @@ def choose_device(wanted: str) -> torch.device:
     try:
         return torch.empty(0, device=wanted).device
     except (RuntimeError, AssertionError) as err:
-        meant = suggest(wanted, ("auto", "cpu", "cuda", "mps"))
-        raise ConfigError(f"device={wanted} is not available{meant}: {str(err).splitlines()[0]}") from err
+        there = ["cpu", *["cuda"] * torch.cuda.is_available(), *["mps"] * torch.backends.mps.is_available()]
+        raise ConfigError(f"device={wanted} is not available; choose from auto, {', '.join(there)}") from err
 
 
 def _instantiate_components(config: DictConfig, device: torch.device) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def test_the_help_of_each_part_is_for_readers_and_has_commands_that_compose(fold
     for path in sorted((CONF / folder).glob("*.yaml")):
         shown = answer_of("stages", path.stem)
         assert not re.search(r"make generate|\?\?\?|\$\{|^#", shown, re.M), shown
-        examples = shown.partition("\nExamples\n")[2].splitlines()
+        examples = shown.partition("\nExample\n")[2].splitlines()
         assert examples, path
         for example in examples:
             words = example.replace("VALUE", "1").replace("STAGE", "advantage").split()[1:]
