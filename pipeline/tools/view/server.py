@@ -64,8 +64,9 @@ def view(words: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="headrace view",
-        description="Open all rows of all steps of a run, or of two runs side by side, in a browser on this "
-        "machine. FOLDER is what a training, a replay or ReportFolder has written.",
+        description="Show all rows of all steps of a run, or of two runs side by side, to a browser on this "
+        "machine. It prints the address, and starts no browser. FOLDER is what a training, a replay or "
+        "ReportFolder has written.",
     )
     parser.add_argument(
         "folder", metavar="FOLDER", nargs="+", type=Path, help="the folder of a run; at most two"
@@ -80,7 +81,10 @@ def view(words: Sequence[str]) -> int:
     parser.error = refuse  # type: ignore[method-assign]
     given, unknown = parser.parse_known_args(list(words))
     if unknown:
-        refuse(f"unknown option {unknown[0]!r}; a folder has no name before it, as in headrace view run")
+        refuse(
+            f"unknown option {unknown[0]!r}; the only option is --port. No browser is started: view prints the "
+            "address"
+        )
     if len(given.folder) > 2:
         refuse(f"two runs are shown side by side at most; got {len(given.folder)} folders")
     if not 0 <= given.port < 2**16:

@@ -108,8 +108,11 @@ class StoredRun:
     def __init__(self, folder: Path):
         self.folder = folder.resolve()
         if not folder.is_dir():
-            why = "is a file" if folder.exists() else "does not exist"
-            raise ConfigError(f"{folder} {why}. Give the folder of a run, which has report.html")
+            why, todo = "does not exist", "Give the folder of a run, which has report.html"
+            if folder.exists():
+                why = "is a file"
+                todo = f"headrace view {folder.parent}" if (folder.parent / "rollouts").is_dir() else todo
+            raise ConfigError(f"{folder} {why}. {todo}")
         inner = self.folder / "rollouts"
         self.rows_folder = inner if inner.is_dir() else self.folder
         if self.rows_folder.resolve() != self.rows_folder:
@@ -188,6 +191,11 @@ class StoredRun:
         for name, (holds, then) in OF_TASKS.items():
             if (self.folder / name).is_file():
                 return f"{folder} holds {holds}, {name}, and no rows. {then}"
+        below = [each.parent for each in folder.glob("*/**/rollouts") if any(each.glob("step_*.parquet"))]
+        if below:
+            newest = max(below, key=lambda each: (each / "rollouts").stat().st_mtime)
+            words = ["headrace", "view", str(newest)]
+            return f"{folder} is no run, and holds some. The newest: {shlex.join(words)}"
         words = ["headrace", "task=replay", f"source.path={folder}", "hydra.run.dir=FOLDER"]
         return (
             f"{folder} has no rows of a run, rollouts/step_*.parquet, which a run with report.dump=parquet "

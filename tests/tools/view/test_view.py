@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import shutil
 import signal
 import socket
 import sys
@@ -478,6 +479,9 @@ def test_any_number_of_the_steps_can_be_charted(tmp_path):
 def test_the_command_prints_what_to_do(tmp_path, run):
     (tmp_path / "empty").mkdir()
     (tmp_path / "alone.jsonl").touch()
+    for at, name in enumerate(("1/b", "1/a", "2")):  # the last is the oldest
+        shutil.copytree(run / "rollouts", tmp_path / "many" / name / "rollouts")
+        os.utime(tmp_path / "many" / name / "rollouts", (1e9 - at, 1e9 - at))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -485,7 +489,10 @@ def test_the_command_prints_what_to_do(tmp_path, run):
         for words, message in (
             ([], "the following arguments are required: FOLDER"),
             (["nowhere"], "nowhere does not exist. Give the folder of a run"),
-            (["--path", str(run)], "unknown option '--path'; a folder has no name before it"),
+            (["--path", str(run)], "unknown option '--path'; the only option is --port"),
+            ([str(run), "--no-open"], "No browser is started: view prints the address"),
+            ([str(run / "report.html")], f"is a file. headrace view {run}\n"),
+            (["many"], "many is no run, and holds some. The newest: headrace view many/1/b\n"),
             (["alone.jsonl"], "alone.jsonl is a file. Give the folder of a run, which has report.html"),
             (["empty"], "headrace task=replay source.path=empty hydra.run.dir=FOLDER"),
             ([str(run)] * 3, "two runs are shown side by side at most; got 3 folders"),
