@@ -155,7 +155,10 @@ OF_THE_COMMAND = re.compile(r"\bheadrace [a-z]|task=|hydra\.|\bnull\b|\bfalse\b|
         (lambda own: headrace.plan(opened(own)), "in source={…}; got Source(table: /"),
         (lambda own: headrace.replay(own, source={"columns": COLUMNS}), "add source={'group_size': 4}"),
         (lambda own: headrace.replay(own, source={"group_size": None, "skip_bad": None}), "got None"),
-        (lambda own: headrace.replay(own, source=OF_FIVE), "For this dump, set source.group_size=4"),
+        (
+            lambda own: headrace.replay(own, source=OF_FIVE),
+            "have the size 4. For this dump, set source.group_size=4",
+        ),
         (lambda own: headrace.replay(own, columns=COLUMNS), "source={'columns': {'response': …}}"),
         (lambda own: headrace.replay(own, columns={"uid": "x"}), "pipeline.columns: unknown column 'uid'"),
         (lambda own: headrace.replay(own, "RLOO"), "(did you mean 'rloo'?); headrace.recipes() lists all"),

@@ -6,6 +6,7 @@ The terminal, the files, the page and the exit status show that it failed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar, cast
 
@@ -68,8 +69,12 @@ class DumpSteps:
                     raise found
                 result = of(cast(int, step), found)  # only batches come with a step
             except (SourceError, BatchError) as err:
-                if isinstance(err, IncompleteGroupsError) and "size" in err.facts and self.source.sized:
-                    err.more += f". For this dump, set source.group_size={err.facts['size']}"
+                if isinstance(err, IncompleteGroupsError):  # no rollout of a dump is still to come
+                    text = re.sub(", (or|else) wait for the missing rollouts", "", err.args[0])
+                    if "size" in err.facts and self.source.sized:
+                        text = text.partition(". If so many")[0]
+                        err.more += f". For this dump, set source.group_size={err.facts['size']}"
+                    err.args = (text,)
                 first = first or err
                 self._leave_out(step, found, err)
                 ends = len(self.failed) == GIVE_UP and not self.source.skips

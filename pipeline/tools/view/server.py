@@ -82,8 +82,8 @@ def view(words: Sequence[str]) -> int:
     given, unknown = parser.parse_known_args(list(words))
     if unknown:
         refuse(
-            f"unknown option {unknown[0]!r}; the only option is --port. No browser is started: view prints the "
-            "address"
+            f"unknown option {unknown[0]!r}; the only option is --port. No browser is started: view prints "
+            "the address"
         )
     if len(given.folder) > 2:
         refuse(f"two runs are shown side by side at most; got {len(given.folder)} folders")

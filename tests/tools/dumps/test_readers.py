@@ -546,6 +546,37 @@ def test_table_has_ends_steps_advantages_and_lengths(tmp_path):
     assert batch["status"].tolist() == [Status.COMPLETED, Status.TRUNCATED]
 
 
+def test_table_a_list_of_tokens_counts_as_its_length(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [own_row("p", 1.0, ids=[5] * n) for n in (3, 1)])
+    assert trained(read_one(path, columns={**COLUMNS, "length": "ids"})) == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({}, "The column 'step' is not read, so each file is one step"),
+        ({"step": "step"}, ""),
+        (
+            {"step": "step", "prompt": "outputt", "status": "why"},
+            "No row has a value in the column 'outputt' (source.columns.prompt) (did you mean 'output'?)",
+        ),
+    ],
+)
+def test_table_columns_that_are_not_read_are_said(columns, said, tmp_path):
+    """A column that some rows have is read."""
+    rows = [own_row("p", 1.0, step=3, why="stop"), own_row("p", 0.0, step=3)]
+    dump = open_dump(write_lines(tmp_path / "a.jsonl", rows), columns={**COLUMNS, **columns})
+    for _ in range(2):  # each pass says it once
+        list(dump)
+        assert (said in "".join(dump.notices), len(dump.notices)) == (True, bool(said))
+
+
+def test_a_file_of_lines_is_not_called_a_damaged_parquet_file(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [own_row("p", 1.0)])
+    with pytest.raises(SourceError, match=r"found JSON Lines\. For a file of your own, set source\.columns"):
+        list(open_dump(path, "trl"))
+
+
 def test_table_lines_with_one_prompt_are_one_group_only_if_you_say_so(tmp_path):
     """What no column names is kept of each rollout; a column that is set to None is none."""
     line = {
@@ -674,6 +705,7 @@ def test_table_a_conversation_in_one_column_is_split_at_the_assistant(letters, t
     [
         ({"reward": "r"}, {}, r"the format table needs columns.response, such as columns="),
         ({**COLUMNS, "rewards": "r"}, {}, "columns has no 'rewards'"),
+        ({**COLUMNS, "tokens": "r"}, {}, r"columns has no 'tokens' \(did you mean 'length'\?\)"),
         ({**COLUMNS, "step": 3}, {}, "columns.step must be the name of a column; got 3"),
         (
             {**COLUMNS, "reward": "metrics.nope"},

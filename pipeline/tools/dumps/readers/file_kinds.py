@@ -15,6 +15,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
@@ -87,6 +88,8 @@ class Reading:
         messages: the errors of the first few malformed records.
         kept: the first error of each step since the last :meth:`take`.
         counted: number of rows that the tokenizer has encoded in each way.
+        found: the names in `columns` that a row had a value for.
+        first: the first record.
     """
 
     reward_keys: tuple[str, ...] = ()
@@ -102,6 +105,8 @@ class Reading:
     messages: list[str] = field(default_factory=list)
     kept: dict[int | None, SourceError] = field(default_factory=dict)
     counted: Counted = field(default_factory=Counted)
+    found: set[str] = field(default_factory=set)
+    first: Mapping[Any, Any] = field(default_factory=dict)
 
     @property
     def reward_key(self) -> str | None:
@@ -110,7 +115,13 @@ class Reading:
 
     def restarted(self) -> Reading:
         """A new pass with the same options."""
-        fresh: dict[str, Any] = {"messages": [], "kept": {}, "counted": Counted()}
+        fresh: dict[str, Any] = {
+            "messages": [],
+            "kept": {},
+            "counted": Counted(),
+            "found": set(),
+            "first": {},
+        }
         return replace(self, file=0, done_bytes=0, position=0, skipped=0, **fresh)
 
     def add_tokens(self, rows: Sequence[Sample]) -> None:
@@ -382,7 +393,15 @@ def _decode(decoder: Callable[[Path], Decoded], path: Path) -> Decoded:
     try:
         return decoder(path)
     except Exception as err:  # a damaged file makes the decoder raise anything
-        raise SourceError(f"{path}: a Parquet file is required; found {first_line(err)}") from None
+        raise SourceError(f"{path}: a Parquet file is required; found {_not_parquet(path, err)}") from None
+
+
+def _not_parquet(path: Path, err: Exception) -> str:
+    """What there is instead of a Parquet file."""
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(1) == b"{":
+            return "JSON Lines. For a file of your own, set source.columns in place of source.format"
+    return first_line(err)
 
 
 def read_rows(path: Path, reading: Reading) -> Iterator[Record]:
@@ -402,7 +421,9 @@ def read_rows(path: Path, reading: Reading) -> Iterator[Record]:
                     number += 1
                     yield Record(data, f"{path}, row {number}", number)
     except Exception as err:  # a damaged file makes the decoder raise anything
-        raise SourceError(f"{path}: a Parquet file must be readable; found {first_line(err)}") from None
+        raise SourceError(
+            f"{path}: a Parquet file must be readable; found {_not_parquet(path, err)}"
+        ) from None
     if not number:
         raise SourceError(f"{path}: a dump has at least one row; found an empty table")
 

@@ -24,7 +24,7 @@ from .batch import MAX_ROWS, Draws, Sample, group_by_order, separate_draws, to_b
 from .file_kinds import Format, NoGroupError, Reading, read_lines, read_schema, refuse_pointers
 from .record import SourceError, quote_some
 from .regrading import Grade, Regraded, regrade
-from .table_dump import check_columns
+from .table_dump import check_columns, said_of_columns
 from .tokenizing import load_tokenizer
 
 LARGE_GROUP = 128  # rollouts; a step that is one larger group may have prompts that look equal
@@ -365,7 +365,7 @@ class Source:
     @property
     def notices(self) -> list[str]:
         """Sentences about this pass for readers of its numbers: where groups and tokens come from."""
-        said = []
+        said = said_of_columns(self._pass)
         if self._options.group_by == "order":
             said.append(
                 f"Groups come from the order of the rows: each {self._options.group_size} rollouts next to "

@@ -28,7 +28,8 @@ name             value                                                 if it is 
                  ``aborted``, or a finish reason: ``stop``,
                  ``length``, ...
 ``truncated``    true or false                                         not known
-``length``       sampled tokens of the response                        not known, or by a tokenizer
+``length``       number of sampled tokens of the response, or a list   not known, or by a tokenizer
+                 of them
 ================ ===================================================== ===================================
 
 A name with dots is a path: ``reward: metrics.score``. If a line has a list of rollouts, a column that none of
@@ -232,6 +233,10 @@ def _sample(
 ) -> Sample:
     """Make a rollout of its columns. `at`: its position, if the line has several; `own`: its object."""
     columns = reading.columns
+    reading.first = reading.first or record.data
+    reading.found.update(name for name, value in values.items() if value is not None)
+    if isinstance(values.get("length"), list):
+        values["length"] = len(values["length"])
     where = record.where if at is None else f"{record.where}, rollout {at}"
     row = with_decoded_messages(Record(values, where, record.line), "prompt", "response")
     status = _status(row)
@@ -272,6 +277,20 @@ def _sample(
         record=None if label is None else rollout,
         place=record.line if at is None else None,
     )
+
+
+def said_of_columns(reading: Reading) -> list[str]:
+    """Sentences about names in `columns` that no row had a value for, and about steps that are not read."""
+    said = [
+        f"No row has a value in the column {key!r} (source.columns.{name}){suggest(key, reading.first)}."
+        for name, key in reading.columns.items()
+        if name not in reading.found
+    ]
+    if "step" in reading.first and "step" not in reading.columns:
+        said.append(
+            "The column 'step' is not read, so each file is one step. To read it, add step: step to source.columns."
+        )
+    return said
 
 
 def _status(row: Record) -> Status | None:
