@@ -1,4 +1,4 @@
-"""What all tests share. torch is imported only in functions: the process that hands out tests needs none."""
+"""Fixtures and hooks of all tests. Only functions import torch: pytest's main process does not need it."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # this.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.setdefault("HEADRACE_KEPT", mkdtemp())  # a worker inherits it
+    os.environ.setdefault("HEADRACE_KEPT", mkdtemp())  # workers inherit the folder
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """One worker more than there are cores: slow tests often wait for silent processes."""
+    """Start one worker more than there are cores, because slow tests often wait for silent processes."""
     return None if is_quick(config) else (os.cpu_count() or 1) + 1
 
 
@@ -254,7 +254,7 @@ def cluster() -> Iterator[None]:
         patch.syspath_prepend(examples)
         there = [*tests, examples, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, there)))
-        patch.setenv("RAY_worker_niceness", "0")  # or its processes get what the other tests leave
+        patch.setenv("RAY_worker_niceness", "0")  # else Ray's processes wait for those of other tests
         if hasattr(os, "pidfd_open"):
             patch.setattr("ray._private.ray_constants.SETUP_WORKER_FILENAME", ready_ray())
         # More CPUs than the machine has: Ray counts the CPUs that actors might take.

@@ -15,7 +15,7 @@ from command import Started
 ROOT = Path(__file__).parents[2]
 BENCHMARKS, PAGE = ROOT / "benchmarks", ROOT / "docs" / "benchmarks.md"
 RESULTS = {path.stem: json.loads(path.read_text()) for path in (BENCHMARKS / "results").glob("*.json")}
-del RESULTS["field_bugs"]  # measures no time: tests/house/test_field_bugs.py
+del RESULTS["field_bugs"]  # these measure no time: tests/house/test_field_bugs.py
 del RESULTS["lost_rollouts"]  # its clock is simulated: tests/house/test_lost_rollouts.py
 RESULTS.pop("mutation", None)  # runs for hours: tests/house/test_mutants.py
 
@@ -27,7 +27,7 @@ def run(*words: object) -> None:
 
 
 def cells(result: dict) -> dict[tuple[str, str, str], dict]:
-    """By table, row and column."""
+    """The cells of results, by table, row and column."""
     return {
         (table["title"], row["name"], column): cell
         for table in result["tables"]

@@ -60,7 +60,7 @@ def words_of(line: str) -> list[str]:
     if "task=certify" in words:
         less = {"certify.only=": "[stop_or_continue]", "certify.group_sizes=": "[2]"}
         return words + [name + few for name, few in less.items() if name not in line]
-    if "-m" in words:  # one job of a sweep; test_sweep.py has more
+    if "-m" in words:  # run one job of a sweep; test_sweep.py runs more
         words = [word.partition(",")[0] if word.startswith("seed=") else word for word in words]
     if any(word.startswith(("task=", "--")) or word.isalpha() for word in words):
         return words

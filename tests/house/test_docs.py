@@ -86,7 +86,7 @@ def test_the_readme_takes_five_minutes_to_read():
 
 
 def test_the_first_screen_names_the_two_commands_of_a_fresh_machine_which_install_and_run():
-    """24 lines are a screen. `make -n` prints what a command would run, here without an environment."""
+    """A screen has 24 lines. `make -n` prints what a command would run, here without an environment."""
     screen = (ROOT / "README.md").read_text().splitlines()[:24]
     for command, runs in (("make demo", "bin/headrace"), ("make test", "bin/python -m pytest -n auto")):
         assert [line for line in screen if line.startswith(f"{command} ")], command
@@ -170,7 +170,8 @@ def test_the_recipes_in_contributing_load_and_the_first_gives_its_numbers(tmp_pa
         return pipeline(batch)["advantage"].flatten().tolist()[:8]
 
     won, *lost = advantages()
-    # By hand: mean 1/8, std √(1/8), so GRPO gives (7/8) / √(1/8), and the others' mean 8/7 times as much.
+    # By hand: the mean is 1/8 and the std √(1/8), so GRPO gives (7/8) / √(1/8). Leave-one-out gives 8/7 times
+    # as much.
     assert won == pytest.approx(8**0.5, rel=1e-5)
     assert lost == pytest.approx([-(8**0.5) / 7] * 7, rel=1e-5)
     assert f"{won:.2f} and −{-lost[0]:.2f}" in page

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fake_device import CPU, DEVICE, FakeDevice
 
-WHAT = {  # by operator: reads, copies, asynchronous; x, mask and ids are on the device
+WHAT = {  # for each operator: reads, copies, asynchronous; x, mask and ids are on the device
     # the host asks for a value
     "x.sum().item()": (1, 0, 0),
     "bool(mask.any())": (1, 0, 0),

@@ -41,7 +41,7 @@ PUBLIC = {
 
 
 def table(page: str, heading: str) -> list[list[str]]:
-    """The rows of the table below a heading, as lists of cells."""
+    """The rows of the table that follows a heading, as lists of cells."""
     section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
     assert section, heading
     lines = [line for line in section[1].splitlines() if line.startswith("|")]
@@ -74,7 +74,7 @@ def parameters_of(thing: object) -> Mapping[str, inspect.Parameter]:
 
 
 def keys_in_code() -> dict[str, dict[str, object]]:
-    """The default of each option that names a column, by option and class."""
+    """By option and class, the default of each option that names a column."""
     found: dict[str, dict[str, object]] = defaultdict(dict)
     for owner, thing in PUBLIC.items():
         for option, parameter in parameters_of(thing).items():

@@ -21,8 +21,7 @@ from headrace.transforms import BatchError, BatchTransform
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("transforms", "pipeline", "adapters")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-# Without the adapters: an adapter has the name of its trainer, as a reader of dumps has, and hooks share
-# names.
+# Adapters are left out: adapters and readers of dumps have the names of trainers, and hooks share names.
 OURS = [path for path in SOURCES if not path.is_relative_to(ROOT / "adapters")]
 
 
@@ -181,7 +180,7 @@ def imports(path: Path) -> dict[str, bool]:
 
 
 def graph() -> dict[str, dict[str, bool]]:
-    """By module, the modules of headrace that it imports and their packages, without its own packages."""
+    """For each module, the modules of headrace that it imports, with their packages, except its own."""
     edges: dict[str, dict[str, bool]] = {}
     for name, path in MODULES.items():
         inside, edges[name] = {name, *packages_of(name)}, {}
@@ -252,7 +251,7 @@ def inner_imports(path: Path) -> set[str]:
 
 
 def taken(node: ast.ImportFrom) -> Iterator[tuple[str, str | None]]:
-    """The (module, name) pairs of an absolute import. For an imported module: its name and None."""
+    """The (module, name) pairs of an absolute import. The name of an imported module is None."""
     for alias in node.names:
         is_module = f"{node.module}.{alias.name}" in MODULES
         listed = alias.name in public_names((node.module or "").removeprefix("headrace."))
@@ -272,7 +271,7 @@ def public_names(module: str) -> frozenset[str]:
 
 @pytest.mark.slow
 def test_tests_benchmarks_and_examples_import_public_names():
-    """Except for inner modules that are listed, each of which is used."""
+    """Exceptions are the listed inner modules, each of which is used."""
     files = [path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
     assert set().union(*map(inner_imports, files)) == INNER
 
@@ -295,7 +294,7 @@ def test_a_door_is_an_import_in_a_function():
 
 
 def test_no_two_public_names_are_equal():
-    """Except for a class and its function in one folder.
+    """A class and its function in one folder may have equal names.
 
     The other exceptions are `parse_row`, which every reader of dumps has, and `plan`, named as its task.
     """
@@ -355,7 +354,7 @@ def test_the_pipeline_does_not_check_stage_types():
 
 
 def test_an_argument_may_be_given_by_its_name():
-    """Except beside keywords of any name; so an option that is only a keyword cannot become a position."""
+    """Exceptions take keywords of any name. So an option that is only a keyword cannot become positional."""
     for path in SOURCES:
         for node in ast.walk(TREES[path]):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -68,7 +68,7 @@ def test_an_outer_layer_uses_public_names_of_an_inner_one():
 
 
 def test_public_names_are_the_same_after_every_module_is_imported():
-    """So no folder or module has the name of a public function beside it."""
+    """So no folder or module has the name of a public function of its package."""
     for name in MODULES:
         if not name.endswith("__main__") and not name.startswith("headrace.adapters."):
             try:
@@ -89,7 +89,7 @@ def test_public_names_are_the_same_after_every_module_is_imported():
 
 
 def test_each_package_has_a_face():
-    """Its `__init__` has a docstring and an `__all__`; the folder of the tools has no names of its own."""
+    """The `__init__` of each package has a docstring and an `__all__`. The package of tools has no names."""
     for path in FACES:
         names = getattr(importlib.import_module(NAMES[path]), "__all__", None)
         assert names or path.parent.name == "tools", path

@@ -1,4 +1,4 @@
-"""The simulation of lost rollouts: its accounts are complete, and it sees what is dropped."""
+"""The simulation of lost rollouts accounts for all rollouts, and detects what is dropped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONSTANT = World(lambda z, dice: 5, size=1, groups=1, slots=1, step=10, ticks=10
 
 
 def test_the_clock_counts_as_by_hand():
-    """A rollout takes 5 ticks and a step 10, of one group of one rollout. So steps end at 15, 25, … 95."""
+    """A rollout takes 5 ticks. A step, of one group of one rollout, takes 10: steps end at 15, 25, … 95."""
     account = simulate(System(CONSTANT, bound=None))
     assert [tick for tick, what in account.log if what == "step"] == list(range(15, 100, 10))
     assert account.tokens() == {
@@ -46,7 +46,7 @@ def test_the_clock_counts_as_by_hand():
 @pytest.mark.parametrize("failing", [0.0, 0.02])
 @pytest.mark.parametrize("rule", [System, PrimeRL, Tinker, Slime])
 def test_all_rollouts_and_tokens_are_trained_or_have_a_reason(rule, failing):
-    """The clock compares them with the ticks in which slots were busy, and the rollouts that it began."""
+    """The clock compares them with the ticks in which slots were busy, and the rollouts that were begun."""
     account = simulate(rule(World(two_classes(5, 100), slots=64, ticks=1200, failing=failing)))
     fates = {"trained": True, "open": True, "stale": rule is not Slime, "failed": failing > 0}
     assert set(account.tokens()) == {fate for fate, found in fates.items() if found}
@@ -62,7 +62,7 @@ def test_all_rollouts_and_tokens_are_trained_or_have_a_reason(rule, failing):
 
 
 class Forgets(System):
-    """Forgets a group without a reason."""
+    """A rule that forgets a group without a reason."""
 
     def whole(self, group):
         if group.number == 3:
@@ -72,7 +72,7 @@ class Forgets(System):
 
 
 class Twice(System):
-    """Trains each group twice."""
+    """A rule that trains each group twice."""
 
     def take(self):
         self.last, last = super().take() or [], getattr(self, "last", None)
@@ -121,7 +121,7 @@ def test_the_latencies_of_a_prompt_depend_on_its_number_and_the_seed_alone():
 
 
 def test_published_lengths_have_the_published_mean_and_ends():
-    """Over many steps of 128 rollouts: the mean, and the medians of the shortest and longest of a step."""
+    """These are the mean over many steps of 128 rollouts, and medians of a step's shortest and longest."""
     dice = Random(0)
     steps = [[published_tokens(dice.gauss(0, 1), dice) for _ in range(SEEN)] for _ in range(400)]
     assert fmean(map(fmean, steps)) == pytest.approx(MEAN, rel=0.03)

@@ -1,4 +1,4 @@
-"""`make mutants` plants faults that Python reads, where they are asked for, and runs tests in a copy."""
+"""`make mutants` plants valid faults in the chosen lines, and runs tests in a copy of the repository."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ OPTIONS = {
 
 
 def kinds_by_place() -> dict[str, set[str]]:
-    """The classes that recipes use for each stage (`filter`) and each part of one (`filter.criterion`)."""
+    """The classes that recipes use for each stage (`filter`) and part of a stage (`filter.criterion`)."""
     found: dict[str, set[str]] = defaultdict(set)
     for file in CONF.rglob("*.yaml"):
         for place, name in re.findall(r" /\w+@stages\.([\w.]+): (\w+)", file.read_text()):

@@ -50,7 +50,7 @@ ADDED = {"group": {"members"}}
 
 
 def listed_units() -> set[str]:
-    """The names in the constant UNITS of metrics.js, by which fields are looked up."""
+    """The names in the constant UNITS of metrics.js, with which fields are looked up."""
     return set(
         re.findall(r'"(\w+)"', re.search(r"^export const UNITS = \[(.*)\];$", MODULES["metrics.js"], re.M)[1])
     )
@@ -126,7 +126,7 @@ def test_numbers_have_four_digits_ticks_are_round_and_units_are_shown(node):
 
 
 def test_every_metric_has_a_title_of_its_own_and_a_line_that_tells(node, make_batch):
-    """A new metric must be listed. What a loss or a stage of the user measures has its name as the title."""
+    """A new metric must be listed. A metric of a user's loss or stage has its name as its title."""
     batch = busy_batch(make_batch)
     batch["next", "policy_version"] = torch.arange(9)
     split = ShuffleSplit(minibatches=2, ranks=2, microbatches=2, balance="tokens", remainder="pad")
@@ -191,7 +191,7 @@ def test_bins_are_round_and_hold_each_rollout_once(node):
 
 
 def test_groups_are_sorted_by_spread(node):
-    """Widest first; equal spreads by id, even an id too large for a double; groups of one reward last."""
+    """The widest spread is first, groups of one reward are last. Equal spreads are sorted by (large) ids."""
     ids, spread = [7, 2**60, 3, 2**60 + 1, 5, 9], [0.5, 0.25, 0.0, 0.25, None, 0.5]
     rows = [row for group in ids for row in pages.rollouts_of(group, [0.0, 1.0])]
     run = pages.run_of(pages.step_of(rows))

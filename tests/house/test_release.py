@@ -43,7 +43,7 @@ def test_every_file_has_the_same_version():
 
 
 def test_the_changelog_can_be_released():
-    """Unreleased changes come first, then releases by date; each kind of change once."""
+    """Unreleased changes come first, then releases by date. Each kind of change has one heading."""
     headings = re.findall(r"^## (.*)$", CHANGELOG, re.MULTILINE)
     assert headings[0] == "Unreleased"
     releases = [re.fullmatch(r"(\d+)\.(\d+)\.(\d+) - \d{4}-\d{2}-\d{2}", heading) for heading in headings[1:]]

@@ -44,7 +44,7 @@ def test_a_module_that_is_tested_elsewhere_is_named_there():
 
 
 def test_every_module_has_nearest_tests():
-    """A file with its name or its folder's name, or else all tests in the folder that mirrors its own."""
+    """These are files with the name of the module or its folder, else all tests in the mirroring folder."""
     for path in OURS:
         tests = nearest_tests(str(path.relative_to(ROOT)))
         assert tests, path
@@ -55,6 +55,6 @@ def test_every_module_has_nearest_tests():
 
 
 def test_no_two_files_of_tests_have_one_name():
-    """They are imported by their names alone."""
+    """pytest imports test files by their names alone."""
     names = [path.name for path in TESTS.rglob("*.py")]
     assert not {name for name in names if names.count(name) > 1}

@@ -1,4 +1,4 @@
-"""The wheel, installed alone in an environment and used from another folder."""
+"""The wheel works, installed alone in an environment and used from another folder."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_wheel_uses_its_own_files_and_an_editable_install_the_root_folders(kin
 
 
 def test_every_adapter_attaches_as_its_page_says(tmp_path):
-    """In one process; TRL is installed, the others are stand-ins with the signatures of their commits."""
+    """All run in one process. TRL is installed. Other trainers are stand-ins with the real signatures."""
     if not find_spec("trl"):
         pytest.skip("TRL is not installed")
     script, pages = ROOT / "tests/support/attach_as_pages_say.py", ROOT / "docs" / "coming-from"

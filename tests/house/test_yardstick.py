@@ -72,7 +72,7 @@ def assert_equal(found: TensorDict, expected: TensorDict, what: str) -> None:
 
 @pytest.mark.parametrize("minibatches", [1, 2, 4])
 def test_the_yardstick_makes_the_minibatches_of_the_pipeline(minibatches):
-    """Random batches: fan-out, masked groups, rows without tokens, any order, incomplete groups."""
+    """Random batches have fan-out, masked groups, rows without tokens, any order, and incomplete groups."""
     words = ("pipeline=grpo", f"pipeline.stages.split.minibatches={minibatches}")
     pipeline = load_pipeline(*words, "pipeline.stages.gate.on_incomplete=drop")
     drawn = trained = 0

@@ -49,7 +49,7 @@ def test_with_consecutive_rows_it_equals_the_sampler_of_transfer_queue():
 def test_groups_are_complete_for_any_size_and_row_order(seed):
     draw = random.Random(seed)
     lines = []
-    for group in range(30):  # of 1 to 5 rollouts, each of 1 to 4 rows
+    for group in range(30):  # groups have 1 to 5 rollouts of 1 to 4 rows
         expected = draw.randint(1, 5)
         for rollout in range(expected):
             turns = draw.randint(1, 4)

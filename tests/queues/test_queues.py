@@ -260,7 +260,7 @@ def test_a_missing_extra_is_reported(monkeypatch):
 
 
 def test_a_stream_reads_a_queue_and_waits_for_slow_groups(name):
-    """As `group_sampler` advises if policy versions matter. Each group is trained once."""
+    """`group_sampler` advises this if policy versions matter. Each group is trained once."""
     sampler = RepeatSampler(12, group_size=2, prompts_per_batch=2, shuffle=False)
     stream = RolloutStream(
         sampler,

@@ -67,7 +67,7 @@ def test_no_random_stream_of_carried_rows_ends_and_the_oldest_go_first(world, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_rank_takes_the_same_steps_and_micro_batches(world, tmp_path):
-    """Under ``pad`` this includes a rank without rows, and one with fewer units than steps."""
+    """Under ``pad`` this includes a rank without rows, and a rank with fewer units than steps."""
     for tried, wrong in results_of(take_as_many_steps, world, tmp_path):
         assert tried > 50
         assert not wrong

@@ -1,4 +1,4 @@
-"""Ranks distinguish their ids from those of other ranks, and exchange rows; tested in one process."""
+"""Ranks distinguish their ids from those of other ranks, and exchange rows. One process plays all ranks."""
 
 from __future__ import annotations
 

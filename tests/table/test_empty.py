@@ -116,7 +116,7 @@ def test_every_statistic_excludes_empty_rollouts_as_a_loop_does():
 
 
 def test_a_group_is_judged_without_empty_rollouts():
-    """The rewards are 9, 1, 1 and 1. The first rollout is empty, so the others are equal, as in SkyRL."""
+    """The rewards are 9, 1, 1 and 1. The first rollout is empty: counted rewards are equal, as in SkyRL."""
     chain = stages() | {"filter": SampleFilter(criterion=RewardsVary(), action="drop")}
     order = ["gate", "collapse", "filter", "advantage"]
     assert len(Pipeline(chain, order=order)(rows_of([9.0, 1, 1, 1], [0, 2, 2, 2]))) == 0

@@ -51,7 +51,7 @@ def audited(path, folder, *words):
 
 
 def found(checks):
-    """By check, the groups in its findings, without checks that found nothing."""
+    """For each check with findings, the groups in its findings."""
     return {
         name: [each["group"] for each in check["findings"]]
         for name, check in checks.items()
@@ -63,13 +63,13 @@ def found(checks):
 
 
 class Rows:
-    """Collects rows of a slime dump and their advantages, group by group."""
+    """Rows of a slime dump and their advantages, collected group by group."""
 
     def __init__(self):
         self.samples, self.advantages = [], []
 
     def add(self, group, rewards, advantages, *, rows=None, **changes):
-        """Add the rollouts of a group. By index: row counts in `rows`, and changes in `changes`."""
+        """Add the rollouts of a group. `rows` has row counts by rollout index, and `changes` has changes."""
         for at, (reward, advantage) in enumerate(zip(rewards, advantages, strict=True)):
             for _ in range((rows or {}).get(at, 1)):
                 sample = dumps.slime_sample(group, len(self.samples), reward, rollout_id=100 * group + at)
@@ -183,7 +183,7 @@ def test_wrong_signs_in_a_trl_table_are_found(tmp_path):
     assert [each["rows"] for each in checks["signs"]["findings"]] == [[1], [4, 6]]
     assert checks["signs"]["findings"][0]["expected"] == pytest.approx([advantages[1]], abs=1e-6)
     assert checks["signs"]["findings"][0]["found"] == pytest.approx([-advantages[1]], abs=1e-6)
-    assert checks["signs"]["gradient_share"] is None  # its baseline depends on lengths
+    assert checks["signs"]["gradient_share"] is None  # the baseline depends on lengths
     assert "wrong sign" in text
     assert checks["counted_twice"]["state"] == "not checked"
 
@@ -202,7 +202,7 @@ def test_a_strict_audit_fails_if_the_recipe_refuses_a_step(tmp_path):
     columns = trl_columns(grpo(R, eps=1e-4) + grpo(R[::-1], eps=1e-4))
     columns["accuracy"] = [value - 5 for value in columns["accuracy"]]
     path = dumps.trl_dump(tmp_path / "completions" / "completions_4.parquet", **columns)
-    words = (*AS_TRL, "pipeline.stages.advantage.scale=mean")  # it needs rewards of at least 0
+    words = (*AS_TRL, "pipeline.stages.advantage.scale=mean")  # this scale needs rewards of at least 0
     assert not found(audited(path, tmp_path, *words)[1])
     with pytest.raises(AuditFailed, match="0 findings, and the recipe refused 1 of 1 steps"):
         audited(path, tmp_path, *words, "audit.strict=true")
@@ -212,7 +212,7 @@ def test_a_strict_audit_fails_if_the_recipe_refuses_a_step(tmp_path):
 
 
 def sound_lines(name, record):
-    """A function that writes four rollouts of one group into a file with this name, one record each."""
+    """Return a function that writes four rollouts of a group into a file of this name, a record for each."""
     return lambda folder: dumps.write_lines(folder / name, [record(i) for i in range(4)])
 
 
@@ -330,7 +330,7 @@ def test_each_group_is_named_with_how_it_was_counted(tmp_path):
 
 
 def test_equal_numbers_of_two_ways_to_count_are_no_finding(tmp_path):
-    """A rollout of several rows and a masked one, with baseline leave_one_out and scale none."""
+    """One rollout has several rows, and one is masked. The baseline is leave_one_out, the scale none."""
     rows = Rows()
     rewards = [0.5, 0.5, 1.0, 0.0]
     rows.add(0, rewards, [0.0, 0.0, 0.5, -0.5], rows={0: 3}, **REMOVED)
@@ -342,7 +342,7 @@ def test_equal_numbers_of_two_ways_to_count_are_no_finding(tmp_path):
 
 
 def test_two_possible_explanations_are_both_named(tmp_path):
-    """Rewards 1 1 0 0: a second row of a 1 and a counted masked 1 give the same baseline."""
+    """The rewards are 1, 1, 0, 0. A second row with a 1 and a masked 1 that counts give one baseline."""
     rows = Rows()
     rewards = [1.0, 1.0, 0.0, 0.0]
     rows.add(0, rewards, [reward - 0.5 for reward in rewards], rows={0: 2}, **REMOVED)
@@ -368,7 +368,7 @@ def test_groups_cut_by_position_are_named(tmp_path):
 
 
 def test_a_step_cut_by_position_in_part_is_not_named_so(tmp_path):
-    """Groups of 3 and 5. The first was compared as if cut into four rows, the second correctly."""
+    """The groups have 3 and 5 rows. The first was compared as if it had four rows, the second correctly."""
     rewards = [1.0, 0.0, 0.25, 0.75, 0.5, 0.0, 0.125, 1.0]
     columns = trl_columns(grpo(rewards[:3], rewards[:4], eps=1e-4) + grpo(rewards[3:], eps=1e-4))
     columns |= {"accuracy": rewards, "prompt": ["a"] * 3 + ["b"] * 5}
@@ -422,7 +422,7 @@ def test_a_failed_rollout_makes_its_group_incomplete(tmp_path):
     assert found(checks) == {
         "incomplete": ["0", "1"],
         "masked": ["1"],
-    }  # masked ones count, and failed do not
+    }  # masked rollouts count, and failed ones do not
 
 
 def test_a_rollout_without_a_reward_is_not_among_those_in_the_baseline_only(tmp_path):
@@ -612,7 +612,7 @@ def trl_draws(folder, draws=DRAWS, advantages=None):
 
 
 def slime_draws(folder, draws=DRAWS, voters=None, advantages=None, **how):
-    """The same for slime, where both draws have the id of the problem. `how` applies to both."""
+    """A step of slime with two draws of one problem, which have its id. `how` applies to both draws."""
     rows = Rows()
     for draw, own in zip(draws, voters or draws, strict=True):
         start = len(rows.samples)
@@ -705,7 +705,7 @@ def test_a_sound_draw_with_a_rollout_out_of_the_loss_is_no_finding(tmp_path):
 
 
 def test_without_a_size_each_half_of_a_group_is_off_by_a_constant(tmp_path):
-    """2 and 5 of eight are solved: the means are ¼ and ⅝, and 7/16 over all, so 3/16 less and more."""
+    """Of eight each, 2 and 5 are solved. The means are ¼ and ⅝, and 7/16 over all: 3/16 from both."""
     centred = [reward - statistics.mean(draw) for draw in DRAWS for reward in draw]
     path, words = trl_draws(tmp_path / "dump", advantages=centred)
     text, checks = audited(path, tmp_path, "pipeline=as/prime_rl", *words[1:])
@@ -759,7 +759,7 @@ def test_a_strict_audit_that_made_no_check_fails(tmp_path):
 
 
 def test_groups_of_the_order_of_rows_leave_three_checks_unmade(tmp_path):
-    """Then every group has one prompt and 8 rollouts, whatever the run had. Advantages are still compared."""
+    """Such groups have one prompt and 8 rollouts, whatever the run had. Advantages are still compared."""
     path, words = trl_draws(tmp_path / "dump")
     words = [words[0], "source.group_by=order"]
     _, checks = audited(path, tmp_path, *words, "pipeline.stages.gate.group_size=8", "audit.strict=true")

@@ -23,7 +23,7 @@ from headrace.transforms import BatchTransform
 pytestmark = pytest.mark.slow
 
 STEPS = "pipeline.stages.collapse.reward=sum"
-OF_THE_BATCH = {  # stages over the batch or with memory, by recipe: certificates take its outcomes one by one
+OF_THE_BATCH = {  # by recipe, stages over the batch or with memory: certificates take the outcomes one by one
     "reinforce_pp": {"advantage"},
     "lite_ppo": {"advantage"},
     "gpg": {"advantage"},
@@ -72,7 +72,7 @@ def test_a_mean_over_tokens_biases_the_gradient():
     found = certified("rloo").loss
     assert found.ratio == pytest.approx([0.563, 0.469, 0.484], abs=5e-4)
     assert found.cosine == pytest.approx(0.9978, abs=5e-5)
-    straight = certified("dr_grpo", "pipeline.stages.weight.length=1").loss  # 1 for the mean over rollouts
+    straight = certified("dr_grpo", "pipeline.stages.weight.length=1").loss  # the mean over rollouts has 1
     assert straight.ratio == pytest.approx([0.75, 0.75, 0.75], abs=1e-12)
     assert straight.scale == pytest.approx(0.75)
 
@@ -91,7 +91,7 @@ def test_the_advantage_of_a_perfect_critic_is_unbiased_and_whitening_makes_it_lo
 
 
 def test_a_state_baseline_that_includes_itself_shrinks_late_turns():
-    """With m rollouts at turn k the ratio is (m − 1)/m. GiGPO adds it to 0.75, that of the whole rollout."""
+    """With m rollouts at turn k the ratio is (m − 1)/m. GiGPO adds it to that of whole rollouts, 0.75."""
     steps = {"task": TurnsAsRows()}
     words = (STEPS, "pipeline.stages.returns.discount=1.0")
     both = ratio("gigpo", *words, **steps)
@@ -139,7 +139,7 @@ def test_summed_turn_means_lose_most_of_the_gradient():
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in CHAINS if recipe not in OF_THE_BATCH])
 def test_stages_within_groups_have_the_same_certificate_in_any_batch(recipe, monkeypatch):
-    """With two rollouts. The recipes that need steps or shares have their own tasks."""
+    """Groups have two rollouts. Recipes that need steps, or rewards in [0, 1], have their own tasks."""
     task = {"gigpo": TurnsAsRows(), "mgpo": OneTurn(theta=[0.5, -1.0])}.get(recipe, TAUGHT)
     together = certified(recipe, task=task, group_size=2)
     monkeypatch.setattr("headrace.transforms.LossWeight.within_groups", False)

@@ -13,7 +13,7 @@ from headrace.transforms import group_relative_advantage
 
 pytestmark = pytest.mark.slow
 
-GROUPS = torch.tensor(list(product((0.0, 1.0), repeat=8)), dtype=torch.float64)  # all 256 of eight answers
+GROUPS = torch.tensor(list(product((0.0, 1.0), repeat=8)), dtype=torch.float64)  # all groups of 8 answers
 
 
 def advantages(rewards: torch.Tensor, **options) -> torch.Tensor:
@@ -31,7 +31,7 @@ def certified(recipe, task, group_size, *words):
 
 
 def test_mean_abs_advantage_is_2_std_for_grpo_and_2_std_squared_for_dr_grpo():
-    """s with divisor n; a = k/n right answers: 2·a(1 − a)/s and 2·a(1 − a), where s² = a(1 − a)."""
+    """With s² = a(1 − a), of divisor n, and the share a = k/n that is right: 2·a(1 − a)/s and 2·a(1 − a)."""
     std = GROUPS.std(1, correction=0)
     grpo = advantages(GROUPS, ddof=0).abs().mean(1)
     assert float((grpo - 2 * std).abs().max()) == pytest.approx(2e-6, rel=1e-3)  # because of ε = 1e-6
@@ -50,7 +50,7 @@ def test_the_update_is_std_times_the_contrast_of_right_and_wrong():
 
 
 def test_the_identity_needs_two_rewards_and_divisor_n():
-    """With divisor n − 1 it is √(7/8) times that. For rewards 0, ¼, ½, 1 it is 0.845, and 2s is 0.740."""
+    """With divisor n − 1 the mean is √(7/8) times that. For 0, ¼, ½ and 1 it is 0.845, but 2s is 0.740."""
     std = GROUPS.std(1, correction=0)
     assert torch.allclose(advantages(GROUPS, eps=0.0).abs().mean(1), 2 * std * (7 / 8) ** 0.5, atol=1e-14)
     four = torch.tensor([[0.0, 0.25, 0.5, 1.0]], dtype=torch.float64)
@@ -72,7 +72,7 @@ def of_a_success(p: float, *, informative: bool, baseline: str = "mean") -> floa
 
 @pytest.mark.parametrize("p", [0.1, 0.9])
 def test_easy_prompts_are_overestimated_only_over_informative_groups(p):
-    """E[1 − mean | right] is 7/8 (1 − p), and over groups that are not all right it is 1/(1 − p⁷) times that.
+    """E[1 − mean | right] is 7/8 (1 − p). Over groups that are not all right it is 1/(1 − p⁷) times as large.
 
     The paper has 0.168 for p = 0.9.
     """
@@ -103,7 +103,7 @@ def test_vl_norm_is_biased_if_length_depends_on_the_action():
 
 
 class AnyLength(OneTurn):
-    """Answers whose length, 1 token or 3, is drawn by a coin and does not depend on the action."""
+    """The length of an answer, 1 or 3 tokens, is drawn by a coin and does not depend on the action."""
 
     def prompts(self):
         follow = [(len(self.theta), 0)]

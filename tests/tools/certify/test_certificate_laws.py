@@ -59,7 +59,7 @@ def ratio(*arguments, **options) -> list[float]:
 
 
 def test_two_rollouts_of_one_action_by_hand(monkeypatch):
-    """p = σ(θ). They differ with probability 2p(1 − p), and then A = ±½. So E g = ½ p(1 − p) = ½ ∇J."""
+    """p = σ(θ). The rollouts differ with probability 2p(1 − p). Then A = ±½, so E g = ½ p(1 − p) = ½ ∇J."""
     monkeypatch.setitem(TASKS, "coin", OneTurn(theta=[0.7]))
     p = float(torch.tensor(0.7, dtype=torch.float64).sigmoid())
     found = certified("dr_grpo", "coin", group_size=2)
@@ -167,7 +167,7 @@ def test_filtering_equal_groups_changes_no_expectation(recipe):
 
 
 def test_a_shift_is_unbiased_only_with_equal_groups():
-    """AsymRE's δ alone changes no expectation. It does if groups of equal rewards are left out."""
+    """AsymRE's δ alone changes no expectation. It changes one if groups of equal rewards are left out."""
     assert ratio("asymre", "prompts") == pytest.approx([0.75] * 3)
     words = (
         "+pipeline.stages.filter={_target_: headrace.transforms.SampleFilter, "

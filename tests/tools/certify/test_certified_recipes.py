@@ -33,7 +33,7 @@ def test_every_task_file_is_a_task_of_the_command():
 
 
 def test_a_task_without_options_is_that_of_its_file():
-    """Each default of a class is in one of the files that make the task."""
+    """Each default of a task's class is also in one of the files that make this task."""
     made, checked = defaultdict(list), 0
     for task in tasks().values():
         made[type(task)].append(task)

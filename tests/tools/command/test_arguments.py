@@ -176,7 +176,7 @@ def test_flags_may_be_mixed_with_overrides():
 
 @pytest.mark.torchrl
 def test_a_node_without_a_target_is_refused(tmp_path):
-    """In its own process, because other tests register TorchRL's groups of that name."""
+    """This runs in its own process, because other tests register TorchRL's groups of that name."""
     done = headrace(tmp_path, "sampler=3", check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "headrace: sampler must be a node with a _target_; got 3\n"

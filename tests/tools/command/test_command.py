@@ -70,7 +70,7 @@ def test_cfg_prints_the_job(tmp_path):
 
 @pytest.mark.parametrize("word", ["pipeline=gprpo", "env.failing=1"])
 def test_a_process_prints_the_error_as_one_paragraph(tmp_path, word):
-    """Hydra's errors before the task and a stage's errors in it; only the paragraph is printed."""
+    """Hydra raises errors before the task, and a stage within it. Only the paragraph is printed."""
     done = headrace(tmp_path, *QUICK, word, "pipeline.stages.gate.on_incomplete=raise", check=False)
     here = headrace_here(tmp_path, *QUICK, word, "pipeline.stages.gate.on_incomplete=raise", check=False)
     assert done.returncode == here.returncode == 2
@@ -96,7 +96,7 @@ def test_a_command_that_fails_leaves_no_folder_and_removes_none_of_a_run(tmp_pat
 
 
 def test_rewards_are_equal_for_any_micro_batches(tmp_path):
-    """Packed, by tokens or with a loss without weights, the gradient is the same, and so is the policy."""
+    """If rows are packed, cut by tokens, or have a loss without weights, the gradient does not change."""
     packed = "train.transform={_target_: headrace.transforms.pack, _partial_: true}"
     folded = ["pipeline.stages.weight.fold=token_mean", "loss.aggregation=token_mean"]
     by_tokens = "pipeline.stages.split.max_tokens=50"

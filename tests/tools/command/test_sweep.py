@@ -105,7 +105,7 @@ def test_its_table_breaks_no_word_in_a_narrow_terminal(tmp_path):
 
 @pytest.mark.torchrl
 def test_options_of_a_sweep_are_those_of_its_recipes(tmp_path):
-    """Both recipes have the stage, and grpo, from which Hydra begins, does not. Each job gets the values."""
+    """Both recipes have the stage; grpo, with which Hydra begins, does not. Each job gets the values."""
     words = [
         *QUICK,
         "train.steps=1",

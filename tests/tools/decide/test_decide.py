@@ -117,7 +117,7 @@ def test_columns_may_be_lists_arrays_tensors_or_text():
     for other in (arrays, named):
         assert torch.equal(lists.advantage, other.advantage)
         assert torch.equal(lists.loss_weight, other.loss_weight)
-    assert torch.allclose(lists.advantage, tensors.advantage, atol=1e-6)  # which are float32
+    assert torch.allclose(lists.advantage, tensors.advantage, atol=1e-6)  # tensors are float32
     out = next(name for name in named.reason if name)
     assert all(str(row["group"]).startswith("prompt ") for row in named.ledger.rows(out))
 

@@ -178,4 +178,4 @@ def test_carried_rows_are_trained_once_with_the_advantage_of_their_batch(missing
             other.load_state_dict(decider.state_dict())
             decider, other = other, decider
         assert len(trained) == len({*trained})
-        assert len(every) - len(trained) <= 6  # of two rollouts that are still carried at the end
+        assert len(every) - len(trained) <= 6  # rows of two rollouts are still carried at the end

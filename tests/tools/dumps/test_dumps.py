@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_numbers_of_a_dump_have_statistics_and_long_texts_have_none(make_batch, tmp_path):
-    """Readers skip row groups by them. Statistics of a text would repeat its letters."""
+    """Readers use statistics to skip row groups. Statistics of a text would repeat its letters."""
     file = pq.ParquetFile(write_dump(reported(make_batch, step=12)[1], tmp_path))
     columns = [file.metadata.row_group(0).column(k) for k in range(file.metadata.num_columns)]
     found = {each.path_in_schema: each.is_stats_set for each in columns}
@@ -63,7 +63,7 @@ def test_a_dump_replays_to_the_same_report(format, make_batch, tmp_path):
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl"])
 def test_columns_are_read_back_in_either_format(format, make_batch, tmp_path):
-    """Several rewards, a text that is not UTF-8, a reward that a filter removed, and the expected sizes."""
+    """There are several rewards, a text that is not UTF-8, a removed reward, and the expected sizes."""
 
     def again(batch, pipeline, name):
         write_dump(make_report(pipeline.run(batch)), tmp_path / name, format=format)

@@ -602,7 +602,7 @@ def test_table_the_reward_of_a_failed_rollout_may_lack_and_be_nothing_else(tmp_p
 
 
 def test_table_a_value_of_the_line_replaces_none_of_a_rollout(tmp_path):
-    """It applies to all rollouts if none has the column, and to none if some rollout has it."""
+    """The value applies to all rollouts if none has the column, and to none if some rollout has it."""
     columns = {"rollouts": "samples", "reward": "m.score", "response": "output", "status": "end"}
     line = {"m": {"score": 0.75}, "output": "4", "end": "length"}
     for samples, rewards, ends in (

@@ -199,7 +199,7 @@ TOOL = {"role": "tool", "content": "tool says", "tool_call_id": "c1"}
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_what_an_assistant_sampled_is_in_the_loss_and_nothing_else_is(structure, letters, tmp_path):
-    """In every reader of messages: the same texts, in the same order."""
+    """Every reader of messages finds the same texts in the same order."""
     message, expected = STRUCTURES[structure]
     completion = [{"role": "assistant", **message}, TOOL, {"role": "user", "content": "and?"}]
     text = expected.encode("ascii", "replace").decode()  # the tokenizer's unknown letter
@@ -286,8 +286,8 @@ def test_the_grader_and_the_dump_of_headrace_keep_all_parts(letters, tmp_path):
 def test_arguments_move_the_shares_of_the_gradient(letters, tmp_path):
     """15 rows have 1,060 letters of content and 10,511 of arguments, in groups of 3 with rewards 1, 1 and 0.
 
-    The sizes of the advantages in a group are 1 : 1 : 2, and all tokens of a step have one weight. By
-    contents alone the shares in the first group are 102 : 72 : 2·13, and by all letters 200 : 1120 : 2·1340.
+    The sizes of the advantages in a group are 1 : 1 : 2, and all tokens of a step have one weight. Counting
+    contents alone, the shares in the first group are 102 : 72 : 2·13; with all letters 200 : 1120 : 2·1340.
     """
     contents = [102, 72, 13, *[72] * 11, 81]
     arguments = [95, 1045, 1324, *[670] * 11, 677]
@@ -455,7 +455,7 @@ def test_a_chat_template_marks_what_branches_share_in_the_first_of_them(letters,
 
 
 def test_a_branch_out_of_the_loss_takes_no_tokens_from_others(tmp_path):
-    """Its compaction was given up, so the next branch trains the turn that both share."""
+    """The branch's compaction was given up, so the next branch trains the turn that both share."""
     attempt = [{"node": 1, "type": "compaction_attempt"}]
     nodes = [
         node(None, "user", [1], [False]),
@@ -472,7 +472,7 @@ def test_a_branch_out_of_the_loss_takes_no_tokens_from_others(tmp_path):
 
 
 def test_groups_by_order_are_runs_of_rows(tmp_path):
-    """Prompts have equal texts, because images are not dumped. It is not the default; it cuts each step."""
+    """Prompts have equal texts, because images are not dumped. This is no default, and cuts each step."""
     rows = [verl_row(None, float(at % 3), prompt="What is this?") for at in range(12)]
     path = write_lines(tmp_path / "7.jsonl", rows)
     source = open_dump(path, group_by="order", group_size=4)

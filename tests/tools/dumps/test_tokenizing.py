@@ -1,6 +1,6 @@
 """A dump of texts: no number depends on a length, and with a tokenizer it equals a dump with tokens.
 
-Also the effect of a fault in one step on a replay of many steps.
+Tests below also plant a fault in one step of many.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _equal(one, other):
 
 
 def test_no_number_of_a_text_dump_depends_on_a_length(texts, tokenizers):
-    """Otherwise it would depend on the tokenizer."""
+    """Otherwise the number would depend on the tokenizer."""
     batch = only(texts, **BY_PROMPT)
     tokenized = [only(texts, **BY_PROMPT, tokenizer=tokenizer) for tokenizer in tokenizers.values()]
     tried = []
@@ -290,7 +290,7 @@ def test_groups_of_one_prompt_are_separated_by_order_or_left_out(tmp_path):
 
 
 def test_a_group_whose_advantages_are_those_of_all_its_rollouts_is_left_out(tmp_path):
-    """In training it was one group, so its order says nothing. The group of prompt b has its size."""
+    """In training it was one group, so the order of its rows says nothing. Group b has the right size."""
     rewards, means = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0], [0.25] * 4 + [0.5] * 2
     columns = {"step": [4] * 6, "prompt": ["a"] * 4 + ["b"] * 2, "completion": ["x"] * 6, "accuracy": rewards}
     own = [reward - mean for reward, mean in zip(rewards, means, strict=True)]
@@ -424,7 +424,7 @@ def test_python_reads_all_steps_or_raises_at_the_failing_one(tmp_path):
 
 
 def test_an_unreadable_line_between_two_steps_fails_both(tmp_path):
-    """Nobody knows the step of a damaged line, and without it one of the two steps lacks a row."""
+    """The step of a damaged line is not known, and without the line one of the two steps lacks a row."""
     lines = [json.dumps(open_instruct_row(0, 0, 1.0, step=step)) for step in range(1, 15)]
     lines[2:2] = ["{"]  # between the steps 2 and 3
     lines[5:14] = [line.replace('"reward": 1.0', '"reward": "x"') for line in lines[5:14]]  # steps 5 to 13

@@ -308,7 +308,7 @@ def obeyed(text):
 
 
 def nasty(value):
-    """Copies of the value, each with one more text or key that is nasty, at each place in turn."""
+    """Copies of the value. In each copy another text or key is nasty."""
     if isinstance(value, dict):
         yield {NASTY: 1, **value}
         for key, inner in value.items():
@@ -386,7 +386,7 @@ def files_of_all_formats(folder, dump, step):
             yield (
                 lines_of(folder, name, [bad, good]),
                 {"format": name, **options},
-            )  # if bad is read, good is a duplicate
+            )  # if the bad row is read, the good one is a duplicate
     for bad in islice(nasty(slime_sample(0, 0, 1.0)), 0, None, step):
         yield slime_dump(folder / "1.pt", 1, [slime_sample(0, 1, 0.0), bad]), {}
     for name in ("prompt", "completion", NASTY):

@@ -232,7 +232,7 @@ def printed(rate, steps, size, seed):
 @pytest.mark.parametrize(("steps", "size"), [(1, 8), (2, 8), (1, 5)])
 @pytest.mark.parametrize("name", KNOWN)
 def test_each_printed_chance_is_right_in_the_mean_over_runs(name, steps, size, runs, within):
-    """The mean error over all runs is within some standard errors of 0; a bound is not below the truth.
+    """The mean error over all runs is within some standard errors of 0. A bound is not below the truth.
 
     The truth of a line is Σ_i p_i^G + (1 − p_i)^G over its prompts, divided by their number.
     """
@@ -253,7 +253,7 @@ def test_each_printed_chance_is_right_in_the_mean_over_runs(name, steps, size, r
 
 
 def test_a_line_has_no_number_for_which_one_of_its_prompts_has_too_few_rollouts():
-    """The counted halves of 8 and 4 rollouts have 4 and 2: the second prompt has no group of 4."""
+    """Of 8 and 4 rollouts, 4 and 2 are counted. So the second prompt has no group of 4."""
     group = np.repeat([0, 1, 2], [8, 4, 8])
     values = np.repeat([0.0, 0.0, 1.0], [8, 4, 8])[:, None]
     three, step = np.arange(3), np.zeros(3, int)
@@ -267,7 +267,7 @@ def test_a_line_has_no_number_for_which_one_of_its_prompts_has_too_few_rollouts(
 
 
 def test_the_plan_by_hand(make_batch, tmp_path):
-    """One of three groups of two is informative: six rollouts for one. Half of two is not a group."""
+    """One of three groups of two is informative, so it costs six rollouts. Half of two is not a group."""
     write_dump(make_report(Pipeline({}).run(make_batch([0.0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]))), tmp_path)
     share, text = planned(configured(tmp_path, "plan.group_sizes=[2,4]"), tmp_path)
     assert share == pytest.approx(2 / 3)
@@ -301,7 +301,7 @@ def test_the_advised_group_sizes_have_the_most_informative_groups_and_the_most_r
 
 
 def test_a_prompt_of_several_steps_is_one_prompt(tmp_path):
-    """2 of 2 are solved, then 0 of 2, so its rollouts differ. Another ground truth is another prompt."""
+    """First 2 of 2 are solved, then 0 of 2: its rollouts differ. Another ground truth is another prompt."""
     for step, rewards in enumerate(([1, 1], [0, 0]), start=1):
         rows = [
             {"input": "1+1", "output": "2", "gts": truth, "score": float(reward), "step": step}
@@ -321,7 +321,7 @@ def test_a_prompt_of_several_steps_is_one_prompt(tmp_path):
 
 
 def test_rollouts_that_are_compared_apart_are_not_pooled_by_their_prompt(make_batch, tmp_path):
-    """Two roles of a prompt: one solves it twice, the other never; in the next step it is the other way."""
+    """There are two roles of a prompt. One solves it twice, the other never; in the next step they change."""
     for step, rewards in enumerate(([1.0, 1, 0, 0], [0.0, 0, 1, 1])):
         batch = make_batch(rewards, [0] * 4)
         batch["next", "policy_version"] = torch.tensor([0, 0, 1, 1])  # stands for the role
@@ -362,7 +362,7 @@ def test_solved_is_the_greater_of_two_rewards_or_above_the_option(make_batch, tm
 
 
 def test_the_std_of_rewards_divides_by_one_less_than_their_number(make_batch, tmp_path):
-    """Over the half of the rollouts that chooses the line. Ranges end at quartiles of the stds above 0."""
+    """It is over the half of the rollouts that chooses the line. Ranges end at quartiles of stds above 0."""
     dice = np.random.default_rng(0)
     rewards, group = 5 + dice.random(16), np.arange(16) // 4
     rewards[:4] = 6.0

@@ -127,7 +127,7 @@ def test_the_size_that_is_proposed_is_that_of_most_groups_of_the_first_step(tmp_
 
 
 def test_a_replay_in_which_every_step_failed_leaves_room_for_the_next(tmp_path):
-    """In the same folder. Rows of refused steps are removed; rows of a run without errors are not."""
+    """It uses the same folder. Rows of refused steps are removed; rows of a run without errors are not."""
     rows = [dumps.slime_sample(0, i, 1.0 - i % 2) for i in range(3)]
     for step in (5, 6):
         (tmp_path / "dump").mkdir(exist_ok=True)
@@ -195,7 +195,7 @@ def test_of_an_unknown_format_the_nearest_is_named_with_the_keys_that_differ(tmp
 
 
 def test_of_an_unknown_format_the_error_ends_with_the_options_of_a_file_of_your_own(tmp_path):
-    """With the names of the file's columns and the number of rollouts, the second command runs."""
+    """If you fill in the names of the file's columns and the number of rollouts, the second command runs."""
     rows = [{"problem": i // 2, "metrics": {"score": 1 - i % 2}, "said": "4"} for i in range(4)]
     dumps.write_lines(tmp_path / "mine" / "a.jsonl", rows)
     words = ["task=replay", f"source.path={tmp_path / 'mine'}"]

@@ -25,8 +25,8 @@ def planted(
 ) -> tuple[list[list[tuple]], list[int]]:
     """The steps of a run over shuffled prompts, as groups (id, prompt, length), and the lost ids.
 
-    A prompt has about the same length in each epoch. `chance` of the prompt's place among all lengths is the
-    probability of a loss. Groups overtake one another by up to 20.
+    A prompt has about the same length in each epoch. `chance` computes the probability of a loss from the
+    rank of the prompt's length. Groups overtake up to 20 others.
     """
     dice = Random(seed)
     middle = sorted(dice.lognormvariate(4, 0.7) for _ in range(PROMPTS))
@@ -175,7 +175,7 @@ def test_an_epoch_has_at_least_half_of_all_prompts(prompts, said):
 
 @pytest.mark.parametrize(("first", "counted"), [(3, {"trained": 2, "missing": 1}), (2, {})])
 def test_an_epoch_counts_if_all_its_ids_are_below_those_of_the_last_step(first, counted):
-    """The first epoch has the groups 0 to 2, of the prompts A, B and C; that of B is missing."""
+    """The first epoch has the groups 0 to 2, of the prompts A, B and C. The group of B is missing."""
     groups = [(number, prompt, 9) for number, prompt in enumerate("A?CABC") if prompt != "?"]
     steps = [[group for group in groups if (group[0] < first) == early] for early in (True, False)]
     found: dict[str, int] = {}

@@ -116,7 +116,7 @@ def test_the_unit_of_the_reward_changes_no_comparison(unit, make_batch):
 
 
 def test_groups_whose_share_moves_most_by_hand(make_batch, tmp_path):
-    """Rewards 0, 2 and 0, 6: over their std each group has a half, without it ¼ and ¾; the cosine is 2/√5."""
+    """The rewards are 0, 2 and 0, 6. Over their std each group has ½, else ¼ and ¾. The cosine is 2/√5."""
     batch = make_batch([0.0, 2, 0, 6], [5, 5, 9, 9])
     batch["masks", "all_assistant_mask"][:] = True
     write_dump(make_report(Pipeline({}).run(batch)), tmp_path / "dump")
@@ -144,7 +144,7 @@ def test_a_comparison_says_first_whether_the_gradient_is_the_same(make_batch, fa
 
 
 ALONE = "They differ in the scale of each group alone: its advantages differ by a factor."
-WHY = {  # how the second recipe differs: its advantage, its loss weight, and the sentence
+WHY = {  # by difference of the second recipe: its advantage, its loss weight, and the sentence
     "scale": ({"scale": "none"}, {}, ALONE),
     "one factor": ({"clip": None}, {}, "They differ in the scale of all advantages, by one factor."),
     "baseline": (
@@ -163,7 +163,7 @@ WHY = {  # how the second recipe differs: its advantage, its loss weight, and th
 
 @pytest.mark.parametrize("cause", WHY)
 def test_a_comparison_says_in_one_sentence_why_two_recipes_differ(cause, make_batch):
-    """Groups with rewards 0 2 4 and 0 6 9, and one to four tokens; means over rows, and over tokens."""
+    """Groups have rewards 0 2 4 and 0 6 9, and one to four tokens. Means are over rows, or over tokens."""
     batch = make_batch([0.0, 2, 4, 0, 6, 9], [5, 5, 5, 9, 9, 9])
     batch["masks", "all_assistant_mask"] = torch.arange(4) >= 3 - torch.arange(6)[:, None] % 4
     advantage, weight, said = WHY[cause]
@@ -284,7 +284,7 @@ def test_the_command_trains_dumps_and_replays(tmp_path):
 
 
 def test_a_flat_replay_of_texts_says_how_to_estimate_larger_groups(tmp_path):
-    """The page names the recipe, and an advisory notices that texts triple in length."""
+    """The page names the recipe, and an advisory says that texts triple in length."""
     (tmp_path / "my dump").mkdir()
     for step in range(12):
         text = {"gts": "2", "step": step, "output": "3" * (1 + 2 * (step > 5))}

@@ -57,7 +57,7 @@ def steps_of(key, values, **more):
     ],
 )
 def test_each_rule_fires_beyond_its_bound_and_not_at_it(name, number, bound):
-    """With fewer than four groups, one may carry the gradient."""
+    """If there are fewer than four groups, one may carry the gradient."""
     assert names(QUIET | {number: bound}) == []
     assert names(QUIET | {"groups/in": 3.0, "groups/largest_gradient_share": 0.9}) == []
     assert names(QUIET | {number: bound + BEYOND}) == [name]
@@ -162,7 +162,7 @@ def of_rewards(*quarters):
         ((0.1, 0.1, 0.1, 0.0799), ["reward-flat"], "fell from 0.1 (steps 0 to 3) to 0.0799 (steps 12 to"),
         ((0.1, 0.3, 0.5, 0.5199), ["stalled"], "rose from 0.1 (steps 0 to 3) to 0.52 (steps 12 to 15) and"),
         ((0.1, 0.3, 0.5, 0.5201), [], "rose from 0.1 (steps 0 to 3) to 0.52 (steps 12 to 15)."),
-        ((0.1, 0.5, 0.9, 0.9), [], "rose from 0.1 (steps 0 to 3) to 0.9 (steps 12 to 15)."),  # at its top
+        ((0.1, 0.5, 0.9, 0.9), [], "rose from 0.1 (steps 0 to 3) to 0.9 (steps 12 to 15)."),  # the maximum
         ((0.95, 0.95, 0.95, 0.95), [], "stays near the greatest seen: 0.95 in steps 0 to 3, 0.95 in steps"),
     ],
 )
@@ -174,7 +174,7 @@ def test_flat_stalled_and_falling_follow_their_rules(quarters, found, said):
 
 @pytest.mark.parametrize(("spread", "said"), [(0.06, "is flat"), (0.03, "fell")])
 def test_a_reward_falls_only_beyond_two_standard_errors(spread, said):
-    """In quarters of 8 alternating steps: s² = 8/7 · spread², so 2 · √(2 s²/8) = 1.07 · spread."""
+    """Quarters have 8 alternating steps: s² = 8/7 · spread², so 2 · √(2 s²/8) = 1.07 · spread."""
     values = [mean + spread * (-1) ** step for mean in (0.4, 0.4, 0.4, 0.35) for step in range(8)]
     history = steps_of("reward/all/mean", values, **RANGE)
     assert verdict(history[-1][1], history).startswith(f"The mean reward {said}")
@@ -237,7 +237,7 @@ def test_the_unit_of_the_reward_changes_no_verdict(values, factor, shift):
 
 
 def test_the_numbers_behind_the_rules_by_hand(make_batch):
-    """Rollout 1 has two rows, one truncated; rollout 2 failed. Tokens by rollout: 2, 4, 2 and 2."""
+    """Rollout 1 has two rows, one of them truncated. Rollout 2 failed. Rollouts have 2, 4, 2 and 2 tokens."""
     batch = make_batch([1.0, 3, 3, 5, 1], [0, 0, 0, 1, 1], [0, 1, 1, 2, 3])
     batch["status"] = torch.tensor(
         [int(Status[name]) for name in ("COMPLETED", "COMPLETED", "TRUNCATED", "FAILED", "COMPLETED")]
@@ -265,7 +265,7 @@ def test_permuted_rows_have_the_same_numbers(make_batch):
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1), st.sampled_from([0.0, 1.0])), min_size=1))
 def test_rewards_compared_by_role_are_equal_within_a_role(rollouts):
-    """A solver's 1 and a verifier's 0 are not compared."""
+    """The 1 of a solver and the 0 of a verifier are not compared."""
     from batches import batch_of
 
     groups, roles, rewards = map(list, zip(*rollouts, strict=True))
@@ -289,7 +289,7 @@ def test_rewards_compared_by_role_are_equal_within_a_role(rollouts):
 
 
 def test_a_group_of_large_advantages_carries_the_gradient(make_batch):
-    """Advantages ±1 in four groups and ±9 in one, of one token each: 18 of 26."""
+    """Advantages are ±1 in four groups and ±9 in one, of one token each. So its share is 18 of 26."""
     rewards = [value for size in (1, 1, 1, 1, 9) for value in (size, -size)]
     pipeline = Pipeline({"advantage": GroupRelativeAdvantage(scale="none")})
     batch = make_batch([float(value) for value in rewards], [i // 2 for i in range(10)])
@@ -378,7 +378,7 @@ def test_thinning_keeps_both_ends_and_even_spacing(most, number):
 
 
 def test_the_terminal_has_few_lines_of_advice():
-    """The first three advisories, nothing of the verdict again, and one line of unchecked symptoms."""
+    """It has the first three advisories, no second verdict, and one line of unchecked symptoms."""
     said = [Advisory(name, f"It is {name}.", "", ()) for name in list(symptoms())[:5]]
     verdict = "The mean reward is flat. It is nothing-trains."
     lines = [text.plain for text in show_advisories(said, verdict, list(symptoms()))]

@@ -48,7 +48,7 @@ def test_a_run_with_restarts_says_the_same_as_one_without(tmp_path, report_of, m
     """The run is killed after some steps, and continues at the next step or an earlier one."""
     dice = Random(seed)
     steps = dice.randint(20, 40)
-    monkeypatch.setattr("headrace.pipeline.tools.report.folder.POINTS", 16)  # so that curves are thinned
+    monkeypatch.setattr("headrace.pipeline.tools.report.folder.POINTS", 16)  # then curves are thinned
     monkeypatch.setattr("headrace.pipeline.tools.report.folder.SHARE", math.inf)  # a page at each step
     options = {"dump": dump, "steps": 5, "existing": "resume"}
     whole = ReportFolder(tmp_path / "whole", every=None, **options)

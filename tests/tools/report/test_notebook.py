@@ -24,7 +24,7 @@ HOSTILE = '<img src=x onerror="alert(1)">&amp;\x1b[31m\u202e<table><script>'
 
 
 class Tables(HTMLParser):
-    """Reads the tables of some HTML as rows of cells. Anything but plain tables is an error."""
+    """A parser that reads the tables of some HTML as rows of cells. Anything but plain tables is an error."""
 
     def __init__(self, html: str):
         super().__init__()

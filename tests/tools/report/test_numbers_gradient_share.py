@@ -38,7 +38,7 @@ def test_unknown_rows_have_no_share():
 
 
 def credit_by_token(batch):
-    """A token advantage of +1 and −1 in turn: its mean is 0 over two tokens, and ⅓ over three."""
+    """The advantages of tokens are +1 and −1 in turn. Their mean is 0 over two tokens, and ⅓ over three."""
     mask = batch["masks", "all_assistant_mask"]
     signs = 1.0 - 2.0 * (torch.arange(mask.shape[1]) % 2)
     return batch.set("advantage", signs.expand(mask.shape).unsqueeze(-1).clone())

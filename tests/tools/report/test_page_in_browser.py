@@ -149,7 +149,7 @@ def test_an_opened_group_is_drawn_with_the_reason_of_each_row(look):
 
 
 def test_hidden_items_are_shown_by_a_button(look):
-    """60 groups appear 25 at a time, with the focus on the first new one; of 20 metrics 12, then all."""
+    """Of 60 groups 25 appear at a time, with the focus on the first new one; of 20 metrics 12, then all."""
     rows = [row for group in range(60) for row in pages.rollouts_of(group, [0, 1])]
     curves = {"curve_steps": [0, 1], "curves": {f"metric {k}": [0.0, 1.0] for k in range(20)}}
     page = look(pages.run_of(pages.step_of(rows, size=2), **curves))
@@ -414,7 +414,7 @@ def test_the_page_of_a_real_report_shows_its_rollouts_reasons_and_tapes(look, ma
 
 
 def test_a_page_of_two_recipes_names_the_recipe_of_each_panel(look):
-    """Two rows have the shares ½, ½ and ⅘, ⅕, so 0.3 moves. Numbers of all rows are shown for the step."""
+    """Two rows have the shares ½, ½ and ⅘, ⅕, so 0.3 moves. A step has the numbers of all its rows."""
     rows = pages.rollouts_of(0, [0.0]) + pages.rollouts_of(1, [1.0])
     rows[0] |= {"advantage": -1.0, "advantage_by_row": -2.0, "share": 0.5, "other_share": 0.8}
     rows[1] |= {"advantage": 1.0, "advantage_by_row": -0.5, "share": 0.5, "other_share": 0.2}

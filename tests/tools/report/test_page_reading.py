@@ -25,7 +25,7 @@ def search(page, text: str) -> None:
 
 
 def focus(page, selector: str) -> None:
-    """Focus the last such element, after the page has stopped moving: a tip disappears when it scrolls."""
+    """Focus the last such element when the page has stopped moving, because scrolling hides a tip."""
     script = "const all = document.querySelectorAll(arguments[0]); all[all.length - 1].scrollIntoView(); "
     page.driver.execute_async_script(script + "setTimeout(arguments[1], 100)", selector)
     page.driver.execute_script(
@@ -42,7 +42,7 @@ def card(page, rollout: int):
 
 
 def test_the_page_opens_the_group_of_largest_spread(look):
-    """Spreads of 0.5, 0.25, 0.1 and 0: groups 2, 4, 3 and 1."""
+    """Groups 2, 4, 3 and 1 have spreads of 0.5, 0.25, 0.1 and 0."""
     page = look(pages.reading_run())
     assert found(page) == page.values("#strip .line", "data-group") == ["2", "4", "3", "1"]
     assert opened(page) == ["2"]

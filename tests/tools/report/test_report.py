@@ -103,7 +103,7 @@ def test_solve_rates_use_the_reward_that_solves(make_batch):
 
 
 def test_staleness_is_the_age_against_the_trainer_that_took_the_rows():
-    """A batch is stale even if all its rows are equally old."""
+    """A batch can be stale even if all its rows are equally old."""
     for versions, mean in (([3, 3, 3, 3], 2.0), ([2, 3, 5, 4], 1.5)):
         assembler = GroupAssembler(groups=2, group_size=2, max_staleness=9)
         ids = {"group_id": [0, 0, 1, 1], "rollout_id": [0, 1, 2, 3], ("next", "done"): [True] * 4}
@@ -118,7 +118,7 @@ def test_staleness_is_the_age_against_the_trainer_that_took_the_rows():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_staleness_per_token_is_that_of_a_loop(layout):
-    """Relative to the trainer after an assembler, else to the newest token. Rows that left count, too."""
+    """It is relative to the trainer after an assembler, else to the newest token. Rows that left count."""
     for seed in range(8):
         batch = with_versions(seed, layout)
         assembler = GroupAssembler(groups=4, group_size=2, max_staleness=9)
@@ -237,7 +237,7 @@ def test_the_advantage_by_row_accepts_a_single_row():
 
 
 def test_the_advantage_by_row_shows_the_double_count(make_batch):
-    """Rewards 1 and 3, the second with a fan-out of three rows: −1 and 1 by rollout, −1.5 and 0.5 by row."""
+    """The rewards are 1, and 3 on three rows of a rollout: −1 and 1 by rollout, −1.5 and 0.5 by row."""
     batch = make_batch([1.0, 3, 3, 3], [0] * 4, [0, 1, 1, 1])
     credit = GroupRelativeAdvantage(scale="none")
     columns = report_of(batch, collapse=FanOutCollapse(), advantage=credit).columns
@@ -328,7 +328,7 @@ def test_a_group_without_rewards_has_no_spread(make_batch):
 
 
 def test_a_drafts_reward_is_not_reported_for_a_rollout_dropped_before_the_collapse(make_batch):
-    """The gate drops a group that has a draft of 0 with a revision of 1, and another rollout of 1."""
+    """The gate drops a group. One rollout has a draft with 0 and a revision with 1, and the other has 1."""
     gate, collapse = CompletenessGate(group_size=3, on_incomplete="drop"), FanOutCollapse(reward="sum")
     report = report_of(make_batch([0.0, 1, 1], [0, 0, 0], [0, 0, 1]), gate=gate, collapse=collapse)
     assert str(report.rollouts["reward"].tolist()) == "[nan, 1.0]"

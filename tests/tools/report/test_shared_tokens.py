@@ -49,7 +49,7 @@ def test_counts_equal_those_of_tries_built_by_loops(rows, data, build, cells):
             for one in set(home)
         ]
         assert found.tokens.get(unit, 0) == sum(len(trie.paths) for trie in tries)
-        # A token costs twice the tokens that it sees, and one for itself: 2 · depth + 1.
+        # A token costs 2 · depth + 1, where depth is the number of tokens before it.
         squares = sum(2 * len(path) - 1 for trie in tries for path in trie.paths)
         assert found.squares.get(unit, 0) == squares
 
@@ -95,7 +95,7 @@ def test_a_report_counts_the_kept_rows():
 
 
 def test_replay_and_plan_of_a_dump_with_tokens_have_the_numbers(tmp_path):
-    """Two prompts of four tokens with four answers of three: 8 · 7 row by row, 2 · (4 + 4 · 3) as trees."""
+    """Two prompts of four tokens have four answers of three: 8 · 7 row by row, 2 · (4 + 4 · 3) as trees."""
     rows = [
         open_instruct_row(row, row // 4, row % 2, prompt_tokens=[row // 4] * 4, response_tokens=[9 + row] * 3)
         for row in range(8)

@@ -82,7 +82,7 @@ def test_a_length_of_zero_is_shown_as_zero():
 
 @pytest.mark.parametrize("quiet", [{"lost": 0}, {"slow": FAST}, {"lost": 2}])
 def test_nothing_is_said_where_no_slow_groups_are_lost(quiet):
-    """None is lost, the lost ones are as fast, or two are too few."""
+    """No group is lost, lost groups are as fast as others, or two groups are too few."""
     assert advise(report(survivors("stale", **quiet)).numbers) == []
 
 

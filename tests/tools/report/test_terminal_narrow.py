@@ -153,7 +153,7 @@ CELL = st.lists(WORD, max_size=5).map(" ".join)
 
 @given(st.lists(st.tuples(CELL, CELL, st.integers(0, 10**6)), max_size=4), st.integers(38, 90))
 def test_a_table_breaks_no_word_if_the_longest_fits(rows, width):
-    """Two columns of nine letters wrap, one of ten is cut or left out, and one has seven digits: 38 wide."""
+    """Two columns of nine letters wrap, one of ten is cut or left out, one has 7 digits: the width is 38."""
     columns = [FittedColumn("one", gives="wrap"), FittedColumn("two", gives="wrap")]
     columns += [FittedColumn("cut", gives="cut", leaves=1), FittedColumn("count", right=True)]
     table = FittedTable(columns, "a title")

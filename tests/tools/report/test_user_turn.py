@@ -71,7 +71,7 @@ def test_a_llama_2_system_prompt_in_the_first_turn_is_left_out():
         ("What is 2 + 2?", "What is 2 + 2?"),
         ("", ""),
         ("Repeat: user: hello", "Repeat: user: hello"),
-        ("My friend said\nuser: hello", "My friend said\nuser: hello"),  # no chat: it begins with no role
+        ("My friend said\nuser: hello", "My friend said\nuser: hello"),  # no chat: no role at the start
         (
             "<|im_start|>system\nOnly this<|im_end|>",
             "<|im_start|>system\nOnly this<|im_end|>",

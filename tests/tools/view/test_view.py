@@ -102,7 +102,7 @@ def test_the_lowest_reward_comes_first_and_rows_without_one_last(client, run, tm
 
 @pytest.mark.parametrize("order", ["ascending", "descending"])
 def test_the_groups_that_teach_come_first_the_widest_spread_of_rewards_before_all(client, run, order):
-    """By a loop: in each group, the largest reward minus the smallest, over rows in the loss."""
+    """A loop computes the largest reward minus the smallest of each group, over rows in the loss."""
     for step in range(4):
         rows, spread = table_of(run, step), {}
         for row in rows:
@@ -232,7 +232,7 @@ def test_ids_of_64_bits_are_sorted_as_integers(tmp_path):
 
 
 def test_values_at_the_limits_of_what_is_cut(tmp_path):
-    """Integers above 2⁵³ are texts, of texts above 600 characters the end is apart, 200 dots are drawn."""
+    """Integers above 2⁵³ are texts. The end of texts above 600 characters is separate. 200 dots are drawn."""
     ids, lengths = [2**53, 2**53 + 1, -(2**53), -(2**53) - 1], [600, 601, 599, 602]
     rows = [(own, own, 0.5, "Q" * length) for own, length in zip(ids, lengths, strict=True)]
     dots = [(1, number // 2, 0.5, "Many?") for number in range(2, 404)]  # 201 rollouts of two rows
@@ -551,7 +551,7 @@ def test_the_rows_of_every_step_are_stored_beside_the_page(tmp_path):
 
 
 def test_the_rows_of_a_step_that_was_refused_are_kept(tmp_path):
-    """All rewards of step 1 are NaN, as where the grader failed; no number of the run includes it."""
+    """All rewards of step 1 are NaN, as if the grader had failed. No number of the run includes the step."""
     pipeline, folder = Pipeline(stages()), ReportFolder(tmp_path / "run", every=None)
     for step in range(3):
         batch = step_batch(step)

@@ -115,7 +115,7 @@ VERDICTS = {
     with_the_first_twice: r"with 4 micro-batches, micro-batch 0 \(from 0\) counts 2 times",
     with_a_shifted_mask: r"loss mask is shifted: each token has the weight of the token after it",
     with_a_mask_that_is_late: r"loss mask is shifted: each token has the weight of the token before it|"
-    "the first token of each response has no weight",  # padded on the left, its last token is lost
+    "the first token of each response has no weight",  # with padding on the left, the last token is lost
     with_prompts: r"^\d+ tokens outside the loss mask( and padding)? have a weight, in 3 of 3 runs",
     with_the_neighbours_advantage: r"^each row has the advantage of the row before it, in 3 of 3 runs",
 }
@@ -405,7 +405,7 @@ def test_tokens_without_weight_in_the_pipeline_are_not_a_shifted_mask(unit, shif
 def with_turns_inside_rows(batch: TensorDictBase) -> None:
     """Add turns of two tokens, which are numbered within each row."""
     place = batch[LOSS].cumsum(1) - 1
-    row = torch.arange(len(batch))[:, None]  # so that no two rows share a turn
+    row = torch.arange(len(batch))[:, None]  # then no two rows share a turn
     batch["turn_index"] = torch.where(batch[LOSS], place // 2 + 100 * row, -1)
 
 

@@ -86,7 +86,7 @@ def by_rollout(run, tokens: torch.Tensor) -> Sequence[float]:
 
 
 def test_the_tokens_of_a_masked_group_train_in_the_component_that_has_them():
-    """It is a mean over rollouts, times 0.05: rollouts with such tokens have equal shares, even if masked."""
+    """It is a mean over rollouts, times 0.05. Rollouts with such tokens, even masked ones, count equally."""
     run = measure(ECHO, cuts=(3,)).runs[0]
     masked = (run.tokens.group == 1)[:, None]
     own = run.tokens.inside & (run.advantage == 1)

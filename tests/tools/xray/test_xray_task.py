@@ -118,7 +118,7 @@ def test_a_curve_goes_from_the_least_to_the_greatest_ratio():
 def test_a_verdict_is_printed_unless_a_setting_is_as_its_documentation_says():
     def step(model, batch, cut):
         terms = model.get_dist(batch).log_prob(batch["tokens", "full"]) * batch["advantage"].squeeze(-1)
-        (-terms[batch["masks", "all_assistant_mask"]].sum()).backward()  # of 12 rows
+        (-terms[batch["masks", "all_assistant_mask"]].sum()).backward()  # 12 rows
 
     found, console = xray(step, cuts=(1,)), Console(file=io.StringIO(), width=200)
     documented = {"right": SUM_OF_STEP, "wrong": TOKENS_OF_STEP, "silent": ""}
@@ -167,7 +167,7 @@ def trl():
     trl = pytest.importorskip("trl", reason="TRL is not installed")
     assert trl.GRPOTrainer
     assert trl.RLOOTrainer
-    gc.freeze()  # each of its trainers collects garbage
+    gc.freeze()  # each TRL trainer collects garbage
     return trl
 
 
@@ -265,7 +265,7 @@ def test_verl_takes_the_mean_of_each_loss_agg_mode_for_any_micro_batches(tmp_pat
         assert down == pytest.approx(r if 0.8 < r < 3.0 else 0.0, rel=1e-3, abs=1e-5)  # clip_ratio_c
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from its own imports
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # openrlhf's imports warn
 def test_openrlhf_normalizes_over_the_window_of_micro_batches(tmp_path):
     pytest.importorskip("openrlhf", reason="OpenRLHF is not installed")
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
