@@ -1,4 +1,4 @@
-"""The tasks of the command over dumps, in Python: each returns its numbers, and prints nothing."""
+"""Run the command's tasks over dumps in Python. Each function returns numbers, and prints nothing."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def replay(
 
     Args:
         path: a file, a folder or a glob of a dump (:func:`open_dump`).
-        recipe: as for :func:`load_pipeline`, with its `overrides` and keywords.
-        overrides: see `recipe`; and overrides of the task, such as ``"report.html=false"``.
+        recipe: the recipe, as for :func:`load_pipeline`, whose `overrides` and keywords it takes, too.
+        overrides: overrides of the recipe and of the task, such as ``"report.html=false"``.
         source: options of the dump, by name: ``{"group_by": "prompt", "group_size": 8}``.
         output: folder for the files of the task, such as ``report.html``; None: they are not kept.
-        options: see `recipe`.
+        options: keywords of :func:`load_pipeline`.
 
     Returns:
-        The number of rows trained, and the numbers of each step (``result["steps"]``).
+        The number of trained rows, and the numbers of each step (``result["steps"]``).
 
     Raises:
         ConfigError: an option is unknown or missing.
@@ -68,10 +68,11 @@ def audit(
 ) -> TaskResult:
     """Search the dump of a finished run for errors, as ``headrace task=audit`` does.
 
-    Arguments and errors are those of :func:`replay`. The recipe is the one that trained the run.
+    Arguments and errors are those of :func:`replay`. Give the recipe that trained the run.
 
     Returns:
-        The number of findings, and what ``audit.json`` has: ``result["verdict"]``, ``result["checks"]``.
+        The number of findings, and the contents of ``audit.json``: ``result["verdict"]``,
+        ``result["checks"]``.
     """
     return _result("audit", path, recipe, overrides, source, output, options)
 
@@ -92,10 +93,11 @@ def plan(
     Arguments and errors are those of :func:`replay`.
 
     Args:
-        group_sizes: to compare; None: those of the command.
+        group_sizes: the group sizes to compare; None: those that the command compares.
 
     Returns:
-        The share of uninformative groups in the dump, and what ``plan.json`` has: ``result["ranges"]``.
+        The share of uninformative groups in the dump, and the contents of ``plan.json``:
+        ``result["ranges"]``.
     """
     sizes = [] if group_sizes is None else [f"plan.group_sizes={[*group_sizes]}"]
     return _result("plan", path, recipe, [*sizes, *overrides], source, output, options)
@@ -116,12 +118,12 @@ def compare(
     Arguments and errors are those of :func:`replay`.
 
     Args:
-        first: a recipe.
-        second: another one.
-        overrides: those of a stage apply to each recipe that has the stage.
+        first: name of a recipe.
+        second: name of another recipe.
+        overrides: overrides. Those of a stage apply to each recipe that has the stage.
 
     Returns:
-        The correlation of the advantages, and what ``compare.json`` has: ``result["numbers"]``.
+        The correlation of the advantages, and the contents of ``compare.json``: ``result["numbers"]``.
     """
     both = [f"pipelines=[{first},{second}]", *overrides]
     return _result("compare", path, "grpo", both, source, output, {})
@@ -148,7 +150,7 @@ def _result(
             f"source={{'columns': {{{min(of_file)!r}: …}}}}"
         )
     ready = for_hydra(overrides)
-    # Two recipes are composed by the task, each with the overrides that it can have.
+    # The task `compare` composes its two recipes itself, each with the overrides that apply to it.
     of_all = [each for each in ready if task != "compare" or "pipeline." not in each.partition("=")[0]]
     config = configured("config", recipe, [f"task={task}", *of_all], options)
     if unknown := [name for name in source or () if name not in config.source]:

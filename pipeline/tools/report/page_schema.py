@@ -160,36 +160,36 @@ class Step(TypedDict):
     """A step that can be chosen on the page."""
 
     step: int  # its number
-    funnel: list[PageLevel]  # of all its rows: what was collected, then a level for each stage
-    shown: Shown  # how many of its groups the tables show
-    groups: Groups  # the groups shown
-    rows: ShownRows  # of the groups shown
-    numbers: dict[str, float]  # the metrics of all its rows, by name
+    funnel: list[PageLevel]  # for all its rows: a level for the collected rows, then one for each stage
+    shown: Shown  # number of its groups that the tables show
+    groups: Groups  # the groups that are shown
+    rows: ShownRows  # rows of these groups
+    numbers: dict[str, float]  # metrics over all its rows, by name
     survivors: list[PageTable]  # groups that were lost so far, by latency, turns, length and reward
-    verdict: str  # whether the reward rises, up to this step
+    verdict: str  # a sentence: whether the reward rises, up to this step
     advisories: list[PageAdvisory]  # most urgent first
     unchecked: list[str]  # symptoms that cannot be checked, each with the data that it needs
 
 
 class PageJudgement(TypedDict):
-    """The expectation of a gradient beside the true one."""
+    """The expectation of a gradient, compared with the true gradient."""
 
-    ratio: list[float | None]  # of each parameter, expected over true gradient
-    relative_bias: float | None  # length of their difference over the length of the true one
-    cosine: float | None  # cosine of the angle between them
+    ratio: list[float | None]  # expected / true gradient, for each parameter
+    relative_bias: float | None  # length of their difference / length of the true gradient
+    cosine: float | None  # cosine of the angle between the two gradients
     variance: float | None  # trace of the covariance, for one group
-    scale: float | None  # length of the expected gradient in the true direction
+    scale: float | None  # length of the expected gradient along the true one, relative to it
 
 
 class PageCertificate(TypedDict):
-    """The certificate of one recipe on one task, or why the recipe refuses its rows."""
+    """The certificate of one recipe on one task, or the reason why the recipe refuses the task's rows."""
 
-    recipe: str  # its name
-    task: str  # its name
+    recipe: str  # name of the recipe
+    task: str  # name of the task
     group_size: int  # rollouts of a group
-    outcomes: int  # outcomes of a group, all of which were computed
-    refused: str  # why there are no numbers; empty if there are
-    advantage: PageJudgement  # of the advantage alone
+    outcomes: int  # number of outcomes of a group; all were computed
+    refused: str  # why there are no numbers; empty if there are some
+    advantage: PageJudgement  # for the advantage alone
     loss: PageJudgement  # with the recipe's own loss weights
 
 
@@ -203,36 +203,37 @@ class PageFailed(TypedDict):
 class PageDataRequired(TypedDict):
     """The keys that every page has."""
 
-    title: str  # of the page
-    recipe: list[RecipeStage]  # in order
+    title: str  # title of the page
+    recipe: list[RecipeStage]  # its stages, in order
     steps: list[Step]  # in order
     curve_steps: list[int]  # the steps over which the curves are drawn
-    # Metrics by name, as columns beside `curve_steps`; `second/…`: under the second recipe of `versus`.
+    # Metrics by name, with one value for each of `curve_steps`; `second/…` is for the second recipe of
+    # `versus`.
     curves: dict[str, list[float | None]]
 
 
 class PageData(PageDataRequired, total=False):
     """The data of the page of a training, a replay, a comparison or certificates."""
 
-    symptoms: list[PageSymptom]  # of the advisories
-    failed: PageFailed  # the steps that failed, if any did
+    symptoms: list[PageSymptom]  # the symptoms of the advisories
+    failed: PageFailed  # the failed steps, if there are any
     notices: list[str]  # sentences about what the page lacks
     unsaid: list[str]  # names of numbers of tiles that the dump cannot have
     rows_kept: bool  # whether files have the rows of all steps, for `headrace view FOLDER`
     recorded: int  # number of steps of the run; `curve_steps` are all or some of them
     totals: dict[str, float]  # sums over all steps: `rows/in`, `rows/trained`, and other units
     run: PageRun  # when and how the run began
-    versus: list[str]  # two recipes: of `advantage`, and of `advantage_by_row`
-    difference: str  # a sentence that says how they differ
+    versus: list[str]  # two recipes: that of `advantage`, and that of `advantage_by_row`
+    difference: str  # a sentence that says how the two recipes differ
     certificates: list[PageCertificate]  # for a page of certificates, which has no steps
 
 
 def shown_as(schema: type[Shape], value: Any) -> Shape:
-    """Take the attributes of a value that are keys of a schema, also within its lists.
+    """Make a schema's mapping of the attributes of a value, and of the values in its lists.
 
     Args:
         schema: a TypedDict of this module.
-        value: has attributes of these names, such as a NamedTuple; it may have others.
+        value: an object with attributes of these names, such as a NamedTuple. It may have others.
     """
     found = {}
     for key, hint in get_type_hints(schema).items():
@@ -247,7 +248,7 @@ def check_keys(value: Mapping[str, Any], schema: type, where: str) -> None:
 
     Args:
         value: data of the page.
-        schema: the TypedDict of this module that it should be.
+        schema: the TypedDict of this module that describes it.
         where: the name of the value in messages.
 
     Raises:
@@ -284,5 +285,5 @@ def check_keys(value: Mapping[str, Any], schema: type, where: str) -> None:
 
 
 def _schema_in(hint: Any) -> type | None:
-    """The TypedDict that a list contains, also if the list may contain None."""
+    """The TypedDict in a list, even if the list may also contain None."""
     return next((each for each in (hint, *get_args(hint)) if is_typeddict(each)), None)

@@ -1,4 +1,4 @@
-"""The table of a run as NumPy columns, for its report."""
+"""Convert the table of a run to NumPy columns, for its report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def report_columns(run: Run) -> dict[str, np.ndarray]:
-    """(N,) or (N, K) by name, for the rows of this rank. :class:`StepReport` says what they mean."""
+    """(N,) or (N, K) columns by name, for the rows of this rank. :class:`StepReport` says what they mean."""
     table, keys, found = run.known_rows.table, run.keys, dict[str, Tensor]()
 
     def first(name: str) -> Tensor | None:
@@ -69,7 +69,7 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
     elif (advantage := number("advantage")) is not None:
         found["advantage"] = advantage
     if "advantage" in found:
-        # If a row was excluded before rewards were compared, its 0 has no meaning.
+        # If a row was excluded before rewards were compared, the 0 in its column has no meaning.
         none = ~counted & ~_left_after(run, keys.found["advantage"][0])
         found["advantage"] = found["advantage"].masked_fill(none, torch.nan)
     if "peers" in keys.found and keys.found["peers"][0] in table.columns:
@@ -89,7 +89,7 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
 
 
 def _left_after(run: Run, key: NestedKey) -> Tensor:
-    """(N,) bool: rows that left the batch, or the statistics, after the first stage that writes a column."""
+    """(N,) bool: rows that left the batch or the statistics after the first stage that writes the column."""
     fates, stages = run.known_rows.table.fates, list(run.stages.items())
     writers = [at for at, (_, stage) in enumerate(stages) if key in getattr(stage, "out_keys", ())]
     later = {name for name, _ in stages[min(writers, default=-1) + 1 :]}
@@ -97,7 +97,7 @@ def _left_after(run: Run, key: NestedKey) -> Tensor:
 
 
 def _compared(run: Run) -> tuple[Tensor, Tensor]:
-    """(N,) rollouts that were compared with a row, −1: not known; (N,) the baseline, NaN: not known."""
+    """(N,) numbers of rollouts compared with a row, −1 if unknown; and (N,) baselines, NaN if unknown."""
     table = run.known_rows.table
     compared = table.notes.get(COMPARED)
     if compared is None:

@@ -1,6 +1,6 @@
-"""Count the tokens of the rows of a step if shared tokens were computed once.
+"""Count the tokens that a step would compute if it computed shared tokens once.
 
-Also count the tokens that train more than once.
+A second function counts the tokens that train more than once.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from headrace.transforms.table.tokens import loss_tokens, read_tokens, tokens_in
 from headrace.transforms.trees import train_shared_once
 
 TOKENS: NestedKey = ("tokens", "full")
-BLOCK = 128  # tokens of a row that are compared before rows that differ are sorted out
+BLOCK = 128  # tokens of a row that are compared before rows that differ are set aside
 CELLS = 2**16  # tokens compared at once, so that they stay in the cache
 
 
 class SharedTokens(NamedTuple):
-    """The cost of rows, and their cost as trees of rollouts or groups. Counts of batches add up.
+    """The cost of rows, and their cost as trees of rollouts or groups. Add the objects of several batches
+    with +.
 
-    The estimate is that of ShuffleSplit's balance: with P parameters a forward pass takes 2 · P FLOPs a
-    token, and attention 4 · hidden size a layer for each pair of tokens of a row. With P = 12 · layers ·
-    hidden size² and :data:`LINEAR` = 6 · hidden size, and a backward pass of two forward passes::
+    ShuffleSplit balances by the same estimate. With P parameters, a forward pass takes 2 · P FLOPs for each
+    token, and attention takes 4 · hidden size for each layer and pair of tokens of a row. A backward pass
+    takes as much as two forward passes. With P = 12 · layers · hidden size² and :data:`LINEAR` = 6 · hidden
+    size::
 
         FLOPs = 6 P · (tokens + squares / LINEAR),   squares = Σ t² over rows of t tokens
 
-    A row that shares its first s tokens has t − s of the tokens, and t² − s² of the squares.
+    A row that shares its first s tokens adds t − s tokens and t² − s² squares.
     """
 
     tokens: Mapping[str, float]
-    """Number of tokens if ``rows`` share nothing, or the rows of a ``rollout`` or ``group`` share tokens."""
+    """Number of tokens if ``rows`` share none, or if those of a ``rollout`` or a ``group`` share tokens."""
     squares: Mapping[str, float]
     """Squares, likewise."""
 
@@ -58,10 +60,10 @@ class SharedTokens(NamedTuple):
 
         ============================== ==============================================================
         ``tree/tokens/rows``           tokens that go through a model, row by row
-        ``tree/tokens/rollout``        were those once that the rows of a rollout share
-        ``tree/tokens/group``          were those once that the rows of a group share
-        ``tree/flops/rollout``, group  FLOPs in units of those of the rows
-        ``tree/pflops/rows``, …        10^15 FLOPs of forward and backward, where `parameters` are given
+        ``tree/tokens/rollout``        the same, if the rows of a rollout share their prefixes
+        ``tree/tokens/group``          the same, if the rows of a group share their prefixes
+        ``tree/flops/rollout``, group  FLOPs, divided by those of the rows
+        ``tree/pflops/rows``, …        10^15 FLOPs of forward and backward, if `parameters` is given
         ============================== ==============================================================
 
         Args:
@@ -89,14 +91,14 @@ def count_shared_tokens(
     *,
     cells: int = CELLS,
 ) -> SharedTokens:
-    """Count the tokens of a batch's rows, and those that rows of one rollout or group share.
+    """Count the tokens of a batch's rows, and the tokens if rows of one rollout or group share them.
 
     Args:
         batch: TensorDict ``[N]``. Nothing is counted without ``("tokens", "full")``, or for dense rows
             without their mask.
-        ids: (N,) integers, ``group_id`` and ``rollout_id`` or one of them; a rollout is in one group.
+        ids: (N,) integers: ``group_id``, ``rollout_id`` or both. A rollout must be in one group.
         chosen: (N,) bool, rows that go through the model; None: all rows.
-        cells: about how many tokens are compared at once.
+        cells: approximate number of tokens that are compared at once.
 
     Example:
         >>> from tensordict import TensorDict
@@ -144,16 +146,16 @@ def count_trained_again(
 ) -> float | None:
     """Count the tokens in the loss that an earlier row of the same rollout trains, too.
 
-    ``TrainSharedOnce`` takes them out (:func:`~headrace.transforms.trees.train_shared_once`).
+    ``TrainSharedOnce`` removes them from the loss (:func:`~headrace.transforms.trees.train_shared_once`).
 
     Args:
         batch: TensorDict ``[N]`` after the stages, with the masks that the loss reads.
         rollouts: (N,) integers, the rollout of each row.
-        loss_mask_key: (N, T) bool.
-        log_prob_key: (N, T) float, a token whose number is not finite does not train; None: not read.
+        loss_mask_key: key of the loss mask, (N, T) bool.
+        log_prob_key: key of (N, T) float. A token whose number is not finite does not train. None: not read.
 
     Returns:
-        The number; None if the batch has no tokens or does not say which of them train.
+        The number of such tokens; None if the batch has no tokens, or does not say which tokens train.
 
     Example:
         >>> from tensordict import TensorDict
@@ -168,7 +170,7 @@ def count_trained_again(
         return None
     number, count = np.unique(rollouts, return_inverse=True, return_counts=True)[1:]
     at = torch.from_numpy(np.flatnonzero(count[number] > 1))
-    if len(at) == 0:  # no device read
+    if len(at) == 0:  # without reading the device
         return 0.0
     keys = [TOKENS, ATTENTION, loss_mask_key, *([] if log_prob_key is None else [log_prob_key])]
     some = batch.select(*keys, strict=False)
@@ -186,7 +188,7 @@ def _in_one_line(tokens: Tensor, mask: Tensor) -> tuple[np.ndarray, np.ndarray, 
     """All tokens in one array, and for each row its start and its length. Padding may be between rows."""
     lengths, first = count_true(mask).numpy(), mask.numpy().argmax(1)
     runs = int(count_true(mask[:, 1:] & ~mask[:, :-1]).sum()) + int(mask[:, :1].sum())
-    if runs == np.count_nonzero(lengths):  # one run in each row: no copy is needed
+    if runs == np.count_nonzero(lengths):  # the tokens of each row are contiguous: no copy is needed
         return tokens.reshape(-1).numpy(), np.arange(len(tokens)) * tokens.shape[1] + first, lengths
     return tokens[mask].numpy(), np.cumsum(lengths) - lengths, lengths
 
@@ -194,11 +196,11 @@ def _in_one_line(tokens: Tensor, mask: Tensor) -> tuple[np.ndarray, np.ndarray, 
 def _shared_within(
     home: np.ndarray, flat: np.ndarray, starts: np.ndarray, lengths: np.ndarray, cells: int
 ) -> np.ndarray:
-    """(n,) the number of leading tokens of each row that an earlier row of its tree already has.
+    """(n,) for each row, the number of leading tokens that an earlier row of its tree already has.
 
     The rows of a tree form a class. The longest row leads it, and every other row is compared with the leader
-    up to their first different token. Rows that differ at the same place by the same token are a new class
-    from there on, with its own leader.
+    up to the first different token. Rows that differ at the same position by the same token form a new class
+    from that position on, with its own leader.
 
     Args:
         home: (n,) integers; rows with the same number are one tree.
@@ -208,7 +210,7 @@ def _shared_within(
         cells: tokens that are compared at once.
     """
     shared, rows = np.zeros_like(lengths), _order(-lengths, home)
-    known, begins = np.zeros_like(lengths), _begins(home[rows])  # what a class shares, and its first row
+    known, begins = np.zeros_like(lengths), _begins(home[rows])  # shared tokens and first row of a class
     while True:
         several = ~begins | np.append(~begins[1:], False)
         rows, known, begins = rows[several], known[several], begins[several]
@@ -227,7 +229,7 @@ def _shared_within(
 
 
 def _order(*keys: np.ndarray) -> np.ndarray:
-    """(n,) the order by the last key, among equal keys by the key before it, and so on."""
+    """(n,) an order: by the last key, among equal values by the key before it, and so on."""
     order = np.arange(len(keys[0]))
     for key in keys:
         order = order[stable_order(torch.from_numpy(key[order])).numpy()]
@@ -242,12 +244,12 @@ def _begins(values: np.ndarray) -> np.ndarray:
 def _alike(
     flat: np.ndarray, a: np.ndarray, b: np.ndarray, known: np.ndarray, most: np.ndarray, cells: int
 ) -> np.ndarray:
-    """(n,) the number of equal tokens from the places `a` and `b` on, at most `most`.
+    """(n,) the number of equal tokens from the positions `a` and `b` on, at most `most`.
 
     Args:
-        flat: tokens.
-        a: (n,) places.
-        b: (n,) places.
+        flat: the tokens of all rows.
+        a: (n,) positions in `flat`.
+        b: (n,) positions in `flat`.
         known: (n,) number of tokens that are known to be equal.
         most: (n,) limits.
         cells: tokens that are compared at once.
@@ -268,14 +270,14 @@ def _alike(
 
 
 def _block(flat: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """(n, BLOCK) the tokens from (n,) places on. After the last token of all, it is repeated."""
+    """(n, BLOCK) the tokens from (n,) positions on. At the end of all tokens, the last one is repeated."""
     if places.max() <= len(flat) - BLOCK:
         return np.lib.stride_tricks.sliding_window_view(flat, BLOCK)[places]
     return flat.take(places[:, None] + np.arange(BLOCK), mode="clip")
 
 
 def said_of_trees(numbers: Mapping[str, float]) -> str:
-    """Say in a line what a report's numbers mean for trees; empty if there are no tokens.
+    """Say in one line what trees would save, from a report's numbers; empty if there are no tokens.
 
     Example:
         >>> counts = SharedTokens({"rows": 3072.0, "group": 1280.0}, {"rows": 294912.0, "group": 180224.0})

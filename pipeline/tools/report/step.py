@@ -1,4 +1,4 @@
-"""The report of one processed batch."""
+"""Make the report of one processed batch."""
 
 from __future__ import annotations
 
@@ -44,31 +44,33 @@ TOKENS_READ = 50_000  # most tokens with their own numbers in a report; a page o
 
 @dataclass(frozen=True)
 class StepReport:
-    """What happened to one batch between the collector and the loss. On the CPU, independent of the pipeline.
+    """What happened to one batch between the collector and the loss. It is on the CPU and independent of the
+    pipeline.
 
     Attributes:
-        step: its number.
+        step: number of the step.
         recipe: (name, text) of each stage, in order.
-        columns: (N,) NumPy arrays by name, one entry per row of the batch. Always `row` and `reason`, the
-            code in `names`; where the batch had it, `rollout_id`, `group_id`, `collected_reward` (the row's
-            own), `reward` (the rollout's, as the advantage saw it), `advantage` (a mean over tokens, where it
-            is per token), `advantage_by_row` (what it would be if each row were a rollout), `loss_weight`
-            (even if it was folded into the advantage; `advantage` is without it), `tokens` (in the loss, as
-            collected), `trained_tokens` (after all stages), `status`, `policy_version` (of the oldest sampled
-            token, if versions are per token; then also `newest_version`, and the sum and number of the
-            versions of sampled tokens, `version_sum` and `version_tokens`), `expected_rollouts`, `minibatch`,
-            `microbatch`, `rank`, `empty` (1: it arrived without a token in the loss, and is in no statistic),
-            `logged_advantage` (that of a dump), `compared` (rollouts that the advantage compared with that of
-            the row, itself included), `baseline` (that it was compared with), `peers` (ids of the rows that
-            the advantage compares, if these are not a group). An unknown float is NaN, an unknown integer -1.
+        columns: (N,) NumPy arrays by name, one entry per row of the batch. There is always `row`, and
+            `reason`, a code in `names`. If the batch had them, there are also `rollout_id`, `group_id`,
+            `collected_reward` (the row's own), `reward` (the rollout's, as the advantage saw it), `advantage`
+            (a mean over tokens, if it is per token), `advantage_by_row` (the advantage if each row were a
+            rollout), `loss_weight` (even if it was folded into the advantage; `advantage` does not include
+            it), `tokens` (in the loss, as collected), `trained_tokens` (after all stages), `status`,
+            `policy_version` (of the oldest sampled token, if versions are per token; then also
+            `newest_version`, and the sum and number of the versions of sampled tokens, `version_sum` and
+            `version_tokens`), `expected_rollouts`, `minibatch`, `microbatch`, `rank`, `empty` (1: the row
+            arrived without a token in the loss, and is in no statistic), `logged_advantage` (the dump's),
+            `compared` (number of rollouts that the advantage compared with the row's, which is included),
+            `baseline` (the number that it was compared with), `peers` (ids of the rows that the advantage
+            compares, if these are not a group). An unknown float is NaN, an unknown integer -1.
         names: ``stage/reason`` by code; 0 is ``trained``.
-        actions: what happened to those rows, by code.
-        texts: N strings by name, ``prompt``, ``response``, ``ground_truth``; ``response_parts``, what of a
-            response without tokens was sampled, as JSON; ``other_columns``, JSON objects of a dump's other
-            columns; ``group_label`` and ``rollout_label`` where ids have labels that are not the ids
-            themselves.
+        actions: what happened to rows with a reason, by code.
+        texts: N strings by name: ``prompt``, ``response``, ``ground_truth``; ``response_parts``, the parts of
+            a response without tokens, as JSON, with whether each was sampled; ``other_columns``, a dump's
+            other columns, as JSON objects; ``group_label`` and ``rollout_label``, if ids have labels that
+            differ from the ids.
         by_token: the numbers of each token, for some rows: the first of :func:`rows_to_read`.
-        group_size: rollouts that each group was dispatched with, if the gate says so.
+        group_size: number of rollouts that were dispatched for each group, if the gate has this option.
         solved: least reward of a solved rollout.
         each_reward: whether several rewards are compared one by one, instead of their sum.
         metrics: the metrics of the pipeline.
@@ -112,7 +114,7 @@ class StepReport:
 
     @cached_property
     def funnel(self) -> list[Level]:
-        """The counts in the loss after each stage, and of what left it, by reason."""
+        """For each stage, the counts of what is in the loss after it, and of what left at it, by reason."""
         return funnel(self.columns, [name for name, _ in self.recipe], self.names, self.actions)
 
     @cached_property
@@ -127,7 +129,7 @@ class StepReport:
 
     @cached_property
     def as_compared(self) -> StepReport:
-        """The report with other groups: those within which the advantage compares rollouts, such as roles."""
+        """The report with other groups: rollouts that the advantage compares, such as those of one role."""
         if not self.groups or "peers" not in self.columns:
             return self
         ids = compared_ids(self.columns)
@@ -148,14 +150,14 @@ class StepReport:
 
     @cached_property
     def staleness(self) -> np.ndarray:
-        """(N,) versions behind the newest policy in the batch; -1 unknown."""
+        """(N,) number of versions behind the newest policy in the batch; -1 if unknown."""
         return staleness_of(self.columns)
 
     @cached_property
     def statuses(self) -> list[str | None] | None:
-        """N names of :class:`~headrace.transforms.Status` in lower case; None if the batch had none.
+        """N names of :class:`~headrace.transforms.Status` in lower case; None if the batch had no statuses.
 
-        The name of a row whose status is not known is None, too.
+        If the status of one row is not known, its name is None.
         """
         if "status" not in self.columns:
             return None
@@ -181,13 +183,13 @@ class StepReport:
 
     @property
     def unsaid(self) -> list[str]:
-        """Numbers that a page shows first, but that this batch cannot have: lengths, how rollouts ended."""
+        """Names of numbers that a page shows first but that this batch cannot have, such as lengths."""
         found = ["response_length/mean"] if "no_lengths" in self.columns else []
         known = "status" in self.columns and bool((self.columns["status"] >= 0).all())
         return found if known else [*found, "rollouts/truncated"]
 
     def _characters(self) -> dict[str, float]:
-        """Characters of a rollout's response, if its tokens are not known."""
+        """The numbers of characters of responses, if their tokens are not known."""
         responses = self.texts.get("response")
         if responses is None or "no_lengths" not in self.columns or not len(self):
             return {}
@@ -199,7 +201,7 @@ class StepReport:
 
 
 class Decided(Protocol):
-    """What reports need of a :class:`~headrace.pipeline.Decision`, which they cannot import."""
+    """The attributes of a :class:`~headrace.pipeline.Decision` that reports need; they cannot import it."""
 
     run: Run
 
@@ -225,26 +227,26 @@ def make_report(
 
     Args:
         processed: a :class:`Run`, a `Decision`, or a :class:`Pipeline` after a batch.
-        step: its number; None: that of the run, 0 unless an adapter has set it.
+        step: number of the step; None: the run's number, which is 0 unless an adapter has set it.
         solved: least reward of a solved rollout.
         batch: the input of the pipeline. If it has tokens, the report says what its rows would cost as trees
-            (:class:`SharedTokens`). None: it does not.
+            (:class:`SharedTokens`). None: the cost is left out.
         parameters: number of the model's parameters, for FLOPs. None: FLOPs are relative.
         decode: makes one string of each token id, such as ``lambda ids: [tokenizer.decode([id]) for id in
             ids]``. It is used if the rows have tokens and no texts. None: such rows have no texts.
         numbers: numbers of your trainer, by name, as floats or tensors with one element. The report knows
             ``optimiser/lr``, ``optimiser/loss``, ``optimiser/grad_norm``, ``optimiser/entropy`` and the other
-            numbers of an :class:`OptimiserRecord`. It shows all others, too.
-        texts: ``prompt``, ``response`` and ``ground_truth`` of each of the N input rows, if the rows of the
-            run have none. ``other_columns``: anything else, as a JSON object.
+            numbers of an :class:`OptimiserRecord`. It also shows all others.
+        texts: N texts for each of ``prompt``, ``response`` and ``ground_truth``, one for each input row, if
+            the run has none. ``other_columns``: anything else about a row, as a JSON object.
         survivors: counts of trained and lost groups: :attr:`RolloutStream.survivors` or
             :attr:`GroupAssembler.survivors`.
 
     Raises:
         RuntimeError: there was no batch, or a stage refused it.
         TypeError: `processed` is something else.
-        ValueError: a value of `numbers` is not a number, or its name is that of another number of the
-            report; a name in `texts` is unknown, or it has not one text for each row.
+        ValueError: a value of `numbers` is not a number, or the report has another number with its name; a
+            name in `texts` is unknown, or does not have one text for each row.
 
     Example:
         >>> from tensordict import TensorDict
@@ -327,11 +329,11 @@ def make_report(
             raise ValueError(
                 f"numbers must have names that the report does not have; found {', '.join(twice)}"
             )
-        metrics |= own  # the report holds this dict, so its statistics are not computed again
+        metrics |= own  # the report holds this dict, so the statistics in it are not computed again
         report.numbers.update(own)
 
     def rows_read() -> Iterator[int]:
-        """Called only if a recipe writes numbers by token, because groups take long."""
+        """Yield the rows to read. It takes long, so it is called only if a recipe writes numbers by token."""
         rows = rows_to_read(report)
         tokens = columns.get("tokens", np.zeros(len(report), np.int64))
         yield from rows[np.cumsum(tokens[rows]) <= TOKENS_READ].tolist()
@@ -362,8 +364,8 @@ def rows_to_read(report: StepReport) -> np.ndarray:
     """(N,) row numbers in the order in which to read them.
 
     First come the worst and the best rollout of each group, or one rollout if rewards are equal; then all
-    others. Both times the groups are in the order of :func:`reading_order`. So if only some rows have room,
-    many groups have a response, including groups with equal rewards.
+    other rollouts. Both parts follow :func:`reading_order`. So if there is room for only some rows, many
+    groups have a response, including groups with equal rewards.
 
     Example:
         >>> columns = {"group_id": np.array([4, 5, 5, 4, 5]), "reward": np.array([1.0, 0, 1, 1, 0.5])}

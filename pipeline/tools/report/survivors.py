@@ -1,4 +1,4 @@
-"""The groups that a stream lost: the advisory, and the tables by latency, turns, length and reward."""
+"""Make the advisory about groups that a stream lost, and tables by latency, turns, length and reward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .tables import FittedColumn, FittedTable
 if TYPE_CHECKING:
     from headrace.transforms.streams import Survivors, Tenth
 
-BIASED = -4.0  # z below this has at most one chance in 2,980
+BIASED = -4.0  # if losses do not depend on a value, z is below this with a chance of at most 1 in 2,980
 SMALL = 2**-10  # smaller values are in the bin of 0
 SAID = {
     "latency": "took at least {:.3g} s",
@@ -28,7 +28,7 @@ OPTIONS = {
     "evicted": "a greater max_pending_groups, or dispatch only capacity() groups",
     "lost": "in_order=False if rows are put out of order; else read the collector with assembled(…)",
 }
-"""What to set if most groups were lost for a reason."""
+"""The options to set, by the reason for which most groups were lost."""
 WORDS = {"timeout": "too late for the timeout", "lost": "lost on the way"}
 
 
@@ -40,10 +40,10 @@ class LostGroups(NamedTuple):
 
 
 def lost_groups(numbers: Numbers) -> LostGroups | None:
-    """Say whether groups that take long, are long or have many turns are trained less often: z < −4.
+    """Say whether groups that take long, are long or have many turns are trained less often (z < −4).
 
     Args:
-        numbers: with those of :meth:`Survivors.numbers`.
+        numbers: the numbers of a step, including those of :meth:`Survivors.numbers`.
 
     Example:
         >>> numbers = {"lost/stale": 40.0, "latency/z": -9.0, "latency/slow": 64.0}
@@ -88,7 +88,7 @@ def tenths_table(tenths: Sequence[Tenth], value: str) -> FittedTable:
     """Make a table of trained and lost groups by a value, such as ``latency``.
 
     Args:
-        tenths: two or more.
+        tenths: two tenths or more.
         value: the name of the first column.
     """
     reasons = list(dict.fromkeys(reason for tenth in tenths for reason in tenth.lost))
@@ -106,7 +106,7 @@ def tenths_table(tenths: Sequence[Tenth], value: str) -> FittedTable:
 
 
 def page_tables(tables: Mapping[str, FittedTable]) -> list[PageTable]:
-    """Convert these tables for the page."""
+    """Convert tables for the page."""
     return [
         {
             "name": value,

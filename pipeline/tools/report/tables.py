@@ -1,4 +1,4 @@
-"""Tables of texts for a terminal, which do not break words in narrow windows, and for a notebook."""
+"""Lay out tables of texts for terminals, without broken words in narrow windows, and for notebooks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Give = Literal["nothing", "wrap", "cut"]
 
 @dataclass
 class FittedColumn:
-    """A column, and how it shrinks in a narrow window.
+    """A column, with the way in which it shrinks in a narrow window.
 
     Attributes:
         name: title of the column.
-        gives: ``nothing`` if it does not shrink, ``wrap`` between words, or ``cut`` with an ellipsis.
+        gives: how it shrinks: ``nothing`` (it does not), ``wrap`` between words, or ``cut`` with an ellipsis.
         right: whether it is aligned to the right, as numbers are.
-        leaves: if the columns still do not fit, the column with the greatest number is removed first; 0: it
-            is never removed.
+        leaves: the order of removal if columns still do not fit; the greatest number is removed first. 0:
+            never.
     """
 
     name: str
@@ -137,14 +137,14 @@ class FittedTable:
 
     @property
     def has_titles(self) -> bool:
-        """Whether a column has a title; without any there is no line of titles."""
+        """Whether any column has a title. If none has, there is no line of titles."""
         return any(column.name for column in self.columns)
 
     def bounds(self, k: int) -> tuple[int, int]:
         """The least width of column `k` at which no word is broken, and the width at which nothing wraps."""
         column = self.columns[k]
         least, most = column.widths(Text(column.name))
-        most = least if column.gives == "wrap" else most  # a title may wrap if the cells are narrower
+        most = least if column.gives == "wrap" else most  # titles may wrap if cells are narrower
         for texts, _, indent in self.rows:
             within = column.widths(texts[k])
             least, most = (max(a, b + indent * (k == 0)) for a, b in zip((least, most), within, strict=True))

@@ -1,4 +1,4 @@
-"""A report in a terminal: a funnel and a table of groups."""
+"""Show a report in a terminal: a funnel and a table of groups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from headrace.pipeline.pipeline import Pipeline
     from headrace.pipeline.run import Run
 
-GROUPS = 12  # most lines of the table; the number of other groups is below it
+GROUPS = 12  # most lines of the table; below it is the number of other groups
 ROLLOUTS = 8  # most rewards in a line
 PROMPT = 40  # most letters of a prompt
 ADVISED = 3  # most advisories; the page has all
@@ -35,7 +35,7 @@ def show_report(report: StepReport, *, groups: int = GROUPS, setup: Setup | None
     """Return a report for Rich to print, readable at 80 columns. Markup in its texts is shown as text.
 
     Args:
-        report: of a batch.
+        report: the report of a batch.
         groups: most lines of the group table. Groups that lost rollouts come first.
         setup: as for :func:`show_advisories`.
 
@@ -69,12 +69,13 @@ def show_advisories(
     unchecked: Sequence[str] = (),
     setup: Setup | None = None,
 ) -> list[Text]:
-    """Show a verdict, the first advisories, each with a remedy, and in one line what cannot be checked.
+    """Show a verdict, the first advisories, each with a remedy, and one line about symptoms that were not
+    checked.
 
     Args:
-        advisories: most urgent first.
-        verdict: whether the reward rises; an advisory does not repeat it.
-        unchecked: names of symptoms.
+        advisories: the advisories, most urgent first.
+        verdict: the sentence about the reward. No advisory repeats it.
+        unchecked: names of symptoms that were not checked.
         setup: how the command was set up, so that remedies are options of the run (:meth:`Remedy.under`).
     """
     said = verdict or ""
@@ -97,7 +98,7 @@ def show_advisories(
 
 
 def said_of_unchecked(names: Sequence[str]) -> str:
-    """Which symptoms were not checked, or how many.
+    """Say which symptoms were not checked, or how many.
 
     Example:
         >>> said_of_unchecked(["stale", "stalled", "off-policy", "groups-incomplete"])
@@ -120,10 +121,10 @@ def print_report(
 
     Args:
         processed: a run, or a pipeline after a batch.
-        step: number of the step; None: that of the run.
+        step: number of the step; None: the run's number.
         console: where to print; None: standard output, as plain text unless it is a terminal.
         solved: least reward of a solved rollout.
-        batch: the input batch, to compute the cost of its rows as trees. None: not computed.
+        batch: the input batch, from which the cost of its rows as trees is computed. None: not computed.
         decode: function from a list of token ids to one string for each id. None: no texts of tokens.
 
     Raises:

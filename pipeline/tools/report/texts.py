@@ -1,4 +1,4 @@
-"""Texts of prompts and responses, and the numbers of their tokens."""
+"""Read the texts of prompts and responses, and numbers that belong to single tokens."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ TOKENS: NestedKey = ("tokens", "full")
 
 
 class TokenValues(NamedTuple):
-    """A response from its first token in the loss to its last."""
+    """The texts and numbers of a response, from its first token in the loss to its last."""
 
     texts: Sequence[str] | None  # the text of each token; None: there is no decoder
-    values: Mapping[str, Sequence[float]]  # by name, a number per token; NaN: not in the loss
+    values: Mapping[str, Sequence[float]]  # a number for each token, by name; NaN: not in the loss
 
 
 def decoder_of(*components: Any) -> Decode | None:
-    """Find how to show tokens as text: by the `token_texts` of a component, else by its tokenizer.
+    """Find a function that shows tokens as text: the `token_texts` of a component, else its tokenizer.
 
     Args:
-        components: such as an environment and a policy. The first that can decode is used.
+        components: objects such as an environment and a policy. The first that can decode is used.
 
     Returns:
-        A function from token ids to one string for each; None if no component has one.
+        A function from token ids to one string for each; None if no component can decode.
 
     Example:
         >>> from headrace.pipeline.reverse import DigitPolicy
@@ -53,16 +53,17 @@ def _one_by_one(batch_decode: Callable[[list[list[int]]], list[str]], ids: list[
 def texts_of_tokens(
     batch: TensorDictBase, rows: int, decode: Decode, loss_mask_key: NestedKey
 ) -> dict[str, list[str]]:
-    """Decode the prompt and the response of each row. A few device reads.
+    """Decode the prompt and the response of each row. This reads the device a few times.
 
     Args:
-        batch: TensorDict ``[n]`` with ``("tokens", "full")``; with row numbers, if rows have left.
-        rows: number of strings to return; a row that is not in the batch has an empty string.
-        decode: from token ids to as many strings.
-        loss_mask_key: (n, T) bool; without it, ``("tokens", "response")`` gives the length of the response.
+        batch: TensorDict ``[n]`` with ``("tokens", "full")``. If rows have left, it needs row numbers.
+        rows: number of strings to return. A row that is not in the batch gets an empty string.
+        decode: a function from token ids to one string for each.
+        loss_mask_key: key of (n, T) bool. If it is missing, ``("tokens", "response")`` gives the length of
+            the response.
 
     Returns:
-        `rows` strings each, by the names ``prompt`` and ``response``; empty if the batch has no tokens.
+        Under ``prompt`` and under ``response``, `rows` strings; empty if the batch has no tokens.
     """
     if len(batch) == 0 or not has_key(batch, TOKENS):
         return {}
@@ -96,14 +97,14 @@ def values_by_token(
     loss_mask_key: NestedKey,
     decode: Decode | None = None,
 ) -> dict[int, TokenValues]:
-    """Read the numbers of each token of some rows, such as its advantage. A few device reads.
+    """Read the numbers of each token of some rows, such as its advantage. This reads the device a few times.
 
     Args:
         batch: TensorDict ``[n]``, after the stages, with row numbers.
-        keys: columns with (n, T) or (n, T, 1) numbers, by name. Columns with one number per row are skipped.
+        keys: keys of columns (n, T) or (n, T, 1), by name. Columns with one number per row are skipped.
         rows: row numbers. Rows that have left the batch, or have no token in the loss, are left out.
-        loss_mask_key: (n, T) bool.
-        decode: from token ids to as many strings; None: the texts of tokens are not known.
+        loss_mask_key: key of (n, T) bool.
+        decode: a function from token ids to one string for each; None: the texts of tokens are not known.
 
     Returns:
         The values by row number; empty if no column has a number per token.
@@ -143,7 +144,7 @@ def _decoded(decode: Decode, ids: list[int], row: int) -> list[str]:
 
 
 def _by_token(batch: TensorDictBase, key: NestedKey, mask_key: NestedKey) -> bool:
-    """Whether a column has a number for each entry of the mask, and rows have several entries."""
+    """Whether a column has a number for each entry of the mask, and rows have several entries each."""
     if len(batch) == 0 or not has_key(batch, key) or not has_key(batch, mask_key):
         return False
     parts = batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]

@@ -1,4 +1,4 @@
-"""Find what the user asked, in a prompt with a chat format."""
+"""Find the last turn of the user in a prompt with a chat format."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ LABEL = 160  # most characters of a prompt in a list
 
 
 class ChatFormat(NamedTuple):
-    """How a chat template writes turns."""
+    """The special tokens with which a chat template writes turns."""
 
     mark: str  # the format whose mark comes first in the prompt is used
-    begin: str  # how a turn of the user begins
-    ends: tuple[str, ...]  # how a turn ends; the first of them counts
+    begin: str  # the text that begins a turn of the user
+    ends: tuple[str, ...]  # texts that end a turn; the first one in the prompt counts
 
 
 FORMATS = (
@@ -49,7 +49,7 @@ def last_user_turn(prompt: str) -> str:
     are read as text; and lines with only a role, which ChatML leaves if special tokens are skipped.
 
     Args:
-        prompt: as the policy saw it, or as it is in a dump.
+        prompt: the prompt in the form that the policy got, or in the form of a dump.
 
     Example:
         >>> last_user_turn("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n")
@@ -60,7 +60,7 @@ def last_user_turn(prompt: str) -> str:
         '2+2?'
     """
     found = [(at, form) for form in FORMATS if (at := prompt.find(form.mark)) >= 0]
-    if ROLE.match(prompt.lstrip()):  # whatever special tokens the messages quote
+    if ROLE.match(prompt.lstrip()):  # even if messages quote special tokens
         found = []
     turns = [] if found else _lines(prompt)
     for part in prompt.split(min(found)[1].begin)[1:] if found else ():
@@ -86,7 +86,7 @@ def prompt_label(prompt: object) -> str:
 
 
 def _lines(prompt: str) -> list[str]:
-    """The lines of a prompt that begin with a role, if the chat begins with one or waits for an answer."""
+    """The texts of the user in a prompt of lines with roles; empty if the prompt is not such a chat."""
     starts = list(ROLE.finditer(prompt))
     chat = starts and (not prompt[: starts[0].start()].strip() or prompt.rstrip().endswith("Assistant:"))
     if not chat and re.match(r"(system|user)\n", prompt) and "\nassistant\n" in f"{prompt.rstrip()}\n":

@@ -1,4 +1,4 @@
-"""JSON that every reader accepts. Numbers that are not finite become null, because JSON has no NaN."""
+"""Write JSON that every reader accepts. Numbers that are not finite become null, because JSON has no NaN."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def json_text(value: Any, *, indent: int | None = None) -> str:
     """Write plain values as JSON; numbers that are not finite become null.
 
     Args:
-        value: of dicts, lists, tuples, text, numbers, bools and None.
-        indent: as of :func:`json.dumps`.
+        value: nested dicts, lists and tuples of text, numbers, bools and None.
+        indent: as for :func:`json.dumps`.
 
     Example:
         >>> json_text({"mean": float("nan"), "rows": [1, 0.5]})

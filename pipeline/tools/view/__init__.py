@@ -1,4 +1,4 @@
-"""``headrace view FOLDER``: all rows of all steps of a run, or of two, in a browser on this machine."""
+"""Show all rows of all steps of one run or two in a browser on this machine: ``headrace view FOLDER``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""The server of ``headrace view``, on this machine only, and its answers.
+"""Run the server of ``headrace view``, on this machine only, and make its answers.
 
-It listens on 127.0.0.1. Every path of its address begins with a random word that only the user who started it
-knows. So other users of the machine cannot read the rows. A request with the name of another host is refused:
-a page of another site could send it (DNS rebinding). Only GET is answered, and only for the names in
-:data:`FILES` and :data:`ANSWERS`. No path of a request is a path of a file.
+The server listens on 127.0.0.1. The path of every request begins with a random word that only the user who
+started the server knows. So other users of the machine cannot read the rows. A request with the name of
+another host is refused, because a page of another site could send it (DNS rebinding). Only GET is answered,
+and only for the names in :data:`FILES` and :data:`ANSWERS`. No path of a request is used as the path of a
+file.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ OURS = (
 )
 OF_THE_PAGE = ("page.css", "dom.js", "numbers.js", "colour.js", "metrics.js")
 FILES = {name: HERE / name for name in OURS} | {name: SHARED / name for name in OF_THE_PAGE}
-HOSTS = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?")  # the port may be another, if ssh forwards it
+HOSTS = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?")  # the port may differ if ssh forwards it
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -60,7 +61,7 @@ def view(words: Sequence[str]) -> int:
         words: the arguments after ``headrace view``.
 
     Raises:
-        ConfigError: other words, a folder without rows, or a port that is taken.
+        ConfigError: an argument is unknown, a folder has no rows, or the port is taken.
     """
     parser = argparse.ArgumentParser(
         prog="headrace view",
@@ -109,8 +110,8 @@ class ViewServer(ThreadingHTTPServer):
     """Serves the rows of runs on 127.0.0.1, at ``address``.
 
     Args:
-        runs: one or two.
-        port: 0: any free port.
+        runs: one run or two.
+        port: the port; 0: any free port.
 
     Raises:
         ConfigError: the port is taken, or this user may not use it.
@@ -146,11 +147,11 @@ class Answering(BaseHTTPRequestHandler):
         if HOSTS.fullmatch(self.headers.get("Host", "")) is None:
             return self._refuse(HTTPStatus.FORBIDDEN, "this server answers 127.0.0.1 and localhost only")
         path, _, query = self.path.partition("?")
-        parts = path.split("/", 2)  # nothing, the secret, and a name
+        parts = path.split("/", 2)  # an empty text, the secret, and a name
         if parts[0] or not secrets.compare_digest(parts[1].encode(), self.server.secret.encode()):
             plain = b"Open the whole address that headrace view has printed.\n"  # a person may have typed it
             return self._send(HTTPStatus.FORBIDDEN, "text/plain", plain)
-        if len(parts) < 3:  # without the slash, the page would look for its files at another address
+        if len(parts) < 3:  # without the slash, the page would request its files from another address
             return self._refuse(
                 HTTPStatus.NOT_FOUND, "the address that headrace view has printed ends with a slash"
             )
@@ -169,7 +170,7 @@ class Answering(BaseHTTPRequestHandler):
         self._send(HTTPStatus.OK, "application/json", body)
 
     def _not_allowed(self) -> None:
-        self.close_connection = True  # its body is not read
+        self.close_connection = True  # the body of the request is not read
         self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "only GET is answered")
 
     do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = _not_allowed
@@ -194,7 +195,7 @@ class Answering(BaseHTTPRequestHandler):
         """Log nothing, because the terminal is for errors."""
 
 
-# -- questions and answers -----------------------------------------------------------------------------------
+# -- queries and answers -------------------------------------------------------------------------------------
 
 
 class QueryError(ValueError):
@@ -202,7 +203,7 @@ class QueryError(ValueError):
 
 
 class Query:
-    """The part of an address after ``?``, read name by name; other names are an error."""
+    """The part of an address after ``?``. It is read name by name; names that were not read are an error."""
 
     def __init__(self, text: str):
         try:
@@ -214,18 +215,18 @@ class Query:
             raise QueryError("a name is there twice")
 
     def text(self, name: str) -> str:
-        """A value as text; empty if it is missing."""
+        """The value of a name as text; empty if it is missing."""
         return self._values.pop(name, "")
 
     def one_of(self, name: str, words: Sequence[str]) -> str:
-        """One of some words; the first of them if it is missing."""
+        """The value of a name, which must be one of `words`; the first word if it is missing."""
         value = self._values.pop(name, words[0] if words else "")
         if value not in words:
             raise QueryError(f"{name} is one of {', '.join(words)}; got {value[:40]!r}")
         return value
 
     def number(self, name: str, default: int | None = None) -> int:
-        """An integer ≥ 0."""
+        """The value of a name as an integer ≥ 0."""
         value = self._values.pop(name, "" if default is None else str(default))
         if not re.fullmatch(r"[0-9]{1,18}", value):
             raise QueryError(f"{name} is an integer from 0 on; got {value[:40]!r}")
@@ -245,7 +246,7 @@ class Query:
 
 
 def answer_runs(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
-    """The steps of all runs, each with a few numbers; new files are found."""
+    """Answer with the steps of all runs, each with a few numbers. New files are included."""
     query.end()
     found = []
     for run in runs:
@@ -266,7 +267,7 @@ def answer_runs(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
 
 
 def summary(stored: StoredStep) -> dict[str, Any]:
-    """A step as one line of the list of steps."""
+    """The line of a step in the list of steps."""
     levels = [level for level in stored.funnel if isinstance(level, Mapping)]
     first, last = (levels[0], levels[-1]) if levels else ({}, {})
     gone: dict[str, int] = {}
@@ -290,12 +291,12 @@ def summary(stored: StoredStep) -> dict[str, Any]:
 
 
 def a_number(value: Any) -> float | None:
-    """The value if it is a number, because a file may hold any value."""
+    """The value if it is a number, else None. A file may hold any value."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def answer_metric(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
-    """A number of each step of all runs, as [step, value] pairs."""
+    """Answer with one number for each step of all runs, as [step, value] pairs."""
     name = query.text("name")
     query.end()
     found = []
@@ -328,7 +329,7 @@ def answer_text(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
 
 
 def answer_prompts(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
-    """The prompts of all runs, each with its mean reward in the first and the last step that has it."""
+    """Answer with the prompts of all runs, each with its mean reward in its first and in its last step."""
     same, text = same_of(runs), query.text("text")
     order = query.one_of("order", ORDERS)
     offset, count = query.number("offset", 0), min(query.number("count", 50), MOST)
@@ -386,7 +387,7 @@ def answer_prompt(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
 
 
 def same_of(runs: Sequence[StoredRun]) -> str:
-    """The column that identifies prompts in all of the runs; empty: there is none."""
+    """The column that identifies prompts in all runs; empty if there is none."""
     kinds = [run.kinds() for run in runs]
     return next((name for name in SAME if all(name in of for of in kinds)), "")
 

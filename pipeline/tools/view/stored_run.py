@@ -1,7 +1,7 @@
-"""The rows that a run keeps next to its page. Only rows that are shown are read.
+"""Read the rows that a run keeps next to its page. Only rows that are shown are read.
 
-A file is not trusted. It is opened only if it is a plain file in the folder of the run, not a link. Only
-columns of numbers and texts are read: nothing in a file is executed, and no extension type is made.
+Files are not trusted. A file is opened only if it is a plain file in the folder of the run, and not a link.
+Only columns of numbers and texts are read. No code in a file is run, and no extension type is made.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from headrace.pipeline.wording import printable
 
 FILE = re.compile(r"step_(\d{1,18})\.parquet")
 END = 80  # characters of the end of a longer text
-EXCERPT = 600  # characters of a text in a list of rows; the whole text is read when it is asked for
-MAX_STEP_ROWS = 2**22  # as for dumps
-MAX_STEP_BYTES = 2**33  # most bytes of a step, uncompressed, by its file's metadata
+EXCERPT = 600  # characters of a text in a list of rows; the whole text is read on request
+MAX_STEP_ROWS = 2**22  # most rows of a step, as for dumps
+MAX_STEP_BYTES = 2**33  # most uncompressed bytes of a step, by the metadata of its file
 LABEL = 80  # most characters of the name of a recipe
-MOST_DOTS = 200  # most rollouts of a prompt in one step that are drawn
+MOST_DOTS = 200  # most rollouts of a prompt that are drawn for one step
 EXACT = 2**53  # JavaScript rounds greater integers
 SAME = ("prompt", "prompt_id", "group_label", "group_id")  # columns that identify prompts
 LABELS = {"group_id": "group_label", "rollout_id": "rollout_label"}
-REWARDS = ("rollout_reward", "reward")  # the reward of a row's rollout, else its own
-TEACHES = "teaches"  # the order of rows that begins with the groups that teach
+REWARDS = ("rollout_reward", "reward")  # the reward of a row's rollout, else the row's own
+TEACHES = "teaches"  # the order in which groups that teach come first
 
 
 REPLAYED = (
     "For its rows: headrace task=replay source.path=DUMP hydra.run.dir=FOLDER, then headrace view FOLDER"
 )
-OF_TASKS = {  # what the folders of other tasks contain, by a file in them
+OF_TASKS = {  # contents of the folders of other tasks, and what to do, by a file in the folder
     "compare.json": (
         "a comparison of two recipes",
         f"Open report.html in a browser: it has both advantages of each row that it shows. {REPLAYED}, for "
@@ -62,27 +62,29 @@ class UnreadableRows(ValueError):
 
 
 class PromptInStep(NamedTuple):
-    """The rollouts and the reward of a prompt in a step."""
+    """The rollouts of a prompt in a step, and their rewards."""
 
     groups: int
     rollouts: int
     reward: float | None  # mean over its rollouts with a reward
-    scored: int  # rollouts with a reward
+    scored: int  # number of rollouts with a reward
 
 
 @dataclass(frozen=True)
 class StoredStep:
-    """A file of rows, as described by its footer.
+    """The description of a file of rows, from its footer.
 
     Attributes:
-        step: its number.
+        step: number of the step.
         path: of the file.
         stamp: time and size of the file when it was read.
-        rows: number of its rows.
-        kinds: ``number``, ``integer``, ``numbers`` (a list) or ``text`` of each column that can be shown.
-        funnel: funnel of the step, as on the page.
-        numbers: of the step, likewise.
-        prompts: by the column that identifies prompts, each prompt in this step; filled at the first request.
+        rows: number of rows in the file.
+        kinds: the kind of each column that can be shown: ``number``, ``integer``, ``numbers`` (a list) or
+            ``text``.
+        funnel: the funnel of the step, in the form of the page.
+        numbers: the numbers of the step, in the form of the page.
+        prompts: for each column that can identify prompts, the prompts of this step; filled at the first
+            request.
     """
 
     step: int
@@ -99,7 +101,7 @@ class StoredRun:
     """The rows of a run, in ``rollouts/`` of its folder.
 
     Args:
-        folder: of the run, or its folder ``rollouts``.
+        folder: the folder of the run, or its folder ``rollouts``.
 
     Raises:
         ConfigError: there is no such folder, or it has no rows.
@@ -130,10 +132,10 @@ class StoredRun:
         if not self.steps():
             raise ConfigError(self._why_empty(folder))
 
-    # -- what there is -------------------------------------------------------------------------------------
+    # -- steps and columns ---------------------------------------------------------------------------------
 
     def steps(self) -> dict[int, StoredStep]:
-        """The steps by number. Files that were added or changed since the last call are read."""
+        """The steps by number. Files that were added or changed since the last call are read again."""
         with self._lock:
             found: dict[int, StoredStep] = {}
             problems = []
@@ -163,7 +165,7 @@ class StoredRun:
         return self._failed
 
     def problems(self) -> list[str]:
-        """Files that cannot be shown, and why, when the folder was last read."""
+        """The files that could not be shown when the folder was last read, with the reasons."""
         return self._problems
 
     def kinds(self) -> Mapping[str, str]:
@@ -172,7 +174,7 @@ class StoredRun:
         return {} if first is None else first.kinds
 
     def step(self, number: int) -> StoredStep:
-        """A step.
+        """Return a step.
 
         Raises:
             UnreadableRows: the run has no step of this number.
@@ -218,27 +220,28 @@ class StoredRun:
         offset: int = 0,
         count: int = 50,
     ) -> dict[str, Any]:
-        """Some rows of a step, with all their columns; long texts are cut.
+        """Return some rows of a step, with all their columns. Long texts are cut.
 
         Args:
             number: of the step.
-            sort: a column of numbers; ``reward``: the reward of the rollout. Rows without a number come
-                last. Empty or ``teaches``: the groups that teach first, those with the widest spread of
-                rewards in the loss; the rows of a group together, by reward.
-            descending: whether the greatest number comes first; within a group, the highest reward.
-            reason: rows with this reason only; ``left``: those that are not trained.
+            sort: a column of numbers; ``reward`` is the reward of the rollout. Rows without a number come
+                last. If it is empty or ``teaches``, groups that teach come first, that is those whose rewards
+                in the loss have the widest spread. The rows of a group stay together, sorted by reward.
+            descending: whether the greatest number, or the highest reward within a group, comes first.
+            reason: only rows with this reason; ``left``: only rows that are not trained.
             group: only rows with this group id or label; if there are none, rows whose id or label contains
                 it.
             text: only rows with a text that contains this, in upper or lower case.
             prompt: only rows of the prompt with this key (:func:`key_of`).
-            same: the column that `prompt` is a key of.
-            offset: how many rows to leave out.
+            same: the column to which the key `prompt` belongs.
+            offset: number of rows to leave out at the beginning.
             count: most rows to return.
 
         Returns:
-            ``columns``: [name, kind] pairs. ``rows``: lists of values in this order. ``keys``: the keys of
-                their prompts (empty: unknown). ``found``: number of rows that match. ``of``: number of rows
-                of the step. A text is ``{"start", "characters"}``, and a long one also has its ``end``.
+            ``columns``: [name, kind] pairs. ``rows``: lists of values in the order of `columns`. ``keys``:
+                the key of each row's prompt (empty: unknown). ``found``: number of rows that match. ``of``:
+                number of rows of the step. A text is ``{"start", "characters"}``; a long text also has its
+                ``end``.
 
         Raises:
             UnreadableRows: there is no such step or column, or a file cannot be read.
@@ -269,8 +272,8 @@ class StoredRun:
 
         Args:
             number: of the step.
-            place: of the row in its file.
-            column: of texts.
+            place: index of the row in its file.
+            column: a column of texts.
 
         Raises:
             UnreadableRows: there is no such step, row or column, or a file cannot be read.
@@ -292,7 +295,7 @@ class StoredRun:
         prompt: str,
         same: str,
     ) -> np.ndarray:
-        """Places of the rows that match, in the order of the file."""
+        """The indices of the rows that match, in the order of the file."""
         keep = np.ones(stored.rows, bool)
         if reason and "reason" in stored.kinds:
             reasons = file.read(["reason"])["reason"]
@@ -321,7 +324,7 @@ class StoredRun:
     # -- prompts over the steps ----------------------------------------------------------------------------
 
     def prompts(self, same: str, text: str = "") -> dict[str, dict[int, PromptInStep]]:
-        """Each prompt in each of its steps, by its key. The first call reads a column of all files.
+        """Return each prompt in each of its steps, by its key. The first call reads a column of all files.
 
         Args:
             same: the column whose equal values are one prompt.
