@@ -1,4 +1,4 @@
-"""Text for people: printable text and formatted counts."""
+"""Format text for people: printable text and counts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _in_python = ContextVar("in_python", default="")
 
 @contextmanager
 def said_in_python(of: str = "tasks") -> Iterator[None]:
-    """Let errors about options use the words of Python. Without it they use those of YAML and the command.
+    """Let errors about options use the words of Python, instead of those of YAML and the command.
 
-    Functions enter it whose options are Python's keywords. What they call is shared with the command.
+    Functions that take options as keywords of Python enter this context. The code that they call is shared
+    with the command.
 
     Args:
         of: ``tasks``, which take the options of a dump in ``source={…}``, or ``open_dump``.
@@ -44,10 +45,10 @@ def for_python() -> str:
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    r"""Return the text with escapes such as ``\x1b`` for characters that a terminal would act on.
+    r"""Return the text with escapes such as ``\x1b`` instead of characters that a terminal would act on.
 
-    These are control characters, marks that change the direction of writing, line ends, and unpaired
-    surrogates, which cannot be encoded.
+    These characters are control characters, marks that change the direction of writing, line ends, and
+    unpaired surrogates, which cannot be encoded.
 
     Args:
         text: text from any source.
@@ -68,7 +69,7 @@ def printable(text: str, *, keep: str = "") -> str:
 
 
 def beginning(text: str, most: int) -> str:
-    """Cut a text to at most this many characters; if it is cut, the last one is ….
+    """Cut a text to at most `most` characters. If it is cut, the last character is ….
 
     Example:
         >>> beginning("What is 15 times 4?", 8)
@@ -108,7 +109,7 @@ def shown_reason(stage: str, reason: str) -> str:
 
 
 def shown_range(bounds: Sequence[float]) -> str:
-    """Format the two ends of a range; as one number if its ends are equal.
+    """Format the two ends of a range. If they are equal, format one number.
 
     Example:
         >>> shown_range((0.9999999, 1.0000001)), shown_range((0.64, 2.2857))

@@ -1,4 +1,4 @@
-"""Training: a prompt sampler, optimiser steps, losses, and the hook of TorchRL's trainers."""
+"""Train: a prompt sampler, optimiser steps, losses, and the hook for TorchRL's trainers."""
 
 from __future__ import annotations
 

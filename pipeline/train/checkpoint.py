@@ -1,4 +1,4 @@
-"""Save a run and go on with it: the weights, the optimiser, the pipeline and the stream, as of one step."""
+"""Save a run and go on with it: save the weights, the optimiser, the pipeline and the stream at one step."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ FORM = re.compile(r"step_(\d+)\.rank(\d+)of(\d+)\.pt")
 class Checkpoint:
     """The states of all parts of a run, in a file for each saved step.
 
-    :meth:`save` writes a new file, syncs it, renames it, and then commits the stream. So wherever the process
-    is killed, :meth:`load` finds a complete file, and the groups that its weights have trained do not come
-    again. Construct all parts as at the first start, then load, and then begin.
+    :meth:`save` writes a new file, syncs it, renames it, and then commits the stream. So at whatever point
+    the process is killed, :meth:`load` finds a complete file, and groups that the saved weights have trained
+    do not come again. Construct all parts as at the first start, then load, and then begin.
 
-    Several ranks share the folder. Each writes its own file, and all load the newest step of which every rank
-    has one.
+    Several ranks share the folder. Each writes its own files, and all load the newest step that every rank
+    has saved.
 
     Args:
-        folder: is made if it does not exist.
+        folder: the folder. It is made if it does not exist.
         keep: number of saved steps to keep, ≥ 1; older ones are deleted.
-        rank: of this process; None: that of :mod:`torch.distributed`, or 0.
-        ranks: number of ranks; None: that of :mod:`torch.distributed`, or 1.
+        rank: rank of this process; None: its rank in :mod:`torch.distributed`, or 0.
+        ranks: number of ranks; None: their number in :mod:`torch.distributed`, or 1.
         stream: a :class:`RolloutStream`, which is committed; or another object with a state.
-        states: by name, objects with ``state_dict`` and ``load_state_dict``: policy, optimizer, pipeline, …
+        states: objects with ``state_dict`` and ``load_state_dict``, by name: policy, optimizer, pipeline, …
 
     Raises:
         TypeError: a part has no state.
@@ -85,13 +85,13 @@ class Checkpoint:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int) -> None:
-        """Save all parts as of a step, and commit the stream.
+        """Save all parts at a step, and commit the stream.
 
         Args:
             step: number of optimiser steps so far, ≥ 0.
 
         Raises:
-            OSError: the file could not be written. The earlier ones are as they were.
+            OSError: the file could not be written. Earlier files are unchanged.
         """
         state = {name: part.state_dict() for name, part in self.states.items()}
         write_whole(self._path(at_least("step", step, 0)), partial(torch.save, state), durable=True)
@@ -106,13 +106,14 @@ class Checkpoint:
         """Restore all parts, before anything is dispatched. Newer files of this rank are deleted.
 
         Args:
-            step: the step to go on from; None: the newest that every rank has saved.
+            step: the step to go on from; None: the newest step that every rank has saved.
 
         Returns:
             The step; None if there is none.
 
         Raises:
-            FileNotFoundError: this step was not saved, or not by all ranks; or there is none of all ranks.
+            FileNotFoundError: `step` was not saved by all ranks; or, for None, there are files but no step of
+                all ranks.
             ValueError: the file has other parts; or the stream refuses its state, for example because its
                 journal was committed for newer weights.
         """
@@ -141,7 +142,7 @@ class Checkpoint:
         for name, part in self.states.items():
             part.load_state_dict(state[name])
         for newer in self._own_steps():
-            if newer > step:  # of a run that ends here
+            if newer > step:  # newer steps are trained again
                 self._path(newer).unlink()
         return step
 
@@ -149,7 +150,7 @@ class Checkpoint:
         return self.folder / NAME.format(step=step, rank=self.rank, ranks=self.ranks)
 
     def _files(self) -> Iterable[tuple[int, int]]:
-        """The step and the rank of each file of as many ranks."""
+        """The step and the rank of each file that was written for this number of ranks."""
         for path in self.folder.iterdir():
             if (named := FORM.fullmatch(path.name)) and int(named[3]) == self.ranks:
                 yield int(named[1]), int(named[2])
@@ -158,7 +159,7 @@ class Checkpoint:
         return {step for step, rank in self._files() if rank == self.rank}
 
     def _complete_steps(self) -> set[int]:
-        """The steps that every rank has saved, as far as this rank sees their files, or they tell."""
+        """The steps that every rank has saved. Ranks exchange them if they can; else the files tell."""
         if self.ranks > 1 and _is_shared():
             every: list[Any] = [None] * self.ranks
             dist.all_gather_object(every, self._own_steps())
@@ -168,5 +169,5 @@ class Checkpoint:
 
 
 def _is_shared() -> bool:
-    """Whether this process is one of several ranks that can exchange what they have."""
+    """Whether this process is one of several ranks that can exchange data."""
     return dist.is_available() and dist.is_initialized()

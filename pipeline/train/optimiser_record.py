@@ -1,4 +1,4 @@
-"""Numbers of the optimiser at a step, under ``optimiser/…`` and ``seconds/…``."""
+"""Record numbers of the optimiser at a step, under ``optimiser/…`` and ``seconds/…``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class OptimiserRecord:
 
     ================================ ========================================================================
     ``optimiser/steps``              optimiser steps taken
-    ``optimiser/lr``                 learning rate, the greatest of the parameter groups, of the last step
-    ``optimiser/loss``               mean over steps of the loss, the sum of `reduce`
+    ``optimiser/lr``                 greatest learning rate of the parameter groups, at the last step
+    ``optimiser/loss``               mean over steps of the loss, which `reduce` has summed
     ``optimiser/grad_norm``          mean over steps of the gradient norm before clipping
     ``optimiser/clipped``            share of steps with a clipped gradient, if there is a bound
     ``optimiser/<name>``             mean of a number that the loss returns besides ``loss_*`` terms, such as
@@ -23,7 +23,7 @@ class OptimiserRecord:
                                      losses: over micro-batches, weighted by tokens in the loss. TorchRL's own
                                      means are over all positions, padding included
     ``optimiser/tokens_per_second``  tokens in the loss per second of ``seconds/optimise``
-    ``seconds/<what>``               times of :meth:`add_seconds`: ``optimise``, and from the training job
+    ``seconds/<what>``               times of :meth:`add_seconds`: ``optimise`` and, from the training job,
                                      ``collect``, ``reward`` and ``headrace``
     ================================ ========================================================================
 
@@ -44,8 +44,8 @@ class OptimiserRecord:
         self._norms: list[float] = []
         self._clipped: list[bool] = []
         self._tokens = 0.0
-        self._losses: list[Tensor] = []  # on their device until the numbers are read
-        self._terms: dict[str, list[tuple[Tensor, Tensor]]] = {}  # by name, values and tokens
+        self._losses: list[Tensor] = []  # on the device until the numbers are read
+        self._terms: dict[str, list[tuple[Tensor, Tensor]]] = {}  # values and numbers of tokens, by name
         self._seconds: dict[str, float] = {}
 
     def add_step(
@@ -54,11 +54,11 @@ class OptimiserRecord:
         """Record an optimiser step.
 
         Args:
-            loss: () float, the loss of all its micro-batches.
+            loss: () float, the loss of all micro-batches of the step.
             lr: the greatest learning rate; None: not known.
             norm: gradient norm before clipping.
             tokens: number of tokens in the loss.
-            clips: norm above which the gradient is clipped; None: no clipping.
+            clips: gradient norm above which the gradient is clipped; None: no clipping.
         """
         self.steps += 1
         self._lr = lr

@@ -67,7 +67,7 @@ def optimise(
 
     With the weights of :class:`LossWeight` this is the gradient of the mean that its `unit` names, over the
     whole minibatch of all ranks. A step in which no rank has a token in the loss, or in a component of the
-    loss, is skipped. With DDP, each rank needs as many micro-batches as the others if one may have no rows:
+    loss, is skipped. With DDP, if a rank may have no rows, all ranks need equally many micro-batches: set
     ``remainder="pad"``, or ``carry``.
 
     Args:
@@ -77,14 +77,15 @@ def optimise(
         optimizer: optimiser of the loss's parameters.
         reduce: function from the loss's terms and the micro-batch to a scalar. Give :func:`total_loss` if the
             weights are folded into the advantage, or if there are none.
-        transform: applied to each micro-batch before the loss: a function, ``pack`` (:func:`pack`), or
+        transform: a transform of each micro-batch before the loss: a function, ``pack`` (:func:`pack`), or
             ``tree``, which runs tokens that rows share through the model once.
-        max_grad_norm: clips the gradient norm of an optimiser step. None: no clipping.
+        max_grad_norm: bound to which the gradient norm of an optimiser step is clipped. None: no clipping.
         process_group: ranks over which gradients are summed; a process group, or ``world``. None: one rank,
             or the model reduces gradients itself, as DDP does.
-        loss_mask_key: (n, T) bool, the loss mask, by which tokens are counted.
-        log_prob_key: (n, T) float; non-finite ones are out of the loss, as for LossWeight. None: not read.
-        weight_key: (n,) float, loss weights, by which the rows of a step are checked.
+        loss_mask_key: key of the loss mask, (n, T) bool. It says which tokens are counted.
+        log_prob_key: key of (n, T) float. Tokens with non-finite values are out of the loss, as for
+            LossWeight. None: not read.
+        weight_key: key of the loss weights, (n,) float. They are used to check the rows of a step.
         record: gets the learning rate, the loss, the gradient norm and other numbers of the loss, for
             ``make_report(run, numbers=record.numbers)``. None: nothing is recorded.
 
@@ -92,17 +93,17 @@ def optimise(
         The number of optimiser steps taken.
 
     Warns:
-        UserWarning: the weights are for gradients that are summed over the ranks, and DDP or FSDP averages
-            them, or the reverse (`gradients` of LossWeight). Weights under ``unit="constant"``, and folded
-            ones, do not show it.
+        UserWarning: the weights are for gradients that are summed over the ranks, but DDP or FSDP averages
+            them, or the reverse (`gradients` of LossWeight). Weights with ``unit="constant"``, and folded
+            ones, are not checked.
 
     Raises:
         TypeError: `minibatches` is a single TensorDict.
         ValueError: `max_grad_norm` is not above 0; or `transform` is an unknown word.
         BatchError: the gradient is not finite (raised before the step); or a minibatch contains several
-            minibatches; or its rows are not the rows of one weighted step, as in a sample of a replay
-            buffer; or the loss would read them wrongly (:func:`check_loss`).
-        MissingKeyError: weights are missing (see `reduce`), or the loss mask is.
+            minibatches; or its rows are not those of one weighted step, as in a sample of a replay buffer; or
+            the loss would read the rows wrongly (:func:`check_loss`).
+        MissingKeyError: the weights (see `reduce`) or the loss mask are missing.
     """
     above_zero("max_grad_norm", max_grad_norm)
     if isinstance(minibatches, TensorDictBase):
@@ -119,10 +120,10 @@ def optimise(
     averaging, seen = set[Averaging](), False  # the modules that ran in the first micro-batch
     while (minibatch := next(stream, None)) is not None:
         cut = has_key(minibatch, MICROBATCH)
-        # A rank without rows runs no forward pass, but takes part in the collectives below.
+        # A rank without rows runs no forward pass, but takes part in the collective operations below.
         microbatches = list(split_microbatches(minibatch)) if cut else [minibatch][: len(minibatch)]
         tokens, weights, shares = count_step(minibatch, group=group, **keys)
-        del minibatch  # so that only one is in memory when the next is gathered
+        del minibatch  # so that only one minibatch is in memory when the next is gathered
         if not tokens and not shares:
             continue
         optimizer.zero_grad()
@@ -145,7 +146,7 @@ def optimise(
         check_gradients(weights, averaging, group)
         for parameter in parameters if group is not None else ():
             if parameter.requires_grad:
-                if parameter.grad is None:  # it may have one on another rank
+                if parameter.grad is None:  # it may have a gradient on another rank
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad, group=group)
         if group is not None:
@@ -183,11 +184,11 @@ def total_loss(
     *,
     weight_key: NestedKey = "loss_weight",
 ) -> Tensor:
-    """Sum a loss module's ``loss_*`` entries, each of which is a scalar.
+    """Sum the ``loss_*`` entries of a loss, which must be scalars.
 
     Args:
         terms: output of the loss.
-        batch: its input, to check that it has no weights. None: not checked.
+        batch: input of the loss, to check that it has no weights. None: not checked.
         weight_key: column of loss weights, which this sum would ignore.
 
     Raises:
@@ -217,8 +218,8 @@ def total_loss(
 def check_loss(loss: Callable, rows: TensorDictBase) -> None:
     """Refuse rows that a loss would read wrongly.
 
-    TorchRL's losses list the columns that they read in `tensor_keys`, also inside DDP. Other losses, and
-    columns with other names than the default, are not checked.
+    TorchRL's losses list the columns that they read in `tensor_keys`, even inside DDP. Other losses, and
+    columns whose names are not the default ones, are not checked.
 
     Raises:
         BatchError: the loss would correct for the sampler a second time, or would apply a token's advantage
@@ -256,7 +257,7 @@ class Averaging(NamedTuple):
 
 @contextmanager
 def noting(averaging: set[Averaging]) -> Iterator[None]:
-    """Note the modules of DDP and FSDP that run inside, also within a function. None for one process."""
+    """Collect the modules of DDP and FSDP that run within the context, even inside a function."""
     if not dist.is_initialized():
         yield
         return
@@ -275,14 +276,14 @@ def noting(averaging: set[Averaging]) -> Iterator[None]:
 def check_gradients(
     weights: float, averaging: Collection[Averaging], group: dist.ProcessGroup | None
 ) -> None:
-    """Warn, once, if a step's weights are for another way to combine the gradients of ranks.
+    """Warn once if a step's weights do not fit the way in which the gradients of ranks are combined.
 
     The weights of a step sum to 1 if gradients are summed, and to the number of ranks if they are averaged.
 
     Args:
         weights: Σ weight × tokens of the step, over all ranks.
         averaging: the modules that ran.
-        group: ranks over which the gradients are summed; None: over none.
+        group: ranks over which the gradients are summed; None: they are not summed.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
     needed, combined = 1, "summed, by optimise(process_group=...)"
@@ -309,20 +310,20 @@ def count_step(
     """Count the tokens in the loss of an optimiser step, over all ranks, and its weights.
 
     Weighted rows carry their step's number of tokens and its sum of weights (``num_tokens`` and
-    ``("headrace", "step_weight")``). The rows must then have these sums, and no row may be there twice. The
-    weights of each component must sum to its own sum, too. This reads the device once, and needs two
-    collectives if there is a group.
+    ``("headrace", "step_weight")``). The rows must then have these sums, and no row may occur twice. The
+    weights of each component must have the component's own sum, too. This reads the device once. If there is
+    a group, it needs two collective operations.
 
     Returns:
-        The number of tokens; Σ weight × tokens of the step, −∞ if the rows do not carry it; and the number of
-        components with a token in the step.
+        The number of tokens; Σ weight × tokens of the step, or −∞ if the rows do not carry this sum; and the
+        number of components with a token in the step.
 
     Raises:
         BatchError: the rows are not those of one step, as in a sample of a replay buffer.
         MissingKeyError: the loss mask is missing.
     """
     device = device_of(minibatch)
-    # tokens; weight × tokens; duplicate rows; Σ of the components' weights, each over its sum in the step
+    # tokens; weight × tokens; duplicate rows; Σ over components of weights / (their sum in the step)
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     ends = torch.full(
         (3, 2), -torch.inf, dtype=torch.float64, device=device
@@ -365,16 +366,16 @@ def count_step(
             f"{weighs:.4g}, and {twice:g} duplicate rows. For samples of a replay buffer use first, second = "
             "pipeline.halves(), and run the second on each sample"
         )
-    # With DDP, a rank that has none of the step's tokens must take part in the step, too.
+    # With DDP, a rank without tokens of the step must take part in the step, too.
     return max(found, most), heaviest, max(shares, highest)
 
 
 def _shares_of_components(minibatch: TensorDictBase) -> tuple[Tensor, Tensor]:
-    """Σ over components of their weights over their sum in the step: 1 for each component with tokens.
+    """Σ over components of weights / (their sum in the step). Each component with tokens adds 1.
 
     Returns:
-        The sum; and (n,) the number of components with tokens in the step, as each row says it. Of rows that
-        do not say it, the sum of all weights, and −∞.
+        The sum; and (n,) the number of components with tokens in the step, which each row carries. If rows do
+        not carry it, the sum of all weights, and −∞.
     """
     rows = minibatch.unbind(0) if isinstance(minibatch, LazyStackedTensorDict) else [minibatch]
     share, counts = torch.zeros((), dtype=torch.float64, device=device_of(minibatch)), []
@@ -392,7 +393,7 @@ def _shares_of_components(minibatch: TensorDictBase) -> tuple[Tensor, Tensor]:
 
 
 def _differs(found: float, most: float, least: float, share: float, part: bool) -> bool:
-    """Whether a sum differs from the one that the rows carry. A `part` of the rows may have less."""
+    """Whether a sum differs from the one that the rows carry. If rows are only a `part`, it may be less."""
     if most == -torch.inf:
         return False  # the rows carry no sum
     slack = share * abs(most)

@@ -1,4 +1,4 @@
-"""A sampler of prompts, each repeated for its group."""
+"""Sample prompts, each repeated for its group."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class RepeatSampler(Sampler[int]):
     Args:
         prompts: the dataset, or its number of prompts.
         group_size: rollouts of each group, ≥ 1.
-        prompts_per_batch: groups of each batch, over all ranks, ≥ 1.
-        repeats: how often each batch is yielded, ≥ 1.
-        shuffle: False keeps the dataset's order.
+        prompts_per_batch: number of prompts, that is of groups, in each batch, over all ranks, ≥ 1.
+        repeats: number of times that each batch is yielded, ≥ 1.
+        shuffle: whether prompts are in random order. False keeps the order of the dataset.
         seed: seed of the permutation.
         remainder: if the number of prompts is not a multiple of `prompts_per_batch`: ``raise`` an error,
             ``drop`` the last prompts of each epoch, or make the last batch smaller (``uneven``).
@@ -40,7 +40,7 @@ class RepeatSampler(Sampler[int]):
         ranks: number of ranks, ≥ 1. `prompts_per_batch` must be a multiple of it.
 
     Raises:
-        ValueError: an option has a wrong value; or prompts are left over under ``raise``; or a batch has no
+        ValueError: an option has a wrong value; or prompts are left over with ``raise``; or a batch has no
             prompt for one of the ranks.
 
     Example:
@@ -110,7 +110,7 @@ class RepeatSampler(Sampler[int]):
         return group[mine].tolist(), batch[mine].tolist(), place[mine]
 
     def __len__(self) -> int:
-        """Indices of this rank in an epoch."""
+        """The number of indices of this rank in an epoch."""
         return len(self._groups) * self.group_size
 
     def __iter__(self) -> Iterator[int]:
@@ -118,7 +118,7 @@ class RepeatSampler(Sampler[int]):
         epoch = self.epoch
         while self.epoch == epoch:  # all iterators share the sampler's position
             indices, place = self._indices(), self.position
-            # Advanced before the yield, so the index counts even if the iterator ends here.
+            # The position moves before the yield, so the index counts even if the iterator ends here.
             self.position, self._has_drawn = self.position + 1, True
             if self.position == len(indices):
                 self.epoch, self.position = self.epoch + 1, 0
@@ -151,7 +151,8 @@ class RepeatSampler(Sampler[int]):
         """Continue :meth:`draws` at the first group that is not known, in the order of the draws.
 
         Args:
-            known: whether the group with this id was drawn. Those before a known one are known.
+            known: a function that says whether the group with an id was drawn. All groups before a known one
+                must be known.
 
         Example:
             >>> sampler = RepeatSampler(5, group_size=2, shuffle=False)
@@ -169,11 +170,11 @@ class RepeatSampler(Sampler[int]):
         self.position = turn * self.group_size
 
     def drawn_with(self, groups: Iterable[int]) -> list[int]:
-        """Return all groups of the batches of :meth:`draws`, of any rank, that hold one of `groups`.
+        """Return all groups, of all ranks, in those batches of :meth:`draws` that contain one of `groups`.
 
         The result follows from the ids alone. With ``CompletenessGate(expected_groups=sampler)`` the gate
-        finds groups of which no row came back. This needs collected batches that hold whole batches of
-        :meth:`draws`. If collection is asynchronous, and spreads a batch over several, then do not give the
+        finds groups of which no row came back. For this, collected batches must hold whole batches of
+        :meth:`draws`. If asynchronous collection spreads one over several collected batches, do not give the
         sampler to the gate, or set `prompts_per_batch` to 1.
 
         Example:
@@ -206,7 +207,7 @@ class RepeatSampler(Sampler[int]):
         return self._made
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the options. A DataLoader with workers runs ahead of what it yields."""
+        """Return the position and the options. With a DataLoader that has workers, the position is ahead."""
         return {"epoch": self.epoch, "position": self.position} | self._shape()
 
     def _shape(self) -> dict[str, Any]:
@@ -219,7 +220,7 @@ class RepeatSampler(Sampler[int]):
 
         Raises:
             ValueError: the state is of a sampler with other options, so that ids would repeat; or this
-                sampler has drawn prompts already, which are under way with ids of their own.
+                sampler has drawn prompts already, whose rollouts have ids of their own.
         """
         other = {name: state.get(name) for name, value in self._shape().items() if state.get(name) != value}
         if other or not 0 <= state["position"] < len(self) or state["epoch"] < 0:

@@ -1,4 +1,4 @@
-"""TorchRL's GRPOLoss with all terms per token, so that all terms can be weighted."""
+"""Define TorchRL's GRPOLoss with all terms per token, so that all of them can be weighted."""
 
 from __future__ import annotations
 

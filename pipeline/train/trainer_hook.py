@@ -28,8 +28,7 @@ class PipelineHook(TrainerHookBase):
     """Run a pipeline on the batches of a TorchRL trainer, with one optimiser step per minibatch.
 
     Register it with ``PipelineHook(pipeline).register(trainer)``, or list it in ``hooks=[…]`` of TorchRL's
-    configurations. The trainer counts frames as they are collected, logs the pipeline's metrics, and saves
-    its state.
+    configurations. The trainer counts collected frames, logs the pipeline's metrics, and saves its state.
 
     Without a replay buffer, give ``Trainer`` or ``GRPOTrainer`` ``optim_steps_per_batch=None``: the pipeline
     decides the number of steps per batch. The trainer's `num_epochs` are the pipeline's epochs, each with
@@ -41,7 +40,7 @@ class PipelineHook(TrainerHookBase):
     minibatches.
 
     Args:
-        pipeline: runs on each batch.
+        pipeline: the pipeline that runs on each batch.
         assembler: makes whole groups of the collected rows. Incomplete groups wait; at the end of the
             training their rows are counted as ``unfinished``. None: the pipeline runs on the batches as they
             are collected.
@@ -52,9 +51,9 @@ class PipelineHook(TrainerHookBase):
             stepper, which adds up mean losses. It is only for pipelines that write no weights.
 
     Raises:
-        ValueError: at registration. The trainer has a replay buffer and the pipeline is not a second half;
-            the trainer has none and sets its own number of steps; its stepper would ignore the pipeline's
-            weights; or it uses mixed precision or gradient accumulation, which `weighted` does not support.
+        ValueError: at registration, if the trainer has a replay buffer and the pipeline is not a second half;
+            it has none and sets its own number of steps; its stepper would ignore the pipeline's weights; or
+            it uses mixed precision or gradient accumulation, which `weighted` does not support.
 
     Example:
         >>> PipelineHook(Pipeline({}), stepper="trainer")
@@ -69,7 +68,7 @@ class PipelineHook(TrainerHookBase):
         self._whole: list[TensorDictBase] = []  # batches for the next optimisation
         self._minibatches: Iterator[TensorDictBase] = iter(())
         self._measured: dict[str, float] = {}  # metrics of the last optimisation
-        self._record = OptimiserRecord()  # of the last optimisation, with stepper="weighted"
+        self._record = OptimiserRecord()  # numbers of the last optimisation, with stepper="weighted"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(stepper={self.stepper!r})"
@@ -172,7 +171,7 @@ class PipelineHook(TrainerHookBase):
         if self.assembler is not None:
             self.assembler.discard_batch()
 
-    # -- its state --------------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the pipeline and the assembler."""
@@ -187,12 +186,13 @@ class PipelineHook(TrainerHookBase):
 
 
 class WeightedStepper(OptimizationStepper):
-    """Replaces a trainer's stepper by :func:`optimise`, with one optimiser step per minibatch.
+    """Replaces a trainer's stepper. Takes one optimiser step per minibatch (:func:`optimise`).
 
     Args:
         pipeline: makes the minibatches.
         trainer: provides the optimiser, the loss and the norm for gradient clipping.
-        record: returns the object that records the optimiser's metrics of the current batch; None: no record.
+        record: a function that returns the record for the optimiser's metrics of the current batch; None: no
+            record.
     """
 
     def __init__(

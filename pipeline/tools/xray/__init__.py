@@ -1,4 +1,4 @@
-"""Measure the coefficient of the gradient of each token's log-probability in a training step."""
+"""Measure the factor of the gradient of each token's log-probability in a training step."""
 
 from __future__ import annotations
 

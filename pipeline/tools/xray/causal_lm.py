@@ -1,4 +1,4 @@
-"""The table of logits as a causal language model of transformers, for trainers that need one."""
+"""Wrap the table of logits as a causal language model of transformers, for trainers that need one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def table_as_causal_lm(table: TokenTable) -> PreTrainedModel:
     """Return a model of transformers whose logits are those of a table, for trainers such as TRL's.
 
     Its hidden states are the logits, and its head is the identity, without a gradient. So trainers that
-    compute log-probabilities from ``base_model`` and the weight of the head get the model's own. It has no
+    compute log-probabilities from ``base_model`` and the weight of the head get those of the model. It has no
     other parameters, no dropout and no positions, and ignores attention masks.
 
     Args:
-        table: the table, which gets the gradient. :func:`token_weights` takes the model or the table.
+        table: the table, which gets the gradient. Pass the model or the table to :func:`token_weights`.
 
     Returns:
         A ``PreTrainedModel`` in the table's dtype, with ``vocab_size`` V.

@@ -20,14 +20,14 @@ SAME = 1e-6
 
 @dataclass(frozen=True)
 class StepTokens:
-    """The tokens of a step, and the rollout, group, micro-batch and rank of each row.
+    """The loss mask of a step, and the rollout, group, micro-batch and rank of each row.
 
     Attributes:
         inside: (N, T) bool, the loss mask.
-        rollout: (N,) int.
-        group: (N,) int.
+        rollout: (N,) int, the rollout of each row.
+        group: (N,) int, the group of each row.
         micro: (N,) int, the micro-batch of each row, counted over all ranks.
-        rank: (N,) int.
+        rank: (N,) int, the rank of each row.
     """
 
     inside: Tensor
@@ -42,8 +42,8 @@ class TokenMean:
     """A mean over tokens, with the weight that it gives to each token.
 
     Attributes:
-        name: what the mean is over.
-        scope: the scope of its denominators: the whole step, each micro-batch or each rank.
+        name: a description of what the mean is over.
+        scope: the scope of each denominator: the whole step, a micro-batch or a rank.
         weight: (N, T) float64, 0 outside the mask.
     """
 
@@ -56,7 +56,7 @@ class TokenMean:
 
 
 def known_means(tokens: StepTokens) -> Iterator[TokenMean]:
-    """Yield the means that trainers use, first over the whole step, then over its parts."""
+    """Yield the means that trainers use, first over the whole step, then over micro-batches and ranks."""
     inside = tokens.inside.double()
     of_row = inside.sum(1)
     scopes = {WHOLE: torch.zeros_like(tokens.micro), "each rank": tokens.rank}
@@ -86,7 +86,7 @@ def known_means(tokens: StepTokens) -> Iterator[TokenMean]:
 
 
 def _sum_by(ids: Tensor, values: Tensor, size: int | None = None) -> Tensor:
-    """Sum values by id. The result is by row, or by id if a size is given."""
+    """Sum values by id. The result has one entry for each row, or for each id if a size is given."""
     sums = torch.zeros(int(ids.max()) + 1 if size is None else size, dtype=values.dtype)
     sums.index_add_(0, ids, values)
     return sums[ids] if size is None else sums
@@ -103,8 +103,8 @@ def nearest_mean(
 ) -> tuple[TokenMean, float, float]:
     """Find the mean whose weights are nearest to the measured ones (N, T), up to one common factor.
 
-    NaN is an unknown weight. Tokens to which a mean gives no weight are not compared with it. Without
-    ``means`` it is one of :func:`known_means`.
+    NaN is an unknown weight. If a mean gives no weight to a token, the token is not compared with it. Without
+    ``means``, the means are those of :func:`known_means`.
 
     Returns:
         The mean, the factor, and the greatest relative difference of a token's weight.
@@ -118,14 +118,14 @@ def nearest_mean(
         # A sum over a constant may have any factor; a mean has the factor 1.
         scaled = mean.name == SUM or abs(factor - 1) < SAME
         found.append((mean, factor, apart, scaled))
-    # Among equal means prefer one without a factor, then the first, which is over the whole step.
+    # Among means that are equally near, take one without a factor, then the first, over the whole step.
     return min(found, key=lambda each: (round(each[2], 9), not each[3]))[:3]
 
 
 def odd_part(
     weight: Tensor, tokens: StepTokens, means: Sequence[TokenMean] | None = None
 ) -> tuple[int, float] | None:
-    """Find the single micro-batch with another factor than the others. Return it and its factor, or None.
+    """Find the single micro-batch whose factor differs from all others. Return it and its factor, or None.
 
     `weight` (N, T) and ``means`` are as in :func:`nearest_mean`.
     """
@@ -134,7 +134,7 @@ def odd_part(
         for part in tokens.micro.unique().tolist():
             here = known & (tokens.micro == part)[:, None]
             ratio = weight[here] / mean.weight[here]
-            if not len(ratio):  # no row of it has an advantage
+            if not len(ratio):  # no row of the micro-batch has an advantage
                 continue
             if float(ratio.max() - ratio.min()) > SAME * float(ratio.abs().max()):
                 break

@@ -39,17 +39,17 @@ class Measured:
     """One run of a step.
 
     Attributes:
-        cut: micro-batches of each rank.
+        cut: number of micro-batches of each rank.
         pad: the side of the padding; None: ragged rows.
         ranks: number of processes.
-        shift: shift of the old log-probabilities.
+        shift: the number that was added to the old log-probabilities.
         coefficient: (N, T) float64, from :func:`token_weights`.
         outside: (N, T) float64, coefficients of tokens outside the loss mask.
         padding: the greatest absolute coefficient of padding.
         advantage: (N, T) float64, the advantage of each token.
         expected: (N, T) float64, the coefficients of the pipeline; None: no pipeline.
         expected_weight: (N, T) float64, the weights of the pipeline, without the advantage.
-        tokens: mask, rollout, group, micro-batch and rank.
+        tokens: the loss mask, and rollout, group, micro-batch and rank of each row.
         close: relative tolerance for equal numbers.
     """
 
@@ -75,7 +75,7 @@ class Measured:
 
     @property
     def in_order(self) -> Tensor:
-        """The weights of the tokens in the mask, row by row, for any side of the padding."""
+        """The weights of the tokens in the mask, row by row, on whichever side the padding is."""
         return self.weight[self.tokens.inside]
 
     @property
@@ -96,9 +96,9 @@ class XRay:
     """The measurements of a step.
 
     Attributes:
-        runs: the runs, each with other micro-batches, padding, ranks or shift.
-        mean: the mean that is nearest to the first run.
-        factor: the factor of the first run's weights over those of the mean.
+        runs: the runs. They differ in micro-batches, padding, ranks or shift.
+        mean: the mean whose weights are nearest to those of the first run.
+        factor: the weights of the first run, divided by those of the mean.
         apart: the greatest relative difference of a weight from that mean.
         close: relative tolerance for equal weights.
     """
@@ -111,10 +111,11 @@ class XRay:
 
     @property
     def spread(self) -> Mapping[str, tuple[float, float]]:
-        """The least and greatest weight of a token in each run, relative to the pipeline's weights.
+        """The least and greatest weight of a token in each run, divided by the token's weight in the
+        pipeline.
 
-        Without a pipeline it is relative to the first run. For shifted old log-probabilities it is relative
-        to the first run with the same shift, because of clipping.
+        Without a pipeline, the divisor is the weight in the first run. If old log-probabilities are shifted,
+        it is the weight in the first run with the same shift, because of clipping.
         """
         firsts, found = dict[float, Measured](), {}
         for run in self.runs:
@@ -138,7 +139,7 @@ class XRay:
         return self._sentence(self.close)
 
     def _sentence(self, close: float) -> str:
-        """The verdict with a relative tolerance."""
+        """The verdict for a relative tolerance."""
         first, spread, causes = self.runs[0], self.spread, defaultdict(list)
         for run in self.runs:
             if cause := _cause(run, first, close):
@@ -158,7 +159,7 @@ class XRay:
         return f"{what}, in {len(spread)} of {len(spread)} runs"
 
     def _name(self, close: float) -> str:
-        """The name of the mean, from the run with the most micro-batches, which shows the scope best."""
+        """The name of the mean, from the run with the most micro-batches, because it shows the scope best."""
         runs = sorted((run for run in self.runs if not run.shift), key=lambda run: -run.cut * run.ranks)
         found = [nearest_mean(run.weight, run.tokens) for run in runs or self.runs]
         exact = [str(mean) for mean, _, apart in found if apart <= close]
@@ -189,9 +190,10 @@ class XRay:
             raise AssertionError(self._sentence(tolerance))
 
     def curve(self) -> dict[float, tuple[float, float]]:
-        """The clipping curve: mean coefficients by the ratio π / π_old, relative to those at the ratio 1.
+        """The clipping curve: mean coefficients by the ratio π / π_old, divided by those at the ratio 1.
 
-        Each ratio has one for tokens with positive, and one for tokens with negative advantages.
+        Each ratio has two: one for tokens with positive advantages, and one for tokens with negative
+        advantages.
         """
         base = next((run for run in self.runs if run.shift == 0.0), self.runs[0])
         found: dict[float, tuple[float, float]] = {}
@@ -249,23 +251,23 @@ def xray(
 
     Args:
         step: the loss and backward pass of a trainer, ``step(model, batch, cut)``.
-        pipeline: its weights and advantages are the expected ones. If its loss has components,
+        pipeline: the pipeline whose weights and advantages are expected. If its loss has components,
             ``loss_objective`` must be the policy gradient, and each other term −log π, a cross entropy. None:
             the step's weights are compared with those of its first run, and with the means that trainers use.
         cuts: numbers of micro-batches of a rank.
         ranks: numbers of processes, with gloo. Each runs the same step on its own groups. If one number is
             above 1, a single rank also runs in a process with a process group.
         pad: sides of the padding; None: ragged rows.
-        shifts: shifts of the old log-probabilities, for :meth:`XRay.curve`.
+        shifts: numbers that are added to the old log-probabilities, for :meth:`XRay.curve`.
         lengths: see :func:`xray_batch`.
         rewards: see :func:`xray_batch`.
         group_size: see :func:`xray_batch`.
         segments: see :func:`xray_batch`.
-        gradients: how the gradients of several ranks are combined: their ``mean``, as in DDP, or their
-            ``sum``; or ``reduced``: the step reduces them itself.
+        gradients: how the gradients of several ranks are combined: by their ``mean``, as in DDP, or by their
+            ``sum``. ``reduced``: the step combines them itself.
         holes: see :func:`xray_batch`.
-        prepare: adds further columns to each batch that the pipeline or the loss reads, such as reference
-            log-probabilities or turns.
+        prepare: a function that adds columns to each batch which the pipeline or the loss reads, such as
+            reference log-probabilities or turns.
         dtype: dtype of the table. In float32 weights are equal up to 1e-4, in float64 up to 1e-6.
 
     Raises:
@@ -313,7 +315,7 @@ def xray(
             advantage = says.advantage
         batch["advantage"] = advantage[..., None]
 
-        # 2. The step, which may write its own advantages, mask and micro-batches if it is alone.
+        # 2. The step. If there is one rank, it may write its own advantages, mask and micro-batches.
         model = TokenTable.of(batch, dtype)
         before = model.table.detach().clone()
         if max(ranks) == 1:
@@ -333,13 +335,13 @@ def xray(
         if not torch.equal(model.table.detach(), before):
             raise ValueError("the step has changed the table: remove optimizer.step(), or set its lr to 0")
 
-        # 3. What the gradient says of each token; with a shift, all tokens may be clipped.
+        # 3. The coefficient of each token, from the gradient; with a shift, all tokens may be clipped.
         coefficient, padding = torch.zeros(inside.shape, dtype=torch.float64), 0.0
         if not shift or model.table.grad is None or bool(model.table.grad.any()):
             found = explain_gradient(model, batch)
             coefficient = torch.where(found.weights.abs() > found.exact, found.weights, 0.0)
             padding = found.padding if found.padding > found.exact else 0.0
-        if says is not None and says.has_components:  # their tokens may be outside the loss mask
+        if says is not None and says.has_components:  # tokens of components may be outside the loss mask
             inside = says.weight != 0
             advantage = torch.where(inside, says.coefficient / says.weight.masked_fill(~inside, 1.0), 0.0)
         tokens = StepTokens(inside, rollout, group, micro, of_rank)
@@ -351,12 +353,13 @@ def xray(
 
 
 class Declared(NamedTuple):
-    """A pipeline's numbers for the tokens of a batch, float64, 0 for tokens that do not train.
+    """The numbers of a pipeline for the tokens of a batch, in float64; 0 for tokens that do not train.
 
     Attributes:
-        advantage: (N, 1) or (N, T) advantages.
-        coefficient: (N, T), the row's weight × the token's weight × the advantage. With components of the
-            loss it is the sum of their weights, that of ``objective`` multiplied by the advantage.
+        advantage: (N, 1) or (N, T), the advantage.
+        coefficient: (N, T), the row's weight × the token's weight × the advantage. If the loss has
+            components, it is the sum of their weights; the weight of ``objective`` is multiplied by the
+            advantage.
         weight: (N, T), the coefficient without the advantage: the sum of the weights.
         has_components: whether the loss has components.
     """
@@ -484,7 +487,7 @@ def _cause(run: Measured, first: Measured, close: float) -> str:
     outside = bool(run.outside.any()) or bool(run.padding)
     says = None if outside else run.expected
     if says is not None and torch.allclose(run.coefficient, says, rtol=close, atol=1e-12):
-        return ""  # also where the pipeline gives the last tokens no weight, which looks like a shifted mask
+        return ""  # even if the pipeline gives the last tokens no weight, which looks like a shifted mask
     if shifted := _shift(run, close):
         return shifted
     if outside:
@@ -515,7 +518,7 @@ def _cause(run: Measured, first: Measured, close: float) -> str:
 
 
 def _neighbour(run: Measured, means: Sequence[TokenMean] | None, close: float) -> str:
-    """Describe rows that have the advantage of the row beside them; empty if there are none."""
+    """Describe rows that have the advantage of the next or previous row; empty if there are none."""
     for shift, words in ((1, "before"), (-1, "after")):
         other_advantage = run.advantage.amax(1) + run.advantage.amin(1)
         neighbour = other_advantage.roll(shift)[:, None]

@@ -1,4 +1,4 @@
-"""ms-swift's GRPOTrainer as a step for `xray`: the real trainer, up to its optimiser step."""
+"""Make a step for `xray` from ms-swift's GRPOTrainer: the real trainer, up to its optimiser step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .token_table import LOSS, REAL, TOKENS
 
 
 def ms_swift_settings() -> list[Setting]:
-    """Return a setting for each ``loss_type`` of its GRPOTrainer that is a mean over tokens."""
+    """Return a setting for each ``loss_type`` of ms-swift's GRPOTrainer that is a mean over tokens."""
 
     def of(name: str, documented: str, constant: float = 1.0, curve: bool = False, **config: Any) -> Setting:
         note = config.pop("note", "")
@@ -46,16 +46,16 @@ def ms_swift_settings() -> list[Setting]:
 def ms_swift_step(change: Callable[[Any], object] = lambda _: None, *, steps: int = 1, **config: Any) -> Step:
     """Make a step for :func:`xray` from ms-swift's GRPOTrainer, up to its optimiser step.
 
-    Its model is the table, its template that of a model without a chat format. The completions are the rows
-    of the batch, in the place of its generation, and a reward function returns their rewards. Encoding,
-    advantages, masks, losses and accumulation are the trainer's own. The gradient is read before the
-    optimiser step. The step writes the advantages to the batch.
+    The trainer's model is the table, and its template is that of a model without a chat format. The rows of
+    the batch replace the completions that it would generate, and a reward function returns their rewards.
+    Encoding, advantages, masks, losses and accumulation are the trainer's own. The gradient is read before
+    the optimiser step. The step writes the advantages to the batch.
 
     Args:
-        change: what is done to the trainer before it trains, such as attaching a recipe.
-        steps: optimiser steps for each generation batch. The first is measured; the others have the same
-            rows.
-        config: options of its configuration, such as ``loss_type``.
+        change: a function that changes the trainer before it trains, for example attaches a recipe.
+        steps: number of optimiser steps for each generation batch. The first is measured; the others get the
+            same rows.
+        config: options of the trainer's configuration, such as ``loss_type``.
     """
     from datasets import Dataset
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -93,14 +93,14 @@ def ms_swift_step(change: Callable[[Any], object] = lambda _: None, *, steps: in
 
             def _prepare_batch_inputs(self, samples: Any) -> Any:
                 made = super()._prepare_batch_inputs(samples)
-                if abs(old + math.log(model.vocabulary)) > 1e-9:  # of another policy than the table's
+                if abs(old + math.log(model.vocabulary)) > 1e-9:  # sampled by a policy other than the table
                     for each in made:
                         each["grpo_batch"].old_per_token_logps.fill_(old)
                 return made
 
         lm, words = table_as_causal_lm(model), _tokenizer(model.vocabulary)
         words.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
-        words.backend_tokenizer.model.unk_token = "0"  # of the special words of its templates
+        words.backend_tokenizer.model.unk_token = "0"  # for the special words of the templates
         info = {"max_model_len": 2 * LONGEST, "quant_method": None, "quant_bits": 0, "task_type": "causal_lm"}
         for each in (lm, words):
             each.model_meta = ModelMeta("xray", [], template="dummy")

@@ -1,4 +1,4 @@
-"""OpenRLHF's losses, and the whole step of its trainer, as steps for `xray`."""
+"""Make steps for `xray` from OpenRLHF's losses, and from the whole step of its trainer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .measure import Step
 from .setting import ROWS_OF_STEP, TOKENS_OF_STEP, Setting, table_log_probs
 from .token_table import LOSS, REAL, TOKENS
 
-# They need a GPU, and what is measured here does not call them.
+# These modules need a GPU. The measured code does not call them.
 ABSENT = (
     "flash_attn",
     "flash_attn.bert_padding",
@@ -54,7 +54,7 @@ ARGUMENTS = {
 
 
 def openrlhf_settings() -> list[Setting]:
-    """Return settings of PolicyLoss by token and by sequence, with its clipping, and of SFTLoss."""
+    """Return settings of PolicyLoss, by token and by sequence, with its clipping curve, and of SFTLoss."""
     with _without_their_listings("openrlhf.models", "openrlhf.utils"):
         losses: Any = import_module("openrlhf.models.loss")
         windows: Any = import_module("openrlhf.utils.loss_utils").iter_grad_accum_global_norm
@@ -95,15 +95,17 @@ def _openrlhf_step(loss: nn.Module, windows: Any) -> Step:
 def openrlhf_step(compute_advantages: Callable[[Any, list[Any]], Any], **arguments: Any) -> Step:
     """Make a step from OpenRLHF's ActorPPOTrainer, from the experiences to its optimiser step.
 
-    OpenRLHF's own are the experiences, the replay buffer, the micro-batches, the log-probabilities, the loss
-    with its denominators and the DeepSpeed engine. Stand-ins are the CPU in the place of a GPU, one process,
-    torch's AdamW with a learning rate of 0, and flash-attn, which is imported and not called. The gradient is
-    read when the optimiser begins its step. DeepSpeed keeps its process group, so it stays open.
+    These parts are OpenRLHF's own: the experiences, the replay buffer, the micro-batches, the
+    log-probabilities, the loss with its denominators and the DeepSpeed engine. These are replaced: the GPU by
+    the CPU, several processes by one, the optimiser by torch's AdamW with a learning rate of 0, and
+    flash-attn, which is imported and not called, by an empty module. The gradient is read when the optimiser
+    begins its step. The process group stays open, because DeepSpeed keeps it.
 
     Args:
-        compute_advantages: what ``RemoteExperienceMaker.compute_advantages_and_returns`` does.
-        arguments: of its command line, such as ``{"ds.zero_stage": 3}``. With ``train.dynamic_batch_enable``
-            the micro-batches have as many tokens as fit into the number of micro-batches that is asked for.
+        compute_advantages: a function in place of ``RemoteExperienceMaker.compute_advantages_and_returns``.
+        arguments: command-line arguments of OpenRLHF, such as ``{"ds.zero_stage": 3}``. With
+            ``train.dynamic_batch_enable``, the token limit of micro-batches is set so that the requested
+            number of them results.
 
     Raises:
         ImportError: OpenRLHF or DeepSpeed is not installed.
@@ -123,7 +125,7 @@ def openrlhf_step(compute_advantages: Callable[[Any, list[Any]], Any], **argumen
     class OnCPU(strategies.DeepspeedStrategy):
         def get_ds_train_config(self, *given: Any, **options: Any) -> Any:
             config = super().get_ds_train_config(*given, **options)
-            config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own would be compiled
+            config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own Adam would be compiled
             return config
 
     def train(model: Any, batch: TensorDictBase, cut: int) -> None:
@@ -185,7 +187,7 @@ def openrlhf_step(compute_advantages: Callable[[Any, list[Any]], Any], **argumen
         if (len(rows_of_parts), len(found)) != (cut, 1):
             counts = f"{len(rows_of_parts)} micro-batches and {len(found)} steps of the optimiser"
             raise ValueError(f"{cut} micro-batches and one step are required; OpenRLHF made {counts}")
-        model.table.grad = found[0][: model.table.numel()].view_as(model.table)  # without ZeRO's padding
+        model.table.grad = found[0][: model.table.numel()].view_as(model.table)  # without the padding of ZeRO
 
     def step(model: nn.Module, batch: TensorDictBase, cut: int) -> None:
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "", "MASTER_PORT": "0"}
@@ -208,7 +210,7 @@ def openrlhf_step(compute_advantages: Callable[[Any, list[Any]], Any], **argumen
 
 
 class _CPU(str):
-    """The CPU as a device, where OpenRLHF asks for a GPU; in ``cuda:{device}`` it is a number."""
+    """The CPU as a device where OpenRLHF asks for a GPU. In ``cuda:{device}`` it is formatted as a number."""
 
     def __format__(self, _: str) -> str:
         return "0"

@@ -1,4 +1,4 @@
-"""TRL's trainers as steps for `xray`: the real trainers, from the generation batch to the optimiser."""
+"""Make steps for `xray` from TRL's real trainers, from the generation batch to the optimiser."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .token_table import LOSS, REAL, TOKENS, TokenTable
 
 
 def trl_settings() -> list[Setting]:
-    """Return settings of GRPOTrainer by `loss_type` and of RLOOTrainer; truncation masked or not."""
+    """Return settings of GRPOTrainer by `loss_type` and of RLOOTrainer, with truncation masked or not."""
     return [*_settings(masked=False), *_settings(masked=True)]
 
 
@@ -38,8 +38,8 @@ def _settings(*, masked: bool) -> list[Setting]:
 
     bound = "the recommended value is 5.0, and where it is not set it is epsilon, 0.2"
     sequence: Any = {"importance_sampling_level": "sequence"}
-    # Its loss is over sequences, whose log-probability is the sum over their tokens. With its default KL term
-    # it would load a second model from the hub.
+    # RLOOTrainer's loss is over sequences, whose log-probability is the sum over their tokens. With its
+    # default KL term, the trainer would load a second model from the hub.
     rloo = trl_step("RLOOTrainer", beta=0.0, mask_truncated_completions=masked)
     return [
         of("dapo", TOKENS_OF_STEP, curve=True),
@@ -67,7 +67,7 @@ def trl_step(trainer: str | type, more: dict[str, Any] | None = None, **config: 
     Args:
         trainer: ``GRPOTrainer``, ``RLOOTrainer``, or a class derived from one of them.
         more: further arguments of the trainer.
-        config: options of its configuration, such as ``loss_type``.
+        config: options of the trainer's configuration, such as ``loss_type``.
 
     Raises:
         ImportError: TRL is not installed.
@@ -105,7 +105,7 @@ def trl_step(trainer: str | type, more: dict[str, Any] | None = None, **config: 
             prompts.append(tokens[real][:start].tolist())
             completions.append(tokens[real][start:].tolist())
             masks.append(inside[real][start:].int().tolist())
-        # End tokens of two thirds of the completions; a completion with another last token is truncated.
+        # Two thirds of the completions end with an end token; the others count as truncated.
         ends = {completions[row][-1] for row in range(rows) if row % 3}
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             # transformers 5 warns of names that its own Trainer uses.
@@ -160,7 +160,7 @@ def trl_step(trainer: str | type, more: dict[str, Any] | None = None, **config: 
 
 
 def _row_order(trainer: Any, row_of: dict[tuple[int, ...], int]) -> dict[int, int]:
-    """Return the micro-batch of each row; the dictionary is filled when the trainer computes its losses."""
+    """Return a dictionary of each row's micro-batch. The trainer fills it when it computes its losses."""
     order: dict[int, int] = {}
     loss, pad = trainer._compute_loss, trainer._tokenizer.pad_token_id
 

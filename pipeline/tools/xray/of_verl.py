@@ -1,4 +1,4 @@
-"""verl's policy losses as steps for `xray`: its `ppo_loss`, accumulated as in its FSDP engine."""
+"""Make steps for `xray` from verl's policy losses: its `ppo_loss`, accumulated as in its FSDP engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPT = 2  # tokens of each prompt
 
 
 def verl_settings() -> list[Setting]:
-    """Return settings of each ``loss_agg_mode`` with the loss ``vanilla``, and of other losses."""
+    """Return a setting for each ``loss_agg_mode`` with the loss ``vanilla``, and settings of other losses."""
 
     def of(loss: str, mode: str, documented: str, constant: float = 1.0, **more: Any) -> Setting:
         return Setting(f"{loss}, loss_agg_mode={mode}", verl_step(loss, mode), documented, constant, **more)
@@ -52,7 +52,7 @@ def verl_step(loss: str, mode: str) -> Step:
         )
         for part in batch.chunk(cut):
             tokens, real, inside = part[TOKENS], part[REAL], part[LOSS][:, PROMPT:]
-            # Its models return the log-probability of the next token at each position, without padding.
+            # verl's models return the log-probability of the next token at each position, without padding.
             shown = nn.functional.pad(table_log_probs(model, tokens), (0, 1))[real]
             data: Any = TensorDict(
                 {
@@ -65,7 +65,8 @@ def verl_step(loss: str, mode: str) -> Step:
                 },
                 batch_size=[len(part)],
             )
-            # Counts of the whole step, which FSDPEngine.forward_backward_batch makes before micro-batches.
+            # Counts of the whole step, which FSDPEngine.forward_backward_batch takes before it makes
+            # micro-batches.
             tokens_of_step = int(batch[LOSS].sum())
             assign_non_tensor(data, dp_size=1, global_batch_size=len(batch), batch_num_tokens=tokens_of_step)
             ppo_loss(config, {"log_probs": shown}, data)[0].backward()

@@ -1,4 +1,4 @@
-"""The page of measured settings: rows × tokens by measured over documented weight, and clipping curves."""
+"""Make the page of measured settings: the measured / documented weight of each token, and clipping curves."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ svg { display: block; overflow: visible; } text { fill: var(--dim); font: 11px s
 def xray_page(title: str, found: XRay | Sequence[MeasuredSetting]) -> str:
     """Return measurements as one HTML file, which loads nothing and runs no script.
 
-    Each run is a panel. Tokens are coloured by their measured weight over the documented one; without
-    documentation, over that of the pipeline, or of the mean that was found. Measurements with several shifts
-    have a clipping curve.
+    Each run is a panel. The colour of a token is its measured weight, divided by the documented one. Without
+    documentation, the divisor is the weight of the pipeline, or of the mean that was found. Measurements with
+    several shifts have a clipping curve.
 
     Args:
         title: title of the page.
@@ -106,7 +106,7 @@ def _setting(found: MeasuredSetting) -> str:
 
 
 def _panel(run: Measured, share: Tensor) -> str:
-    """Draw the tokens of a run. A token with another weight than documented has it as a tooltip."""
+    """Draw the tokens of a run. If the weight of a token is not the documented one, a tooltip shows it."""
     squares: dict[str, list[str]] = {}
     titles = ""
     rows, width = share.shape

@@ -1,4 +1,4 @@
-"""One setting of a trainer: the documented weight of a token, and the measured one."""
+"""Define a setting of a trainer: the documented weight of a token, and the measured one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS_OF_STEP = f"mean over rows of the mean over their tokens of {WHOLE}"
 ROWS_OF_PART = "mean over rows of the mean over their tokens of each micro-batch"
 SUM_OF_STEP = f"{SUM} of {WHOLE}"
 RECIPE = "the recipe's weights"
-# Rows of very different lengths, so that a dependence on micro-batches is visible; ratios of the curve.
+# Rows of very different lengths, so that a dependence on micro-batches shows; and the ratios of the curve.
 LENGTHS = (2, 12, 3, 4, 2, 16, 2, 5, 3, 9, 2, 4)
 LONGEST = max(LENGTHS)
 RATIOS = (0.05, 0.2, 0.4, 0.6, 0.79, 0.81, 1.0, 1.19, 1.21, 1.27, 1.29, 1.6, 2.5, 3.5, 4.9, 5.1, 20.0)
@@ -29,17 +29,17 @@ RATIOS = (0.05, 0.2, 0.4, 0.6, 0.79, 0.81, 1.0, 1.19, 1.21, 1.27, 1.29, 1.6, 2.5
 
 @dataclass(frozen=True)
 class Setting:
-    """A training step with the documentation of its project.
+    """A training step, and what its project documents about it.
 
     Attributes:
         name: the setting as users write it.
         step: the step for :func:`xray`.
         documented: the documented mean over tokens, by its name in ``XRay``. Empty: weights are compared with
-            those of the mean that is found.
+            the mean that is found.
         constant: the documented factor of those weights.
         pipeline: the pipeline whose weights are expected, instead of a mean.
-        note: documentation of unexpected results.
-        curve: whether the coefficients by ratio are measured.
+        note: what the project says about unexpected results.
+        curve: whether the clipping curve is measured.
         dtype: dtype of the table.
     """
 
@@ -85,17 +85,17 @@ class MeasuredSetting:
     curve: dict[float, tuple[float, float]] = field(default_factory=dict)
 
     def share(self, run: Measured, *, of_step: bool = False) -> Tensor:
-        """(N, T) the coefficient of each token over the documented one; NaN where the latter is 0.
+        """(N, T) the coefficient of each token, divided by the documented one; NaN if the divisor is 0.
 
         Args:
             run: one of the runs.
-            of_step: whether a documented mean over each micro-batch is replaced by that over the whole step.
+            of_step: whether the mean over the whole step replaces a documented mean over each micro-batch.
         """
         expected = run.expected
         if expected is None and not self.documented:
             weight = torch.zeros(run.coefficient.shape, dtype=torch.float64)
             found = self.xray.mean.weight[self.xray.runs[0].tokens.inside]
-            weight[run.tokens.inside] = found  # for any side of the padding
+            weight[run.tokens.inside] = found  # on either side of the padding
             expected = weight * self.xray.factor * run.advantage
         if expected is None:
             means = {str(mean): mean.weight for mean in known_means(run.tokens)}
@@ -107,12 +107,14 @@ class MeasuredSetting:
         return torch.where(known, run.coefficient / torch.where(known, expected, 1.0), torch.nan)
 
     def over_documented(self) -> tuple[float, float]:
-        """The least and greatest ratio of measured over documented weights, over all runs."""
+        """The least and greatest ratio of measured to documented weights, over all runs."""
         every = torch.cat([share[share.isfinite()] for share in map(self.share, self.xray.runs)])
         return float(every.min()), float(every.max())
 
     def over_one_cut(self) -> dict[int, tuple[float, float]]:
-        """By micro-batches, the least and greatest weight of a token over its weight in the first run."""
+        """For each number of micro-batches, the least and greatest weight of a token relative to the first
+        run.
+        """
         first = self.xray.runs[0]
         found = {}
         for run in self.xray.runs:

@@ -1,4 +1,4 @@
-"""A model that is a table of logits, and the coefficient of each token from its gradient."""
+"""Define a model that is a table of logits, and compute the coefficient of each token from its gradient."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ EXACT = {torch.float64: 1e-9, torch.float32: 1e-4}  # tolerance, relative to the
 
 
 class MaskedTokens(Categorical):
-    """The distribution of each token, from (N, T, V) logits; tokens out of `mask` have the log-probability 0.
+    """The distribution of each token, from (N, T, V) logits. Tokens outside `mask` have the log-probability
+    0.
 
-    It has what TorchRL's losses ask of its LLMMaskedCategorical, and needs no TorchRL.
+    It has the methods of LLMMaskedCategorical that TorchRL's losses call, and does not need TorchRL.
     """
 
     def __init__(self, logits: Tensor, mask: Tensor):
@@ -32,7 +33,7 @@ class MaskedTokens(Categorical):
         self.mask = mask
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """(N, T) log-probabilities of tokens; any number may stand where the mask is False."""
+        """(N, T) log-probabilities of tokens. Where the mask is False, a token may be any number."""
         return super().log_prob(value.masked_fill(~self.mask, 0)).masked_fill(~self.mask, 0.0)
 
 
@@ -40,16 +41,16 @@ class MaskedTokens(Categorical):
 class TokenTable(TensorDictModuleBase):
     """A language model that depends on the last token alone: ``logits = table[token]``, initially 0.
 
-    At zero logits each token has the log-probability −log V. It can be the actor of TorchRL's ``GRPOLoss``
-    (``masking_strategy="generic"``), also for packed rows and prefix trees.
+    At zero logits each token has the log-probability −log V. The table can be the actor of TorchRL's
+    ``GRPOLoss`` (``masking_strategy="generic"``), even for packed rows and prefix trees.
 
     Args:
-        vocabulary: V, ≥ 3.
+        vocabulary: V, the number of tokens, ≥ 3.
         dtype: dtype of the table.
         seed: seed for normally distributed logits. None: zero logits.
 
     Raises:
-        ValueError: the vocabulary is smaller.
+        ValueError: the vocabulary has fewer than 3 tokens.
 
     Example:
         >>> model = TokenTable(5)
@@ -94,8 +95,9 @@ class TokenTable(TensorDictModuleBase):
 def token_weights(model: nn.Module, batch: TensorDictBase, *, reference: TokenTable | None = None) -> Tensor:
     """Compute the coefficient of each token's log-probability in −loss, after ``backward()``.
 
-    A token n after the token p with the coefficient c has −∂L/∂table[p, k] = c (δ_kn − π(k | p)). An unused
-    entry u gives C = Σ c over the tokens after p: C = (∂L/∂table[p, u]) / π(u | p). So::
+    If a token n follows the token p and has the coefficient c, then −∂L/∂table[p, k] = c (δ_kn − π(k | p)).
+    An unused token u shows C, the sum of c over all tokens that follow p: C = (∂L/∂table[p, u]) / π(u | p).
+    So::
 
         c = π(n | p) C − ∂L/∂table[p, n]
 
@@ -105,7 +107,7 @@ def token_weights(model: nn.Module, batch: TensorDictBase, *, reference: TokenTa
     Args:
         model: a :class:`TokenTable`, or a module that contains one.
         batch: a batch of :func:`xray_batch` with all rows of the step.
-        reference: the policy of a KL term over the whole vocabulary, whose gradient is separated
+        reference: the policy of a KL term over the whole vocabulary. The gradient of this term is separated
             (:func:`kl_weights`). An entropy bonus is such a term, with the uniform ``TokenTable(V)``.
 
     Returns:
@@ -114,7 +116,7 @@ def token_weights(model: nn.Module, batch: TensorDictBase, *, reference: TokenTa
     Raises:
         BatchError: a pair of tokens occurs twice; or no token in the loss explains parts of the gradient. The
             cause may be a token outside the mask, a shifted mask, padding, or a KL term to a policy other
-            than `reference`. The message has the first part.
+            than `reference`. The message names the first such part.
         ValueError: there is no table, or the model has dropout; or the table's gradient is missing, 0
             everywhere, or not finite.
 
@@ -149,9 +151,9 @@ def kl_weights(model: nn.Module, batch: TensorDictBase, reference: TokenTable) -
     """Compute the coefficient of KL(π ‖ reference) over the whole vocabulary, by previous token.
 
     With KL_p = Σ_k π(k | p) log(π(k | p) / ref(k | p)), the term κ_p KL_p of the loss has the gradient
-    ∂/∂table[p, k] = κ_p π(k | p) (log π(k | p) − log ref(k | p) − KL_p), which unused entries show.
+    ∂/∂table[p, k] = κ_p π(k | p) (log π(k | p) − log ref(k | p) − KL_p). Unused tokens k show it.
 
-    A KL estimate from the sampled token alone (k1, k2, k3) is part of that token's coefficient instead.
+    A KL estimate from the sampled token alone (k1, k2, k3) is part of that token's coefficient, not of κ.
 
     Args:
         model: see :func:`token_weights`.
@@ -179,13 +181,13 @@ def kl_weights(model: nn.Module, batch: TensorDictBase, reference: TokenTable) -
 
 @dataclass(frozen=True)
 class ExplainedGradient:
-    """The gradient of a table as a sum over the tokens of a batch.
+    """The gradient of a table, explained as a sum over the tokens of a batch.
 
     Attributes:
-        weights: (N, T) float64, the coefficient of each token, in or outside the loss mask.
+        weights: (N, T) float64, the coefficient of each token, inside and outside the loss mask.
         padding: the greatest absolute coefficient of padding, or of a token after padding.
         kl: (V,) float64, see :func:`kl_weights`; 0 without a reference.
-        exact: smaller coefficients are rounding errors.
+        exact: coefficients below this number are rounding errors.
     """
 
     weights: Tensor
@@ -200,7 +202,8 @@ def explain_gradient(
     """Compute the coefficients of all tokens, of padding, and of a KL term.
 
     Raises:
-        BatchError, ValueError: see :func:`token_weights`; tokens outside the mask and padding do not raise.
+        BatchError, ValueError: see :func:`token_weights`. But coefficients of padding, or outside the mask,
+            raise nothing.
     """
     table = table_of(model).table
     gradient = table.grad

@@ -1,4 +1,4 @@
-"""A batch in which each pair of tokens occurs once, so that a gradient identifies the token."""
+"""Make a batch in which each pair of tokens occurs once, so that a gradient identifies the token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from headrace.transforms.table.options import at_least, takes_options
 
 Pad = Literal["left", "right"]
-SPARE = 2  # tokens of the vocabulary outside the pairs: the padding, and one that is never used
+SPARE = 2  # tokens of the vocabulary that are in no pair: the padding, and one that is never used
 
 
 @takes_options
@@ -36,16 +36,17 @@ def xray_batch(
     tokens of the vocabulary: V − 2 is the padding, and V − 1 does not occur.
 
     Args:
-        lengths: tokens of each row's response, N numbers ≥ 1.
-        rewards: (R,), one for each rollout, or (R, K).
-        group_size: rollouts of a group, which are consecutive.
+        lengths: number of tokens of each row's response, N numbers ≥ 1.
+        rewards: (R,), one reward for each rollout, or (R, K).
+        group_size: number of rollouts of a group. The rollouts of a group are consecutive.
         vocabulary: V. None: the smallest possible.
-        prompts: tokens of the rows' prompts, ≥ 1; one number for all, or N numbers.
-        segments: rows of the rollouts; one number for all, or one for each rollout.
+        prompts: number of tokens of each row's prompt, ≥ 1; one number for all rows, or N numbers.
+        segments: number of rows of each rollout; one number for all rollouts, or R numbers.
         pad: the side of the padding. None: ragged rows, in a lazy stack.
-        holes: whether every third token of a response is masked, like the answer of a tool.
-        old_log_prob_shift: the log-probabilities in the mask are −log V plus this shift, so the ratio of a
-            policy with equal logits to the sampling policy is e^−shift. Outside the mask they are 1 lower.
+        holes: whether every third token of a response is masked, as the answer of a tool would be.
+        old_log_prob_shift: a number that is added to the log-probabilities in the mask, −log V. So the ratio
+            of a policy with equal logits to the sampling policy is e^−shift. Outside the mask they are 1
+            lower.
 
     Returns:
         TensorDict ``[N]`` with the columns that recipes read, floats in float64: ``("tokens", "full")``,
@@ -55,7 +56,7 @@ def xray_batch(
 
     Raises:
         ValueError: the numbers of rows, rollouts or groups do not match; or the vocabulary is too small (the
-            message has the least size).
+            message says how large it must be).
 
     Example:
         >>> batch = xray_batch([2, 3], [0.0, 1.0], group_size=2, prompts=1)
@@ -95,7 +96,7 @@ def xray_batch(
             ("tokens", "full"): _filled(tokens, fill, size - 2),
             ("masks", "all_attention_mask"): _filled(real, fill, False),
             ("masks", "all_assistant_mask"): _filled(inside, fill, False),
-            # Different outside the mask, so that a ratio with a misaligned token is not 1.
+            # Other values outside the mask, so that the ratio of a misaligned token is not 1.
             ("log_probs", "full"): _filled(
                 old_log_prob_shift - math.log(size) - (~inside).double(), fill, 0.0
             ),

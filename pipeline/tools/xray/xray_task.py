@@ -20,8 +20,8 @@ from headrace.pipeline.tools.report import FittedColumn, FittedTable, json_text
 from headrace.pipeline.wording import printable, shown_range
 from headrace.spelling import suggest
 
-# The package of each trainer, and how to install it. Three of them require other versions of torch or TRL,
-# but what is measured does not, so they are installed without dependencies. None of it compiles CUDA code.
+# The package of each trainer, and how to install it. Three packages require other versions of torch or TRL,
+# but the measured code does not, so they are installed without dependencies. None of them compiles CUDA code.
 ASIDE = "PYTHONPATH=FOLDER in front of the command, after pip install --no-deps --target FOLDER"
 SWIFT = "ms-swift 'trl<1.0' peft modelscope modelscope_hub json_repair einops dacite msgspec"
 DEEPSPEED = "deepspeed==0.19.6 einops hjson msgpack ninja py-cpuinfo"
@@ -41,9 +41,9 @@ def measure_trainer(
     """Measure every setting of a trainer; print a table, and write JSON and a page.
 
     Args:
-        config: composed with ``task=xray``.
+        config: the configuration, composed with ``task=xray``.
         output: folder for ``config.yaml``, ``xray.json`` and ``report.html``.
-        overrides: of the command line. If one of them sets ``pipeline``, your own step is compared with
+        overrides: command-line overrides. If one of them sets ``pipeline``, your own step is compared with
             that recipe.
         console: where to print; None: standard output.
 
@@ -99,7 +99,7 @@ def _of_trainer(config: DictConfig, _: Sequence[str]) -> tuple[str, list[Any]]:
     module = import_module(f"headrace.pipeline.tools.xray.of_{of}")
     settings: Callable[[], list[Any]] = getattr(module, f"{of}_settings")
     try:
-        more = config.xray.get("also")  # adapters, which nothing here imports
+        more = config.xray.get("also")  # adapters, because nothing here may import them
         also = import_callable(more, f"xray.also={more}", "a function")() if more else []
         return f"{package} {version}", [*settings(), *also]
     except ImportError as err:
