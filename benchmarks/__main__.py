@@ -2,9 +2,9 @@
 
     python benchmarks [--only advantage pipeline] [--quick] [--render]
 
-Each benchmark is a process of its own and writes a file to `benchmarks/results/`. The page keeps the
-results of benchmarks that do not run. `--quick` checks that all benchmarks work: it imports once for all,
-and writes to `build/benchmarks/`.
+Each benchmark runs in its own process and writes a file to `benchmarks/results/`. The page keeps the results
+of benchmarks that do not run. `--quick` checks that all benchmarks work: it imports once for all of them, and
+writes to `build/benchmarks/`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pathlib import Path
 from page import page, read_results
 
 ROOT = Path(__file__).parent.parent
-# In the order of the page.
+# Names of the benchmarks, in the order of the page.
 NAMES = ["yardstick", "pipeline", "stages", "tokens", "advantage", "peers", "stream", "runs", "survivors"]
 NAMES += ["ranks", "replay", "view", "trees", "gpu", "structure", "mutation"]
-LONG = ["mutation"]  # an hour or two: `make mutants`
+LONG = ["mutation"]  # takes an hour or two, so only `make mutants` runs it
 
 
 def run(script: Path, *words: str) -> None:

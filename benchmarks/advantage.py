@@ -1,9 +1,9 @@
-"""The advantage alone, against the reshape formula.
+"""Compare the time of the advantage alone with that of the reshape formula.
 
     python benchmarks/advantage.py [--rounds 20]
 
-The formula has no ids and no checks, and computes in float32; it is the lower bound.
-`group_relative_advantage` has rollout and group ids, all checks, and float64 statistics, the defaults.
+The formula has no ids and no checks, and computes in float32. It is the lower bound.
+`group_relative_advantage` runs with its defaults: rollout and group ids, all checks, and float64 statistics.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headrace.transforms import group_relative_advantage
 
 SIZES = (512, 8_192, 131_072, 1_048_576)  # rows; the growth is measured between the last two
 QUICK = (64, 128, 256, 512)
-# Targets, one for each of SIZES: of the uniform layout by group size, and of all others.
+# Targets, one for each of SIZES: for the uniform layout by group size, and for all other layouts.
 UNIFORM = {8: (None, 2.6, 1.7, 1.6), 16: (None, 3.2, 1.9, 1.8)}
 OTHERS = (None, 3.5, 2.2, 2.2)
 GROWTH = 9.0
@@ -40,7 +40,7 @@ other lines have the time of `group_relative_advantage`, divided by that of the 
 
 
 def reshape_formula(reward: Tensor, group_size: int) -> Tensor:
-    """The advantage, if every group is a row of a matrix."""
+    """Compute the advantage, if every group is a row of a matrix."""
     x = reward.view(-1, group_size)
     x = x - x.mean(-1, keepdim=True)
     return (x / (x.std(-1, keepdim=True) + 1e-6)).view(-1)
@@ -65,7 +65,7 @@ def layouts(rows: int, group_size: int) -> dict[str, Sequence[Tensor]]:
 
 
 def candidates(rows: int, group_size: int) -> dict[tuple[str, int], Callable[[], Tensor]]:
-    """The formula, and the validated advantage on each layout, by name and number of rows."""
+    """Calls of the formula, and of the checked advantage on each layout, by name and number of rows."""
     columns = layouts(rows, group_size)
     reward = columns["uniform"][0]
     functions = {("formula", rows): lambda: reshape_formula(reward, group_size)}
@@ -79,9 +79,9 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     sizes = QUICK if options.quick else SIZES
     for group_size, uniform in UNIFORM.items():
         times = {}
-        for size in sizes[:2]:  # these take little time, so they need and can have more rounds
+        for size in sizes[:2]:  # these take little time, so they need more rounds, and can have them
             times |= measure(candidates(size, group_size), 10 * options.rounds)
-        # Measured together, for the growth from one to the other.
+        # Both sizes are measured together, for the growth from one to the other.
         large, largest = (candidates(size, group_size) for size in sizes[2:])
         times |= measure(large | largest, options.rounds)
         rows = []

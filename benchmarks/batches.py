@@ -1,4 +1,4 @@
-"""The batch that benchmarks of rows have in common, and the loop over its minibatches."""
+"""Make the batch that several benchmarks share, and the loop over its minibatches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GROUP_SIZE, MINIBATCHES = 8, 8
 
 
 def collected(rows: int, tokens: int, *, texts: bool = False) -> TensorDict:
-    """Rollouts of one row each, every tenth group with equal rewards."""
+    """A batch of rollouts with one row each. Every tenth group has equal rewards."""
     generator = torch.Generator().manual_seed(0)
     number = torch.arange(rows)
     reward = torch.rand(rows, generator=generator)
@@ -39,12 +39,12 @@ def collected(rows: int, tokens: int, *, texts: bool = False) -> TensorDict:
 
 @cache
 def grpo(minibatches: int, *words: str) -> Pipeline:
-    """The grpo recipe. Composing it takes longer than most measurements."""
+    """Load the grpo recipe once, because composing it takes longer than most measurements."""
     return load_pipeline("pipeline=grpo", f"pipeline.stages.split.minibatches={minibatches}", *words)
 
 
 def grpo_loop(batch: TensorDict, minibatches: int, *words: str) -> Callable[[], None]:
-    """The loop over the minibatches of the grpo recipe, one in memory at a time."""
+    """A loop over the minibatches of the grpo recipe. One minibatch is in memory at a time."""
     pipeline = deepcopy(grpo(minibatches, *words))
 
     def run() -> None:
@@ -55,12 +55,12 @@ def grpo_loop(batch: TensorDict, minibatches: int, *words: str) -> Callable[[], 
 
 
 def in_pieces(batch: TensorDict) -> Callable[[], None]:
-    """The same, with as many minibatches as in most benchmarks."""
+    """The loop with the number of minibatches that most benchmarks use."""
     return grpo_loop(batch, MINIBATCHES)
 
 
 def finished(rows: int) -> TensorDict:
-    """Rollouts of one row each that have ended, group by group."""
+    """Rollouts that have ended, with one row each, group by group."""
     generator, number = torch.Generator().manual_seed(0), torch.arange(rows).unsqueeze(-1)
     columns = {
         "group_id": number // GROUP_SIZE,

@@ -1,9 +1,10 @@
-"""Rows per second to a trainer on Ray and TransferQueue, and bytes through the process that decides.
+"""Measure the rows per second to a trainer on Ray and TransferQueue, and the bytes through the deciding
+process.
 
     python benchmarks/engines.py [--rounds 5] [--rows 4096] [--writers 2]
 
-Writers send the same pieces of 32 rows, four whole groups of 8, through RayAssembler and a plain Ray queue,
-and through RolloutQueue and plain puts and gets of TransferQueue. The plain ones return rows as they were
+Writers send the same pieces of 32 rows (four whole groups of 8) through RayAssembler and a plain Ray queue,
+and through RolloutQueue and plain puts and gets of TransferQueue. The plain ways return rows as they were
 put: they form no groups, count nothing, and refuse nothing.
 """
 
@@ -36,7 +37,7 @@ process that runs assembler and pipeline and sends two ranks their rows, {PIECE 
 
 
 def collected(count: int, writer: int, tokens: int, *, ragged: bool) -> TensorDictBase:
-    """Finished rollouts of one row each, with origins."""
+    """Finished rollouts with one row each, which has its origin."""
     ids = torch.arange(writer * count, (writer + 1) * count)
     zeros = torch.zeros_like(ids)
     columns = {
@@ -61,7 +62,7 @@ def collected(count: int, writer: int, tokens: int, *, ragged: bool) -> TensorDi
 
 
 class Writer:
-    """A process that collects. It has its rows before it is asked to send them."""
+    """A process that collects. It makes its rows before it is asked to send them."""
 
     def collect(self, count: int, writer: int, tokens: int, ragged: bool) -> None:
         """Make rows, in pieces."""
@@ -101,7 +102,7 @@ def bytes_of(thing: Any) -> int:
 
 
 def rates(options: argparse.Namespace, tokens: int, ragged: bool) -> list[Cell]:
-    """A line of the table."""
+    """Measure a line of the table."""
     import ray
     from ray.util.queue import Queue
 
@@ -139,7 +140,7 @@ def rates(options: argparse.Namespace, tokens: int, ragged: bool) -> list[Cell]:
 
 
 class Plain:
-    """Plain puts and gets of TransferQueue, for rows that are encoded already."""
+    """Plain puts and gets of TransferQueue, for rows that are already encoded."""
 
     def __init__(self, partition: str):
         self.partition = partition
@@ -169,7 +170,7 @@ class Plain:
 
 @contextmanager
 def messages() -> Iterator[list[int]]:
-    """Bytes of each message of TransferQueue that this process sends or gets."""
+    """Note the bytes of each message of TransferQueue that this process sends or gets."""
     from transfer_queue.utils.zmq_utils import ZMQMessage
 
     sizes: list[int] = []
@@ -186,7 +187,7 @@ def messages() -> Iterator[list[int]]:
 
 
 def queue_rates(options: argparse.Namespace, tokens: int, ragged: bool) -> list[Cell]:
-    """A line of the second table."""
+    """Measure a line of the second table."""
     import ray
 
     count, found = options.rows // options.writers, {"plain": [], "whole": [], "by key": []}

@@ -1,4 +1,4 @@
-"""Count the planted faults that tests find: one fault at a time, at random places of the product.
+"""Count the planted faults that tests find: one fault at a time, at random places of the code.
 
 python benchmarks/mutation.py [--sample 200] [--seed 1]
 """
@@ -24,12 +24,12 @@ survives."""
 
 
 def folder_of(mutant: Mutant) -> str:
-    """The folder of its file, as in the table of layers in CONTRIBUTING."""
+    """The folder of a mutant's file, as in the table of layers in CONTRIBUTING."""
     return "/".join(mutant.file.split("/")[:-1][:3])
 
 
 def words_of(mutant: Mutant) -> str:
-    """File and lines, in one cell of a table."""
+    """The cell of a table for a mutant: its file and lines."""
     words = f"{mutant.file}: `{mutant.was}` → `{mutant.now}`"
     return " ".join(words.split()).replace("|", r"\|")
 

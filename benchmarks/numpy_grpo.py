@@ -1,8 +1,8 @@
-"""The grpo recipe in plain NumPy: the same decisions and the same gathers, without any other work.
+"""Compute the grpo recipe in plain NumPy: the same decisions and the same gathers, without any other work.
 
-The cost of the pipeline is measured against it, and `tests/house/test_yardstick.py` compares both results.
-The N rows are the segments of U rollouts in P groups, V of them in complete groups; a suffix names the
-index of an array. It has no options, cannot be resumed, and its errors name no ids.
+Benchmarks compare the cost of the pipeline with this code, and `tests/house/test_yardstick.py` compares both
+results. The N rows are the segments of U rollouts in P groups. V rollouts are in complete groups. The suffix
+of a name is the index of the array. This code has no options, cannot be resumed, and its errors name no ids.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Steps(NamedTuple):
 def grpo(
     batch: TensorDict, minibatches: int, *, incomplete: Literal["raise", "drop"] = "raise", drawn: int = 0
 ) -> Iterator[TensorDict]:
-    """The minibatches of ``pipeline=grpo``, of rows without statuses and ends.
+    """Yield the minibatches of ``pipeline=grpo`` for rows without statuses and ends.
 
     Args:
         batch: TensorDict ``[N]``, dense.
-        minibatches: K.
-        incomplete: groups are an error, or dropped.
-        drawn: number of orders that the pipeline has drawn before, one for each batch.
+        minibatches: number of minibatches, K.
+        incomplete: what to do with incomplete groups: ``raise`` an error, or ``drop`` them.
+        drawn: number of permutations that the pipeline has drawn before, one for each batch.
     """
     return gather(batch, decide(read(batch), minibatches, incomplete, drawn))
 
@@ -61,7 +61,7 @@ def read(batch: TensorDict) -> Rows:
 
 
 def decide(rows: Rows, minibatches: int, incomplete: str = "raise", drawn: int = 0) -> Steps:
-    """The rows that train, with their order, step, advantage and weight."""
+    """Decide which rows train, and their order, step, advantage and weight."""
     count, reward_dtype = len(rows.group), rows.reward.dtype
     rollout_N, first_U = number(rows.rollout)
     group_U, first_P = number(rows.group[first_U])
@@ -82,7 +82,7 @@ def decide(rows: Rows, minibatches: int, incomplete: str = "raise", drawn: int =
     votes_U = np.bincount(rollout_N, rows.tokens) > 0
     votes_P = np.bincount(group_U, votes_U)
     votes_N = votes_U[rollout_N]
-    if not votes_U.all():  # a group is compared with the first that votes
+    if not votes_U.all():  # the reward that a group is compared with is that of its first voting rollout
         voters = np.flatnonzero(votes_U)[::-1]
         first_P[group_U[voters]] = voters
 
@@ -92,7 +92,7 @@ def decide(rows: Rows, minibatches: int, incomplete: str = "raise", drawn: int =
     in_loss_N = (differ_P[group_U] & votes_U)[rollout_N]
     filtered_N = ((votes_P > 0) & ~differ_P)[group_U][rollout_N]
 
-    # advantage: A = (R - mean) / (std + 1e-6), and exactly 0 where rewards are equal
+    # advantage: A = (R - mean) / (std + 1e-6), and exactly 0 if rewards are equal
     mean_P = np.bincount(group_U, reward_U * votes_U) / np.maximum(votes_P, 1)
     centred_U = (reward_U - mean_P[group_U]) * votes_U
     std_P = np.sqrt(np.bincount(group_U, centred_U**2) / np.maximum(votes_P - 1, 1))
@@ -108,7 +108,7 @@ def decide(rows: Rows, minibatches: int, incomplete: str = "raise", drawn: int =
     require(len(order_V) % minibatches == 0, "rollouts are a multiple of minibatches")
     place_U = np.full(len(first_U), len(order_V))
     place_U[order_V] = np.arange(len(order_V))
-    step_U = place_U // max(len(order_V) // minibatches, 1)  # K for those that are dropped
+    step_U = place_U // max(len(order_V) // minibatches, 1)  # K for dropped rollouts
     step_N = step_U[rollout_N]
     fanned_out = len(first_U) < count
     order = np.argsort(place_U[rollout_N], kind="stable")[: len(key)] if fanned_out else first_U[order_V]
@@ -159,7 +159,7 @@ def gather(batch: TensorDict, steps: Steps) -> Iterator[TensorDict]:
 
 
 def number(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Ids as 0 to n - 1, by row, and the first row of each of the n."""
+    """Number the n ids from 0 to n - 1: the number for each row, and the first row of each id."""
     if (ids[1:] >= ids[:-1]).all():  # ascending: no sort
         begins = np.concatenate([[True], ids[1:] != ids[:-1]])
         return np.cumsum(begins) - 1, np.flatnonzero(begins)

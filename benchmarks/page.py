@@ -37,11 +37,11 @@ HOW = """## How it was measured
 - "(≤ 2)" is a target. A number that misses its target is bold.
 """
 Number = Callable[[str, str, str, str], float]
-"""The value of a cell, by benchmark, table, row and column; raises KeyError if it was not measured."""
+"""A function that returns a cell by benchmark, table, row and column; KeyError if it was not measured."""
 
 
 def page(results: Mapping[str, dict]) -> str:
-    """Make the page from results by name of the benchmark, in order."""
+    """Make the page from the results of benchmarks, by name and in order."""
     tables = {name: [Table.of(plain) for plain in result["tables"]] for name, result in results.items()}
     every = [table for some in tables.values() for table in some]
     parts = [HEAD, *_costs(tables), HOW, *_machines(results), _targets(every)]
@@ -129,7 +129,7 @@ def _costs(tables: Mapping[str, list[Table]]) -> list[str]:
 
 
 def _machines(results: Mapping[str, dict]) -> list[str]:
-    """The machines of the results: a line for each machine, set of versions and day."""
+    """The lines about machines: one for each machine, set of versions and day."""
     if not results:
         return ["Nothing was measured."]
     lines: dict[str, list[str]] = {}
@@ -151,7 +151,7 @@ def _machines(results: Mapping[str, dict]) -> list[str]:
 
 
 def _targets(tables: list[Table]) -> str:
-    """The number of targets that are met, in all and by table."""
+    """The section about targets: how many are met, in total and for each table."""
     lines, met, total = [], 0, 0
     for table in tables:
         missed = [

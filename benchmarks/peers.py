@@ -1,10 +1,10 @@
-"""The advantage alone, against other frameworks.
+"""Compare the time of the advantage alone with other frameworks.
 
     python benchmarks/peers.py [--rounds 3]
 
-The implementations of TRL, verl, miles and rllm are our own, from their documentation, with the containers
-that they use. No code is copied. Their other work (tokens, masks, metrics, device copies) is left out,
-which makes them faster. MCAdvantage is TorchRL's own. The sources are:
+We wrote the functions for TRL, verl, miles and rllm from their documentation, with the containers that they
+use. No code is copied. Their other work (tokens, masks, metrics, device copies) is left out, so our functions
+are faster. MCAdvantage is TorchRL's own code. The sources are:
 
 - TRL, `trl/trainer/grpo_trainer.py` at d2b69d769dab6f77acbfd33252bcd7d22765571b;
 - verl, its estimator `grpo_vectorized` in `verl/trainer/ppo/core_algos.py` and `verl/utils/groupwise.py` at
@@ -43,14 +43,15 @@ they check nothing."""
 
 
 def trl(rewards: Tensor) -> Tensor:
-    """For rewards in the order of their groups: subtract the mean of each group, and divide by its std."""
+    """Subtract the mean of each group, and divide by its std. Rewards are in the order of their groups."""
     groups = rewards.view(-1, GROUP_SIZE)
     mean, std = (by_group.repeat_interleave(GROUP_SIZE) for by_group in (groups.mean(1), groups.std(1)))
     return (rewards - mean) / (std + EPS)
 
 
 def verl_vectorised(scores: Tensor, uids: np.ndarray) -> Tensor:
-    """Counts, sums and sums of squares by uid, without a loop. One score has the mean 0 and the std 1.
+    """Use counts, sums and sums of squares by uid, without a loop. A single score has the mean 0 and the std
+    1.
 
     Integers are used as they are. Other uids are numbered in their order.
     """
@@ -66,7 +67,7 @@ def verl_vectorised(scores: Tensor, uids: np.ndarray) -> Tensor:
 
 
 def verl(scores: Tensor, uids: list[str]) -> Tensor:
-    """Collect rewards by the text of the prompt; for each row, subtract the mean and divide by the std."""
+    """Collect rewards by the text of the prompt. For each row, subtract the mean and divide by the std."""
     by_uid: dict[str, list[Tensor]] = defaultdict(list)
     for row, uid in enumerate(uids):
         by_uid[uid].append(scores[row])
@@ -81,7 +82,7 @@ def verl(scores: Tensor, uids: list[str]) -> Tensor:
 
 
 def miles(rewards: list[float], groups: list[int], rollouts: list[int]) -> list[float]:
-    """Collect a reward per rollout by group; for each group, subtract the mean and divide by the std."""
+    """Collect one reward per rollout by group. For each group, subtract the mean and divide by the std."""
     by_group: dict[int, dict[int, float]] = defaultdict(dict)
     for reward, group, rollout in zip(rewards, groups, rollouts, strict=True):
         by_group[group].setdefault(rollout, reward)
@@ -101,7 +102,7 @@ class Trajectory:
 
 
 def rllm(trajectories: list[Trajectory], tasks: list[str]) -> list[float]:
-    """The same in NumPy, with trajectories by task and the std with divisor n."""
+    """Do this in NumPy, with trajectories by task, and with a std that has the divisor n."""
     by_task: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory, task in zip(trajectories, tasks, strict=True):
         by_task[task].append(trajectory)
@@ -115,12 +116,12 @@ def rllm(trajectories: list[Trajectory], tasks: list[str]) -> list[float]:
 
 
 def shuffled(rows: int) -> Tensor:
-    """(N,) the number of the rollout of each row; groups have consecutive ones."""
+    """(N,) the number of each row's rollout, shuffled. The rollouts of a group have consecutive numbers."""
     return torch.randperm(rows, generator=torch.Generator().manual_seed(0))
 
 
 def candidates(rows: int) -> dict[str, Callable[[], object]]:
-    """The functions, each with its own containers, which are filled before."""
+    """The functions. Each has containers of its own, which are filled before it is measured."""
     order = shuffled(rows)
     group, reward = order // GROUP_SIZE, torch.rand(rows, generator=torch.Generator().manual_seed(1))
     uids, groups, rollouts = [f"prompt {g}" for g in group.tolist()], group.tolist(), order.tolist()
@@ -139,7 +140,7 @@ def candidates(rows: int) -> dict[str, Callable[[], object]]:
 
 
 def check(functions: dict[str, Callable[[], object]]) -> None:
-    """Check that all give the same numbers, except for rllm's divisor and TRL's order."""
+    """Check that all functions give the same numbers, except for rllm's divisor and TRL's order."""
     ours = functions["headrace"]()
     divisor = {"rllm": ((GROUP_SIZE - 1) / GROUP_SIZE) ** 0.5}
     for name, function in functions.items():
@@ -152,7 +153,7 @@ def check(functions: dict[str, Callable[[], object]]) -> None:
 
 
 def torchrl(rows: int) -> Callable[[], None]:
-    """MCAdvantage, on rows as collectors yield them, by group."""
+    """A call of MCAdvantage on rows as collectors yield them, group by group."""
     number = torch.arange(rows).unsqueeze(-1)
     columns = {
         "group_id": number // GROUP_SIZE,
@@ -171,7 +172,7 @@ def torchrl(rows: int) -> Callable[[], None]:
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    """The one table."""
+    """Make the table."""
     sizes, times = (64, 128) if options.quick else (8_192, 131_072), []
     for size in sizes:
         functions = candidates(size)

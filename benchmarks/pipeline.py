@@ -1,4 +1,4 @@
-"""The grpo recipe, against a plain gather of the batch.
+"""Compare the time of the grpo recipe with that of a plain gather of the batch.
 
     python benchmarks/pipeline.py [--rounds 9]
 
@@ -25,13 +25,13 @@ from headrace.transforms import take_rows
 
 sys.path.append(
     str(Path(__file__).parent.parent / "tests" / "support")
-)  # after benchmarks/, which has a batches.py, too
+)  # after benchmarks/, which also has a batches.py
 from live_bytes import LiveBytes, bytes_of
 
-# Rows, and tokens of each: 15, 115 and 235 MB, then few long rows, and many short ones.
+# Numbers of rows, and of tokens of a row: 15, 115 and 235 MB, then few long rows, and many short rows.
 SHAPES = ((512, 2048), (4000, 2048), (8192, 2048), (512, 16_384), (65_536, 128))
 TARGETED, TARGETS = SHAPES[1], {"pipeline": 1.9, "minibatches": 2.0}
-PEAK = 0.15  # of the batch
+PEAK = 0.15  # target for the peak memory, as a share of the batch
 WITH_TEXTS = 3.5
 NOTE = f"""A gather copies all rows in random order. No shuffle can do less. The column "gather" has the
 time of the gather. The next columns are other times, divided by the time of the gather:
@@ -47,7 +47,7 @@ TEXTS = """Rows of 16 tokens with a prompt and a text. The column "without" has 
 
 
 def gather_pieces(batch: TensorDict, order: torch.Tensor) -> Callable[[], None]:
-    """All rows in random order, a piece in memory at a time."""
+    """A gather of all rows in random order, with one piece in memory at a time."""
 
     def run() -> None:
         for rows in order.chunk(MINIBATCHES):
@@ -69,14 +69,14 @@ def candidates(batch: TensorDict, pipeline: Pipeline) -> dict[str, Callable[[], 
 
 
 def peak_memory(batch: TensorDict, loop: Callable[[], object]) -> float:
-    """The peak of a loop's bytes of tensors, after a first run, divided by the bytes of the batch."""
+    """The peak memory of a loop's tensors after a first run, divided by the size of the batch."""
     with LiveBytes() as memory:
         loop()
     return memory.peak / bytes_of(batch)
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    """Rows of tensors, and rows with texts."""
+    """Make the tables for rows of tensors, and for rows with texts."""
     rows, head, pipeline = [], [], load_pipeline("pipeline=grpo")
     for shape in SHAPES:
         count, tokens = (64, 16) if options.quick else shape

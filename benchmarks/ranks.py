@@ -1,8 +1,8 @@
-"""Ranks that share a batch.
+"""Measure ranks that share a batch.
 
     python benchmarks/ranks.py [--ranks 2] [--rounds 10]
 
-The grpo recipe on ranks that each have their own rows. With more ranks than cores, ranks wait for a core.
+Each rank runs the grpo recipe on its own rows. With more ranks than cores, ranks wait for a core.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from batches import MINIBATCHES, collected, grpo_loop
 from results import main
 from tables import Cell, Row, Table
 
-SIZES, TOKENS = (1024, 8192), 16  # rows of a rank, tokens of each
-TARGET = 1.5  # of the smallest
+SIZES, TOKENS = (1024, 8192), 16  # rows of a rank, tokens of a row
+TARGET = 1.5  # target of the smallest size
 NOTE = f"""The time, in ms, of the loop over the {MINIBATCHES} minibatches of the grpo recipe: on a rank,
 and in one process, which has the rows of all ranks. "2 × 1,024" is two ranks with 1,024 rows each. The
 ratio is that of the CPU times. A collective is an exchange between the ranks; the last column counts
 those of a rank for a batch."""
-# The methods of a process group; only those that this version has are counted.
+# The methods of a process group. Methods that this version lacks are not counted.
 COLLECTIVES = """allgather _allgather_base allgather_coalesced allgather_into_tensor_coalesced allreduce
 allreduce_coalesced alltoall alltoall_base barrier monitored_barrier broadcast gather scatter reduce
 reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced recv recv_anysource send"""
@@ -49,21 +49,21 @@ def free_port() -> int:
 
 
 def loops(rank: int, ranks: int, rows: int, tokens: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """The loop of a rank with `rows`, and the loop of one process with the rows of all ranks."""
+    """Make the loop of a rank with `rows` rows, and the loop of one process with the rows of all ranks."""
     every = collected(ranks * rows, tokens)
     mine = every[rank * rows : (rank + 1) * rows].clone()
     return grpo_loop(mine, MINIBATCHES, "pipeline.process_group=world"), grpo_loop(every, MINIBATCHES)
 
 
 def seconds(function: Callable[[], object]) -> tuple[float, float]:
-    """CPU time of this thread, and wall time."""
+    """Measure the CPU time of this thread, and the wall time, of a call."""
     wall, cpu = time.perf_counter(), time.thread_time()
     function()
     return time.thread_time() - cpu, time.perf_counter() - wall
 
 
 def run_rank(rank: int, ranks: int, sizes: list[int], rounds: int, port: int, results: Any) -> None:
-    """Run one rank. The first puts its times by round into `results`, as a rank and alone."""
+    """Run one rank. The first rank puts its times in each round, as a rank and alone, into `results`."""
     join_ranks(rank, ranks, port)
     for rows in sizes:
         shared, single = loops(rank, ranks, rows, TOKENS)
@@ -79,7 +79,7 @@ def run_rank(rank: int, ranks: int, sizes: list[int], rounds: int, port: int, re
 
 
 def count_collectives(function: Callable[[], object]) -> int:
-    """How often a function calls the process group."""
+    """Count how often a function calls the process group."""
     count = 0
     with ExitStack() as patches:
         for name in COLLECTIVES.split():
@@ -96,9 +96,9 @@ def count_collectives(function: Callable[[], object]) -> int:
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    """The one table."""
+    """Make the table."""
     sizes = [32 + 8 * i if options.quick else rows for i, rows in enumerate(SIZES)]
-    results = torch.multiprocessing.get_context("fork").SimpleQueue()  # so that nothing is imported again
+    results = torch.multiprocessing.get_context("fork").SimpleQueue()  # no imports in the new processes
     arguments = (options.ranks, sizes, options.rounds, free_port(), results)
     torch.multiprocessing.start_processes(run_rank, arguments, options.ranks, start_method="fork")
     lines = []

@@ -21,7 +21,7 @@ from rich.console import Console
 from tables import Cell, Row, Table
 
 PER_STEP, GROUP_SIZE = 8192, 8
-TARGET = 40_000  # rows a second
+TARGET = 40_000  # rows per second
 NOTE = f"""A Parquet dump with a prompt and a response in each row, {PER_STEP:,} rows a step.
 `task=replay` reads it, runs the default recipe, and writes report, page and dump. Times are wall times.
 
@@ -58,7 +58,7 @@ def write(folder: Path, rows: int) -> int:
 
 
 def replay(source: Path, output: Path, results: multiprocessing.SimpleQueue) -> None:
-    """Run the task; put its seconds, the peak MiB before and after, and its trained rows into `results`."""
+    """Run the task. Put its seconds, the peak MiB before and after, and its trained rows into `results`."""
     import torch
     from hydra import compose, initialize_config_module
 
@@ -77,8 +77,8 @@ def replay(source: Path, output: Path, results: multiprocessing.SimpleQueue) -> 
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    """The one table."""
-    # In a quick run, a fork has done the imports.
+    """Make the table."""
+    # In a quick run, a fork of this process need not import anything.
     context = multiprocessing.get_context("fork" if options.quick else "spawn")
     with tempfile.TemporaryDirectory() as folder:
         size = write(Path(folder) / "dump", options.rows)
@@ -87,7 +87,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
             pq.read_table(path)
         reading = time.perf_counter() - start
         results = context.SimpleQueue()
-        # In its own process, so that the peak memory is that of the task.
+        # The task runs in its own process, so that the peak memory is that of the task.
         process = context.Process(target=replay, args=(Path(folder) / "dump", Path(folder) / "out", results))
         process.start()
         process.join()

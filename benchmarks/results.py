@@ -48,19 +48,19 @@ def main(
     warm: bool = True,
     **numbers: tuple[int, int],
 ) -> None:
-    """Run a benchmark as a script: print its tables, and write them where `--json` says.
+    """Run a benchmark as a script: print its tables, and write them to the file of `--json`.
 
     Args:
-        tables: the benchmark; it takes the options below, and `quick`.
-        doc: its module's docstring, for ``--help``.
-        warm: run without page faults.
-        numbers: further options, by name, each with its default and its value under ``--quick``.
+        tables: the function of the benchmark. Its argument has the options below, and `quick`.
+        doc: the docstring of the benchmark's module, for ``--help``.
+        warm: whether to run without page faults.
+        numbers: further options by name, each with its default and its value for ``--quick``.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--quick", action="store_true", help="tiny, to see that it runs; numbers mean nothing"
+        "--quick", action="store_true", help="tiny sizes, to see that it runs; the numbers mean nothing"
     )
-    parser.add_argument("--json", type=Path, help="the file to write what was found into")
+    parser.add_argument("--json", type=Path, help="the file to which the results are written")
     for name, (full, quick) in numbers.items():
         parser.add_argument(f"--{name}", type=int, help=f"{full:,}; {quick:,} if quick")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The groups that a run trains, by their latency: simulated runs around the real assembler.
+"""Measure which groups a run trains, by their latency, in simulated runs around the real assembler.
 
 python benchmarks/runs.py [--seeds 5] [--ticks 3000]
 """
@@ -77,7 +77,7 @@ def table_of(world: World, policy: str) -> Mapping[str, float]:
 
 
 def tables(options: argparse.Namespace) -> list[Table]:
-    """A table for each world."""
+    """Make a table for each world."""
     seeds, ticks = options.seeds, options.ticks
     places = [(title, policy, seed) for title in WORLDS for policy in POLICIES for seed in range(seeds)]
     worlds = {(title, seed): replace(WORLDS[title], ticks=ticks, seed=seed) for title, _, seed in places}

@@ -1,11 +1,11 @@
-"""The cost of a rollout in the control path, which only handles the table, without tokens.
+"""Measure the cost of a rollout in the control path, which only handles the table, without tokens.
 
     python benchmarks/scaling.py [--processes 2 4 8] [--rounds 5]
 
-It measures one process with a thousand to ten million rollouts; gloo ranks; and one of 1,024 ranks with 1,024
-rollouts each. The other 1,023 ranks do not run; their data are given. With more processes than cores, wall
-times include the wait for a core. `docs/scale.md` explains the results, and `engines.py` measures Ray and
-TransferQueue.
+It measures one process with a thousand to ten million rollouts; several gloo ranks; and one of 1,024 ranks
+with 1,024 rollouts each. In the last case, the other 1,023 ranks do not run, and their data are given. With
+more processes than cores, wall times include the wait for a core. `docs/scale.md` explains the results, and
+`engines.py` measures Ray and TransferQueue.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from headrace.transforms.ranks import Ranks
 
 GROUP_SIZE = 8
 SIZES = (10**3, 10**4, 10**5, 10**6, 10**7)
-MODEL = (1024, 1024)  # ranks, rollouts of each
+MODEL = (1024, 1024)  # ranks, rollouts of each rank
 CONSOLE = Console(soft_wrap=True)
 
 
 def table_only(rollouts: int, process: int = 0) -> TensorDict:
-    """Rollouts of one row each: ids, rewards and ends, and no tokens."""
+    """Rollouts with one row each: ids, rewards and ends, but no tokens."""
     ids = torch.arange(process * rollouts, (process + 1) * rollouts)
     columns = {
         "group_id": ids // GROUP_SIZE,
@@ -56,7 +56,7 @@ class Exchanged:
         self.sent = self.received = 0
         counted = partial(self.all_gather, dist.all_gather)
         dist.all_gather = counted
-        dist.distributed_c10d.all_gather = counted  # for objects
+        dist.distributed_c10d.all_gather = counted  # the name by which objects are gathered
 
     def all_gather(self, do: Any, found: list[torch.Tensor], tensor: torch.Tensor, **options: Any) -> None:
         self.sent += tensor.nbytes
@@ -70,7 +70,7 @@ def control_pipeline(*words: str) -> Pipeline:
 
 
 def decide(pipeline: Pipeline, rows: TensorDict, rounds: int) -> tuple[float, float, float]:
-    """Median CPU and wall seconds, and bytes of the table per row. No row is gathered."""
+    """Return the median CPU and wall seconds, and the bytes of the table per row. No row is gathered."""
     cpus, walls = [], []
     for _ in range(rounds + 1):
         wall, cpu = time.perf_counter(), time.process_time()
@@ -83,7 +83,7 @@ def decide(pipeline: Pipeline, rows: TensorDict, rounds: int) -> tuple[float, fl
 
 
 def run_control(rank: int, options: argparse.Namespace, processes: int, port: int) -> None:
-    """The control path on this rank's rows; the first rank prints."""
+    """Run the control path on this rank's rows. The first rank prints the results."""
     join_ranks(rank, processes, port)
     exchanged, pipeline = Exchanged(), control_pipeline("pipeline.process_group=world")
     for size in SIZES[:-1]:
@@ -109,7 +109,7 @@ def run_control(rank: int, options: argparse.Namespace, processes: int, port: in
 
 
 class OneOfMany(Ranks):
-    """One of many ranks of equal size, in one process. It has the data that the others would send."""
+    """One of many ranks of equal size, in one process. It has the data that the other ranks would send."""
 
     def __init__(self, size: int, columns: dict[Any, torch.Tensor]):
         self.group, self.shared_ids, self.size, self.rank = None, "same", size, 0
@@ -129,7 +129,7 @@ class OneOfMany(Ranks):
 
 
 def measure_model(options: argparse.Namespace) -> None:
-    """Measure the decision on one of very many ranks."""
+    """Measure the decision on one of many ranks."""
     ranks, rollouts = MODEL
     rows = ranks * rollouts
     columns = dict(control_pipeline().run(table_only(rows)).known_rows.table.columns)
@@ -144,7 +144,7 @@ def measure_model(options: argparse.Namespace) -> None:
 
 
 def measure_control(options: argparse.Namespace) -> None:
-    """One process, then ranks, then the model."""
+    """Measure one process, then ranks, then one of many ranks."""
     pipeline = control_pipeline()
     for rollouts in SIZES if options.processes else ():
         rows = table_only(rollouts // GROUP_SIZE * GROUP_SIZE)

@@ -28,11 +28,11 @@ measure = partial(measure_by, clock=time.thread_time)
 
 
 def sequence_stages(rounds: int, quick: bool) -> list[Row]:
-    """A line for each measure: the formula in ms, if there is one, and the number for headrace.
+    """Make a line for each measure: the formula in ms, if there is one, and the number for headrace.
 
     Args:
-        rounds: number of rounds; their median is shown.
-        quick: tiny, to see that it runs.
+        rounds: number of rounds. The table shows their median.
+        quick: whether to use tiny sizes, to see that it runs.
     """
     torch.manual_seed(0)
     return [
@@ -65,7 +65,7 @@ def sharing(rows: int, tokens: int, group_size: int) -> TensorDict:
 
 
 def tree_advantages(rows: int, tokens: int, sizes: tuple[int, int], rounds: int) -> list[Row]:
-    """The advantages of small groups and of large groups, with the same number of rows."""
+    """Measure the advantages of small groups and of large groups, with the same number of rows."""
     few, many = (sharing(rows, tokens, size) for size in sizes)
     stage = TreeAdvantage()
     times = measure({"few": lambda: stage(few), "many": lambda: stage(many)}, rounds)
@@ -115,7 +115,7 @@ def in_rows(packed: TensorDict, rows: int, tokens: int) -> Callable[[], list[Ten
 
 
 def packing(rows: int, tokens: int, rounds: int) -> list[Row]:
-    """A million tokens, in time per token."""
+    """Measure the packing of a million tokens, in time per token."""
     batch = sharing(rows, tokens, GROUP_SIZE)
     packed = pack(batch)
     calls = {
@@ -142,7 +142,7 @@ def packing(rows: int, tokens: int, rounds: int) -> list[Row]:
 
 
 def packing_little(rows: int, tokens: int, rounds: int) -> list[Row]:
-    """A micro-batch so small that its cost is that of its calls."""
+    """Measure a micro-batch that is so small that calls are its only cost."""
     batch = sharing(rows, tokens, GROUP_SIZE)
     packed, tree = (partial(pack, batch, tree=tree) for tree in (False, True))
     times = measure({"pack": packed, "tree": tree, "torch": end_to_end(batch)}, rounds)
@@ -160,7 +160,7 @@ def packing_little(rows: int, tokens: int, rounds: int) -> list[Row]:
 
 
 def merged_turns(rollouts: int, turns: int, tokens: int, rounds: int) -> Row:
-    """Rollouts whose turns are rows, each with all earlier turns as its prompt."""
+    """Measure rollouts whose turns are rows. Each row has all earlier turns as its prompt."""
     rows, width = rollouts * turns, turns * tokens
     batch = collected(rows, width)
     words = torch.randint(0, 30_000, (rollouts, width)).repeat_interleave(turns, 0)
@@ -184,7 +184,7 @@ def merged_turns(rollouts: int, turns: int, tokens: int, rounds: int) -> Row:
 
 
 def ragged(rows: int, tokens: int) -> LazyStackedTensorDict:
-    """Rows as a collector of a language model yields them: of different lengths, in a lazy stack."""
+    """Rows like those of collectors of language models: a lazy stack of different lengths."""
     batch = collected(rows + -rows % GROUP_SIZE, tokens).exclude("masks")
     made = []
     for row in batch[:rows].unbind(0):
@@ -199,7 +199,7 @@ def ragged(rows: int, tokens: int) -> LazyStackedTensorDict:
 
 
 def dense_rows(rows: int, tokens: int, rounds: int) -> Row:
-    """Ragged rows, padded on the left."""
+    """Measure how long it takes to pad ragged rows on the left."""
     batch = ragged(rows, tokens)
     per_token = {TOKENS: 0, REAL: False, LOG_PROBS: torch.nan}
     parts = {("tokens", "prompt"), ("tokens", "response")}
@@ -225,7 +225,7 @@ def dense_rows(rows: int, tokens: int, rounds: int) -> Row:
 
 
 def calls_by_row(few: int, many: int) -> Row:
-    """The number of operator calls for each further ragged row."""
+    """Count the operator calls for each further ragged row."""
     more = [operator_calls(partial(DENSE, ragged(rows, 16))) for rows in (few, many)]
     found = Cell((more[1] - more[0]) / (many - few), ".1f", 0)
     return Row("DenseRows, in operator calls for each row", [Cell(None), found])

@@ -2,7 +2,7 @@
 
     python benchmarks/stages.py [--rounds 9]
 
-Each stage gets the output of the stage before it. Operator calls are those that reach a TorchDispatchMode.
+Each stage gets the output of the previous stage. Operator calls are counted by a TorchDispatchMode.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OF_TOKENS = {
     "running": RunningBaseline(),
 }
 GATHER_BY_TOKEN = "gather, by token"
-LARGE, SMALL = (4000, 2048), (64, 16)  # rows, tokens of each
+LARGE, SMALL = (4000, 2048), (64, 16)  # rows, tokens of each row
 OPERATORS, MILLISECONDS = 400, 3.0
 NOTE = """First the stages of the grpo recipe in order, then other stages. "Over a gather" is the time of
 the stage, divided by the time of a gather of its batch. The last two columns are for a batch of 64 × 16
@@ -62,7 +62,7 @@ FIXED = f"""The grpo recipe on 64 rows of 16 tokens: a loop over {MINIBATCHES} m
 
 
 def stage_calls(rows: int, tokens: int) -> dict[str, Callable[[], object]]:
-    """Each stage on the output of the stage before it; first a gather of its batch."""
+    """Calls of each stage on the output of the previous stage. The first entry is a gather of the batch."""
     batch = collected(rows, tokens)
     order = torch.randperm(rows)
     calls: dict[str, Callable[[], object]] = {"gather": lambda batch=batch: take_rows(batch, order)}
@@ -90,7 +90,7 @@ def stage_calls(rows: int, tokens: int) -> dict[str, Callable[[], object]]:
 
 
 def with_token_columns(batch: TensorDictBase) -> TensorDictBase:
-    """Add the columns of stages for tokens and turns: a second policy, and four turns with a reward each."""
+    """Add columns for stages of tokens and turns: those of a second policy, and four turns with rewards."""
     log_prob = batch["log_probs", "full"]
     rows, tokens = log_prob.shape
     turn = (4 * torch.arange(tokens) // tokens).expand(rows, tokens)
@@ -106,7 +106,7 @@ def _call(stage: Callable[[Any], Any], batch: Any) -> Callable[[], object]:
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    """Stages, and the whole of a small batch."""
+    """Make the tables of stages, and of the whole recipe on a small batch."""
     shape = SMALL if options.quick else LARGE
     large, small = stage_calls(*shape), stage_calls(*SMALL)
     times, fixed = measure(large, options.rounds), measure(small, 20 * options.rounds)

@@ -1,4 +1,5 @@
-"""Other costs of a step: the split under a token budget, the report, and a checkpoint of waiting rows.
+"""Measure other costs of a step: the split under a token budget, the report, and a checkpoint of waiting
+rows.
 
 Each cost is next to the code that it is compared with. `benchmarks/tokens.py` prints these rows.
 """
@@ -27,14 +28,14 @@ from headrace.transforms import GroupAssembler, ShuffleSplit, assign_rows
 
 sys.path.append(
     str(Path(__file__).parent.parent / "tests" / "support")
-)  # after benchmarks/, which has a batches.py, too
+)  # after benchmarks/, which also has a batches.py
 from first_fits import plain_first_fit
 
 MINIBATCHES, PIECE = 8, 64
 
 
 def split_under_a_budget(rounds: int, *, quick: bool) -> list[Row]:
-    """The whole stage with a token budget, relative to the stage without a budget."""
+    """Measure the split stage with a token budget, relative to the stage without a budget."""
     rows, tokens, budget = (400, 16, 128) if quick else (100_000, 64, 1024)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(tokens // 4, tokens + 1, (rows, 1), generator=generator)
@@ -56,7 +57,7 @@ def split_under_a_budget(rounds: int, *, quick: bool) -> list[Row]:
 
 
 def more_bins_than_first_fit(*, quick: bool) -> list[Row]:
-    """How often a budget needs more micro-batches than a plain loop over the rows in order."""
+    """Count how often the split needs more micro-batches than a plain loop over the rows in order."""
     generator, more, draws = torch.Generator().manual_seed(0), 0, 10 if quick else 300
     for _ in range(draws):
         lengths = torch.randint(50, 91, (20,), generator=generator)
@@ -66,16 +67,16 @@ def more_bins_than_first_fit(*, quick: bool) -> list[Row]:
 
 
 def gather(batch: TensorDict, order: Tensor) -> list[Tensor]:
-    """The columns of a batch in another order."""
+    """Gather the columns of a batch in another order."""
     return [column.index_select(0, order) for column in batch.values(include_nested=True, leaves_only=True)]
 
 
 def reports(rounds: int, *, quick: bool) -> list[Row]:
-    """Reports of a step: with shared tokens, relative to a gather; and of a small step, in ms."""
+    """Measure reports: with shared tokens, relative to a gather; and of a small step, in ms."""
 
     def processed(rows: int, tokens: int) -> tuple[TensorDict, object]:
         batch = collected(rows, tokens)
-        prompt = tokens // 4  # then a response; the row is padded on the left
+        prompt = tokens // 4  # the response follows; rows are padded on the left
         full, mask = batch["tokens", "full"], batch["masks", "all_assistant_mask"]
         length = (mask.sum(1, keepdim=True) - prompt).clamp_min(1)
         place = torch.arange(tokens) - (tokens - prompt - length)
@@ -126,7 +127,7 @@ def reports(rounds: int, *, quick: bool) -> list[Row]:
 
 
 def waiting(rows: int) -> tuple[TensorDict, GroupAssembler]:
-    """Finished rollouts of one row, and an assembler that holds all of them in small pieces."""
+    """Finished rollouts with one row each, and an assembler that holds all of them in small pieces."""
     batch, assembler = finished(rows), GroupAssembler(groups=rows)
     for piece in batch.split(PIECE):
         assembler.put(piece)
@@ -172,7 +173,7 @@ def checkpoints(rounds: int, *, quick: bool) -> list[Row]:
 
 
 def step_costs(rounds: int, quick: bool) -> list[Row]:
-    """All measures: the formula in ms, if there is one; and headrace relative to it, or as the name says."""
+    """Make all lines: the formula in ms, if there is one; and headrace over it, or as the name says."""
     return [
         *split_under_a_budget(rounds, quick=quick),
         *more_bins_than_first_fit(quick=quick),

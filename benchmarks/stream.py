@@ -3,9 +3,9 @@
     python benchmarks/stream.py [--rounds 1] [--rows 100000]
 
 Rows arrive in pieces of 1,000, each row within 4,000 rows of its original position, and leave in groups of 8.
-They are dense batches, and with a tenth of the rows, lazy stacks of ragged rows as from LLMCollector.
-MCAdvantage also computes an advantage, which costs little. It does not handle failed, late, repeated or
-missing rollouts, and has no saved state.
+The rows are dense batches. A second line has a tenth of them as lazy stacks of ragged rows, like
+LLMCollector's. MCAdvantage also computes an advantage, which costs little. It does not handle failed, late,
+repeated or missing rollouts, and has no saved state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchrl.objectives.llm import MCAdvantage
 from headrace.transforms import GroupAssembler
 
 PIECE, NEAR = 1000, 4000
-TARGET = 50  # for dense rows; a ragged row is a TensorDict, and copying it costs most
+TARGET = 50  # for dense rows only: copying ragged rows, which are TensorDicts, costs most
 NOTE = f"""Rows arrive in pieces of {PIECE:,}. Each row is at most {NEAR:,} rows away from its original
 position. The ratio is the time of TorchRL's MCAdvantage, divided by that of `GroupAssembler`. MCAdvantage
 also computes an advantage, which takes little time."""
@@ -37,14 +37,14 @@ per second of CPU time through `GroupAssembler`, without and with a `journal`. T
 
 
 def dense_rows(count: int) -> TensorDict:
-    """Finished rollouts of one row, each within NEAR of its place."""
+    """Finished rollouts with one row each. A row is within NEAR rows of its original position."""
     generator = torch.Generator().manual_seed(1)
     place = torch.arange(count) + torch.rand(count, generator=generator) * NEAR
     return finished(count)[place.argsort()]
 
 
 def ragged(rows: TensorDict) -> TensorDictBase:
-    """The same rows with 8 to 15 tokens each, in a lazy stack."""
+    """Make a lazy stack of these rows, with 8 to 15 tokens each."""
     singles = [row.clone() for row in rows.unbind(0)]
     for number, row in enumerate(singles):
         row["tokens", "full"] = row["tokens", "full"][: 8 + number % 8]
@@ -65,7 +65,7 @@ def assemble(pieces: Sequence[TensorDictBase], journal: str | None = None) -> in
 
 
 def queue(pieces: Sequence[TensorDictBase]) -> int:
-    """Do the same with MCAdvantage, which returns groups that have become whole."""
+    """Assemble the pieces with MCAdvantage, which returns groups that have become whole."""
     advantage, out = MCAdvantage(grpo_size=GROUP_SIZE, prompt_key="group_id"), 0
     for piece in pieces:
         batch = advantage.inv(piece.clone(recurse=False))
@@ -74,7 +74,7 @@ def queue(pieces: Sequence[TensorDictBase]) -> int:
 
 
 def compare(rows: TensorDictBase, rounds: int, target: float | None) -> list[Cell]:
-    """A line of the table."""
+    """Measure a line of the table."""
     pieces, found = rows.split(PIECE), set()
 
     def counted(function: Callable[[Sequence[TensorDictBase]], int]) -> Callable[[], None]:
@@ -88,13 +88,13 @@ def compare(rows: TensorDictBase, rounds: int, target: float | None) -> list[Cel
 
 
 def assemble_durably(pieces: Sequence[TensorDictBase]) -> int:
-    """The same, with a journal."""
+    """Assemble the pieces with a journal."""
     with tempfile.TemporaryDirectory() as folder:
         return assemble(pieces, f"{folder}/rows.journal")
 
 
 def cost(rows: TensorDictBase, rounds: int) -> list[Cell]:
-    """A line of the table of journals."""
+    """Measure a line of the table of journals."""
     pieces = rows.split(PIECE)
     functions = {"without": lambda: assemble(pieces), "with": lambda: assemble_durably(pieces)}
     times = measure(functions, rounds)
@@ -103,7 +103,7 @@ def cost(rows: TensorDictBase, rounds: int) -> list[Cell]:
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    """Both of them."""
+    """Make both tables."""
     kinds = {
         "dense": (dense_rows(options.rows), TARGET),
         "ragged": (ragged(dense_rows(options.rows // 10)), None),

@@ -27,7 +27,7 @@ import headrace
 from headrace.transforms import BatchTransform
 
 ROOT = Path(__file__).parent.parent
-SMALL, ONE_PIECE = (64, 100), (512, 100)  # rows, tokens of each
+SMALL, ONE_PIECE = (64, 100), (512, 100)  # rows, tokens of each row
 ASKED_BY_TORCHRL = {"requires_shared_write_state"}
 NOTE_RUN = f"""Counts for the loop over the minibatches of the grpo recipe: {SMALL[0]} rows in
 {MINIBATCHES} minibatches, if the line does not say otherwise. Files and functions are those of headrace. On
@@ -47,7 +47,7 @@ class Operators(TorchDispatchMode):
 
 
 def operator_calls(function: Callable[[], object]) -> int:
-    """Operator calls of a function that has run before."""
+    """Count the operator calls of a function, after a first run."""
     function()
     with Operators() as operators:
         function()
@@ -55,11 +55,11 @@ def operator_calls(function: Callable[[], object]) -> int:
 
 
 class Entered(NamedTuple):
-    """The code that a function runs."""
+    """Counts of the code that a function runs."""
 
-    files: int  # of headrace
-    functions: int  # of headrace
-    calls: int  # of any function
+    files: int  # files of headrace
+    functions: int  # functions of headrace
+    calls: int  # calls of any function
 
 
 def entered(function: Callable[[], object]) -> Entered:
@@ -85,7 +85,7 @@ def entered(function: Callable[[], object]) -> Entered:
 
 
 def traits() -> set[str]:
-    """The names of the public attributes of the contract that are neither methods nor TorchRL's."""
+    """The names of public attributes of BatchTransform that are neither methods nor TorchRL's."""
     found: set[str] = set()
     for each in BatchTransform.__mro__[: BatchTransform.__mro__.index(Transform)]:
         found |= {name for name, value in vars(each).items() if not callable(value)}
@@ -107,19 +107,19 @@ def lines_with_code(source: str) -> set[int]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr | ast.Constant):
-            lines |= spanned(node)  # a string may have empty lines in it
+            lines |= spanned(node)  # a string may contain empty lines
         elif isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
             docstrings |= spanned(node.body[0])
     return lines - docstrings
 
 
 def spanned(node: ast.expr | ast.stmt) -> set[int]:
-    """The numbers of the lines of a node."""
+    """The numbers of the lines that a node spans."""
     return set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    """The tables of code that runs, and of text to read."""
+    """Make the tables of the code that runs, and of the size of the code."""
     small = grpo_loop(collected(*SMALL), MINIBATCHES)
     found = entered(small)
     numbers = {

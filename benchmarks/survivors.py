@@ -1,4 +1,4 @@
-"""Whether the report finds that slow rollouts are lost: simulated runs around the real assembler.
+"""Measure whether the report finds that slow rollouts are lost, in simulated runs around the real assembler.
 
 python benchmarks/survivors.py [--seeds 100] [--groups 400]
 """
@@ -19,9 +19,9 @@ from worlds import Run, side_by_side
 from headrace.pipeline.tools.report import BIASED, advise
 from headrace.transforms import StreamWarning
 
-NAME = "slow-groups-lost"  # of the advisory
+NAME = "slow-groups-lost"  # name of the advisory
 TWO = {"max_staleness": 2}
-# Options; whether the dispatch is paced, and whether groups are announced.
+# For each policy: options, whether the dispatch is paced, and whether groups are announced.
 POLICIES: dict[str, tuple[dict[str, Any], bool, bool]] = {
     "not announced, drop": (TWO | {"on_stale": "drop"}, False, False),
     "announced without a limit, drop": (TWO | {"on_stale": "drop"}, False, True),
@@ -45,7 +45,7 @@ length."""
 def numbers_of(
     title: str, policy: str, seed: int, groups: int, *, tokens: bool = False
 ) -> Mapping[str, float]:
-    """The numbers of one run at its end."""
+    """The numbers at the end of one run."""
     options, paced, announces = POLICIES[policy]
     world = replace(WORLDS[title], seed=seed, prompts=groups, ticks=10**9, tokens=tokens)
     with warnings.catch_warnings():
@@ -64,7 +64,7 @@ def fires_by_length(*run: Any) -> bool:
 
 
 def tables(options: argparse.Namespace) -> list[Table]:
-    """How many runs have the advisory, and how many by length."""
+    """Make the tables of runs with the advisory, and of runs in which lengths alone show the loss."""
     tenth = max(1, options.seeds // 10)
     slow = _counts(fires, POLICIES, options.seeds, options)
     long = _counts(fires_by_length, BY_LENGTH, tenth, options)

@@ -1,4 +1,4 @@
-"""Tables of numbers, some with a target, for the terminal, JSON and Markdown."""
+"""Make tables of numbers, some with a target, for the terminal, JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Cell:
 
     Args:
         value: the number, from one run.
-        form: its format, as in an f-string.
+        form: its format specification, as in an f-string.
         target: the greatest value that meets the target.
-        at_least: the target is the least value instead.
+        at_least: whether the target is the least value instead.
     """
 
     value: float | None
@@ -31,7 +31,7 @@ class Cell:
 
     @property
     def missed(self) -> bool:
-        """Whether it has a target and misses it."""
+        """Whether the cell has a target and misses it."""
         if self.value is None or self.target is None:
             return False
         return self.value < self.target if self.at_least else self.value > self.target
@@ -58,13 +58,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers of one run.
+    """A table of the numbers of one run.
 
     Args:
-        title: what was measured.
-        note: what the rows and columns mean.
-        head: titles of the column of names and of each other column.
-        rows: each with a cell for every other column.
+        title: the name of what was measured.
+        note: text that says what the rows and columns mean.
+        head: titles of all columns; the first column has the names of rows.
+        rows: the rows. Each has a cell for every column except the first.
     """
 
     title: str
@@ -102,7 +102,7 @@ class Table:
 
 
 def _filled(note: str) -> str:
-    """The paragraphs of a note and the items of its lists, each in lines of equal length."""
+    """Wrap the paragraphs of a note and the items of its lists to lines of equal length."""
     blocks = re.split(r"\n\n|\n(?=- )", note)
     lines = [
         textwrap.fill(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-Times = Mapping[Any, Sequence[float]]  # seconds by round, by the name of a function
+Times = Mapping[Any, Sequence[float]]  # for each function, by name: the seconds of each round
 
 
 def measure(
@@ -18,8 +18,8 @@ def measure(
     rounds: int,
     clock: Callable[[], float] = time.process_time,
 ) -> Times:
-    """Measure the seconds of each function, by round: CPU time, unless `clock` is another. Each round runs
-    the functions in random order, and one more round comes first, to warm up.
+    """Measure the seconds of each function in each round: CPU time, or the time of `clock`. Each round runs
+    the functions in random order. One more round comes first, to warm up.
     """
     times: dict[Any, list[float]] = {name: [] for name in functions}
     shuffler = random.Random(0)
@@ -32,7 +32,7 @@ def measure(
 
 
 def median_ms(times: Times, what: Any) -> float:
-    """The median of a function's rounds, in milliseconds."""
+    """The median time of a function over the rounds, in milliseconds."""
     return 1e3 * statistics.median(times[what])
 
 
@@ -42,7 +42,7 @@ def ratio(times: Times, what: Any, over: Any) -> float:
 
 
 def without_page_faults() -> None:
-    """Restart with an allocator that keeps its memory; otherwise a copy takes 15 or 85 ms by chance."""
+    """Restart with an allocator that keeps its memory. Otherwise a copy takes 15 or 85 ms by chance."""
     settings = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
     if os.environ.keys() & settings.keys() != settings.keys():
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **settings})

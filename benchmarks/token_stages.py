@@ -27,7 +27,7 @@ from headrace.transforms import (
 )
 from headrace.transforms.table.schema import REWARD
 
-LARGE, SMALL = (4000, 2048), (32, 16)  # rows, tokens of each
+LARGE, SMALL = (4000, 2048), (32, 16)  # rows, tokens of each row
 OLD, SAMPLER, MASK = ("old_log_probs", "full"), ("log_probs", "full"), ("masks", "all_assistant_mask")
 RATIO, KL, FACTOR, EPS = 1.005, 1e-4, 0.1, 1e-8
 NOTE = """The time of each stage, divided by that of its formula in plain torch. The formula checks
@@ -38,13 +38,13 @@ nothing, and computes in float32. headrace computes in float64 and rounds once."
 
 
 def corrected(batch: TensorDict) -> tuple[Tensor, Tensor]:
-    """The importance weight of each token, and the advantage times it."""
+    """Compute the importance weight of each token, and its product with the advantage."""
     weight = torch.where(batch[MASK], (batch[OLD] - batch[SAMPLER]).clamp(-20.0, 20.0).exp(), 0.0)
     return weight, weight * batch["advantage"].squeeze(-1)
 
 
 def corrected_and_measured(batch: TensorDict, high: float) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """The same, truncated, with the numbers that a trainer logs, by token and by row."""
+    """Compute truncated importance weights, and the numbers that a trainer logs, by token and by row."""
     mask = batch[MASK]
     inside, length = mask.float(), mask.sum(-1)
     log_ratio = (batch[OLD] - batch[SAMPLER]).clamp(-20.0, 20.0)
@@ -72,14 +72,14 @@ def corrected_and_measured(batch: TensorDict, high: float) -> tuple[Tensor, Tens
 
 
 def tokens_filtered(batch: TensorDict) -> tuple[Tensor, Tensor]:
-    """Tokens whose μ / π_old is beyond bounds leave the mask, and their log-probability is NaN."""
+    """Remove tokens whose μ / π_old is beyond bounds from the mask, and make their log-probability NaN."""
     ratio_of_each, mask = (batch[SAMPLER] - batch[OLD]).exp(), batch[MASK]
     out = mask & ((ratio_of_each < 1 / RATIO) | (ratio_of_each > RATIO))
     return mask & ~out, batch[SAMPLER].masked_fill(out, float("nan"))
 
 
 def rows_filtered(batch: TensorDict) -> Tensor:
-    """Rows whose k3 is within bounds, on average over their tokens."""
+    """Find the rows whose mean k3 over their tokens is within bounds."""
     d, mask = batch[OLD] - batch[SAMPLER], batch[MASK]
     return torch.where(mask, d.exp() - 1 - d, 0.0).sum(-1) / mask.sum(-1) <= KL
 
@@ -91,7 +91,7 @@ def distilled(batch: TensorDict) -> Tensor:
 
 
 def of_turns(batch: TensorDict) -> Tensor:
-    """Each turn's return, less the mean of the others at that turn, for its tokens; rows have all turns."""
+    """Give each token its turn's return minus the mean of the others at that turn. Rows have all turns."""
     reward = batch["turn_reward"].clone()
     reward[:, -1] += batch[REWARD]
     returns = reward.flip(1).cumsum(1).flip(1).view(-1, GROUP_SIZE, reward.shape[1])
@@ -101,7 +101,7 @@ def of_turns(batch: TensorDict) -> Tensor:
 
 
 def whitened(batch: TensorDict) -> Tensor:
-    """Mean 0 and variance 1 over the tokens in the loss."""
+    """Give the tokens in the loss the mean 0 and the variance 1."""
     credit, length = batch["advantage"].flatten(), batch[MASK].sum(-1)
     total = length.sum()
     centred = credit - (credit * length).sum() / total
@@ -109,7 +109,7 @@ def whitened(batch: TensorDict) -> Tensor:
 
 
 def punished(batch: TensorDict, most: int, cache: int) -> Tensor:
-    """DAPO's soft punishment of long responses."""
+    """Compute DAPO's soft punishment of long responses."""
     over = (batch[MASK].sum(-1) - (most - cache)).clamp(0, cache)
     return batch[REWARD] - over / cache
 
@@ -120,7 +120,7 @@ def punished(batch: TensorDict, most: int, cache: int) -> Tensor:
 def own_work(
     stage: BatchTransform, batch: TensorDict, times: int, *, measured: bool = False
 ) -> Callable[[], object]:
-    """The stage's own work, on tables that were read before; `measured`: with its metrics."""
+    """Calls of a stage on tables that were read before. With `measured`, its metrics are read, too."""
     tables = [Rows.read(batch, keys=stage.in_keys, tokens=stage.tokens_counted) for _ in range(times)]
 
     def work() -> object:
@@ -132,19 +132,19 @@ def own_work(
 
 
 def with_reading(stage: BatchTransform, batch: TensorDict) -> Callable[[], object]:
-    """The same, with the time to read the table."""
+    """Calls of a stage that also read the table."""
     return lambda: own_work(stage, batch, 1)()
 
 
 def token_stages(rounds: int, quick: bool) -> list[Row]:
-    """For each stage, the time of its formula, and the ratio of its own time to that."""
+    """Make a line for each stage: the time of its formula, and the stage's time divided by it."""
     rows, tokens = SMALL if quick else LARGE
     batch = collected(rows, tokens)
     batch[REWARD] = batch["next", "reward"].flatten()
     batch = with_token_columns(batch)
     mask = batch[MASK]
     place, length = mask.cumsum(1) - 1, mask.sum(1, keepdim=True)
-    batch["turn_index"] = torch.where(mask, 4 * place // length, -1)  # a prompt belongs to no turn
+    batch["turn_index"] = torch.where(mask, 4 * place // length, -1)  # −1: the prompt is in no turn
     batch["advantage"] = torch.randn(rows, 1, 1, generator=torch.Generator().manual_seed(0))
     most, cache = 3 * tokens // 4, tokens // 4
     times = rounds + 1  # one more round warms up

@@ -2,8 +2,8 @@
 
     python benchmarks/tokens.py [--rounds 9]
 
-Each formula is next to the call that is compared with it, in token_stages.py, sequence_stages.py and
-step_costs.py.
+In token_stages.py, sequence_stages.py and step_costs.py, each formula is next to the call that is compared
+with it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ A formula is "not measured" if there is no such code."""
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    """A table for each file of formulas."""
+    """Make a table for each of these files."""
     head = ["measure", "formula, ms", "headrace / formula"]
     yield Table("Stages of tokens", NOTE, head, token_stages(options.rounds, options.quick))
     head = ["measure", "formula, ms", "headrace"]

@@ -2,8 +2,8 @@
 
     python benchmarks/trees.py [--rounds 5]
 
-The model is a transformer in float32. Each packed row is a separate attention, as in variable-length
-kernels. A tree runs with a dense attention mask, without skipping masked blocks.
+The model is a transformer in float32. Attention is computed for each packed row separately, as in
+variable-length kernels. A tree has a dense attention mask, and masked blocks are not skipped.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ def draw(length: int) -> list[int]:
 
 
 def answers(prompts: int, prompt: int, count: int, length: int) -> Rows:
-    """Groups with one prompt."""
+    """Groups of answers. The answers of a group have one prompt."""
     stems = [draw(prompt) for _ in range(prompts)]
     return [stem + draw(length) for stem in stems for _ in range(count)]
 
 
 def turns(rollouts: int, prompt: int, count: int, length: int) -> Rows:
-    """One group, whose rollouts have a row for each turn, with all earlier turns as its prompt."""
+    """One group. Its rollouts have a row for each turn, with all earlier turns as the prompt."""
     stem = draw(prompt)
     wholes = [stem + draw(count * length) for _ in range(rollouts)]
     return [whole[: prompt + length * (turn + 1)] for whole in wholes for turn in range(count)]
 
 
 def batch_of(rows: Rows) -> TensorDict:
-    """Rows of tokens, padded on the left."""
+    """Make a batch of rows of tokens, padded on the left."""
     width = max(map(len, rows))
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)
     for number, row in enumerate(rows):
@@ -60,7 +60,7 @@ def batch_of(rows: Rows) -> TensorDict:
 
 
 class Transformer(nn.Module):
-    """Pre-norm layers with learned positions."""
+    """A transformer of pre-norm layers with learned positions."""
 
     def __init__(self, width: int, layers: int, places: int):
         super().__init__()
@@ -71,7 +71,7 @@ class Transformer(nn.Module):
         self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(layers))
 
     def forward(self, tokens: Tensor, place: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        """(B, T, width), the output for all tokens."""
+        """Return the output for all tokens, (B, T, width)."""
         x = self.token(tokens) + self.place(place)
         for qkv, mix, up, down in zip(self.qkv, self.mix, self.up, self.down, strict=True):
             each = qkv(F.layer_norm(x, x.shape[-1:])).view(*x.shape[:2], 3, 4, -1).permute(2, 0, 3, 1, 4)
@@ -82,7 +82,7 @@ class Transformer(nn.Module):
 
 
 def ways(batch: TensorDict, model: Transformer) -> dict[str, Callable[[], None]]:
-    """Forward and backward passes of padded rows, packed rows, and a tree, including the packing."""
+    """Forward and backward passes for padded rows, packed rows, and a tree; the packing is included."""
 
     causal = partial(F.scaled_dot_product_attention, is_causal=True)
     tokens = batch["tokens", "full"]
@@ -110,7 +110,7 @@ def ways(batch: TensorDict, model: Transformer) -> dict[str, Callable[[], None]]
 
 
 def saved(name: str, rows: Rows, target: float, options: argparse.Namespace) -> Row:
-    """A line of the table of savings."""
+    """Measure a line of the table of savings."""
     batch = batch_of(rows)
     plain, nodes = (pack(batch, tree=tree)["input_ids"].shape[1] for tree in (False, True))
     model = Transformer(options.width, 4, batch["tokens", "full"].shape[1])
@@ -128,7 +128,7 @@ def saved(name: str, rows: Rows, target: float, options: argparse.Namespace) -> 
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    """The table of savings."""
+    """Make the table of savings."""
     torch.manual_seed(0)
     scenes = {
         "4 prompts of 64 tokens, 8 answers of 32": (answers(4, 64, 8, 32), 2.4),

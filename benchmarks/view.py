@@ -39,7 +39,7 @@ Each number is the least of {ROUNDS} starts. Times are wall times, except for "C
 
 
 def write(folder: Path, steps: int) -> int:
-    """Write the rows of a run; returns their bytes."""
+    """Write the rows of a run; returns the bytes of the files."""
     rng = np.random.default_rng(0)
     words = np.array(WORDS.split())
     prompts = [f"Problem {i}: {' '.join(rng.choice(words, 40))}" for i in range(PROMPTS)]
@@ -64,13 +64,13 @@ def write(folder: Path, steps: int) -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time that a process has used."""
+    """The CPU time that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def seconds_of(folders: list[Path], step: int) -> list[float]:
-    """Seconds and CPU seconds to the first rows, seconds of the list of prompts and of a search; peak MiB."""
+    """Measure (CPU) seconds to the first rows, seconds for all prompts and for a search, and peak MiB."""
     start = time.perf_counter()
     command = [sys.executable, "-m", "headrace.pipeline", "view", *map(str, folders)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
@@ -96,7 +96,7 @@ def seconds_of(folders: list[Path], step: int) -> list[float]:
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    """The one table."""
+    """Make the table."""
     lines = []
     with tempfile.TemporaryDirectory() as folder:
         size = write(Path(folder) / "run", options.steps)

@@ -1,4 +1,4 @@
-"""A simulated run around the real assembler: prompts, slots that generate, and a trainer, in ticks.
+"""Simulate runs around the real assembler, in ticks: prompts, slots that generate, and a trainer.
 
 Latencies are invented. A prompt has the same latencies under every policy, whenever it is dispatched.
 """
@@ -23,7 +23,7 @@ from tensordict import TensorDict
 
 from headrace.transforms import GroupAssembler
 
-FAILED = 3  # the status of a rollout
+FAILED = 3  # the status of a failed rollout
 TOKENS = 256
 
 
@@ -33,41 +33,41 @@ class World:
 
     seed: int = 0
     slots: int = 64
-    """Rollouts that are generated at once."""
+    """Number of rollouts that are generated at once."""
     size: int = 4
-    """Rollouts of a group."""
+    """Number of rollouts of a group."""
     groups: int = 8
-    """Groups that a step trains."""
+    """Number of groups that a step trains."""
     step: int = 20
-    """Ticks of a step."""
+    """Number of ticks of a step."""
     ticks: int = 3000
     spread: float = 0.9
-    """Deviation of log latency between prompts; 0: half of them take 1 tick, the others 100."""
+    """Deviation of log(latency) between prompts; 0: half of the prompts take 1 tick, the others 100."""
     noise: float = 0.3
-    """Deviation between the rollouts of a prompt."""
+    """Deviation of log(latency) between the rollouts of a prompt."""
     failing: float = 0.0
     """Share of the rollouts that fail."""
     equal: float = 0.0
-    """Share of the groups whose rewards are equal, so that they are rejected."""
+    """Share of the groups that are rejected because their rewards are equal."""
     rows: int = 1
-    """Rows of a rollout."""
+    """Number of rows of a rollout."""
     draw: int = 1
-    """Groups that are announced at once."""
+    """Number of groups that are announced at once."""
     prompts: int | None = None
     """None: rollouts do not fail."""
     behind: int = 0
-    """By how many versions the workers' weights are behind, for half of the rollouts."""
+    """Number of versions by which half of the rollouts are generated with older weights."""
     versions: tuple[int, ...] = (1,)
-    """By how much the version advances after each step, in turn."""
+    """Numbers by which the version advances after the steps, in a cycle."""
     tokens: bool = False
-    """A rollout has a token for each tick that it took, at most `TOKENS`; else rows have no loss mask."""
+    """Whether a rollout has a token for each tick, at most `TOKENS`. If not, rows have no loss mask."""
     takers: tuple[int, ...] = ()
-    """Groups that each taker takes for a step; empty: one taker takes all."""
+    """Number of groups that each taker takes for a step; empty: one taker takes all groups."""
 
     def group(self, number: int) -> Group:
-        """A prompt with its latencies."""
+        """Make a prompt with its latencies."""
         dice = Random(f"{self.seed} {number}")
-        hard = min(max(dice.random(), 1e-6), 1 - 1e-6)  # the quantile of its latency
+        hard = min(max(dice.random(), 1e-6), 1 - 1e-6)  # the quantile of the prompt's latency
         if self.spread:
             middle = 20 * exp(self.spread * NormalDist().inv_cdf(hard))
             ticks = [max(1, round(middle * exp(self.noise * dice.gauss(0, 1)))) for _ in range(self.size)]
@@ -77,7 +77,7 @@ class World:
         return Group(number, int(10 * hard), ticks, fails, dice.random() >= self.equal)
 
     def most_steps(self) -> float:
-        """An upper bound of the steps: the trainer is always busy, or no slot is ever free."""
+        """An upper bound of the number of steps: the trainer is always busy, or no slot is ever free."""
         some = [self.group(number) for number in range(2000)]
         useful = fmean(group.varied and not any(group.fails) for group in some)
         work = fmean(sum(group.ticks) for group in some) / useful
@@ -94,26 +94,26 @@ class Group:
     fails: list[bool]
     varied: bool
     begun: int = 0
-    """The tick of its dispatch."""
+    """The tick at which the group was dispatched."""
     born: int = 0
-    """The step of its dispatch."""
+    """The step at which the group was dispatched."""
     ended: int = 0
-    """Rollouts that have ended or failed."""
+    """Number of rollouts that have ended or failed."""
     spent: int = 0
-    """Ticks of its rollouts that have ended."""
+    """Ticks of the rollouts that have ended."""
     wasted: int = 0
-    """The same for rollouts that were dispatched again."""
+    """Ticks of ended rollouts that were dispatched again."""
     fate: str = ""
     """``trained``, ``masked``, ``rejected``, ``failed`` or ``stale``; empty while it is outstanding."""
     oldest: int = 10**9
     """The policy version of its oldest row."""
     age: int = 0
-    """Steps since that version was replaced."""
+    """Number of steps since that version was replaced."""
 
 
 @dataclass
 class Run:
-    """A run of a world, with an assembler with these options."""
+    """A run of a world, around an assembler with the given options."""
 
     world: World
     options: dict[str, Any] = field(default_factory=dict)
@@ -133,7 +133,9 @@ class Run:
         self.known: dict[int, Group] = {}
         self.step = self.now = self.since = 0
         self.waits: list[tuple[int, int]] = []
-        """For each step, the ticks that it waited, and that the slowest outstanding rollout then needed."""
+        """For each step: the ticks that it waited, and those that the slowest outstanding rollout then
+        needed.
+        """
         self.batch: list[Group] = []
         self.free, self.busy, self.fresh = world.slots, False, count()
         self.queue: deque[tuple[int, int, int]] = deque()  # group, rollout, number of the refill
@@ -181,7 +183,7 @@ class Run:
             self.free -= 1
 
     def ended(self, number: int, at: int, rollout: int, version: int) -> None:
-        """A rollout has ended: its rows are put."""
+        """End a rollout: put its rows."""
         group, rows, self.free = self.known[number], self.world.rows, self.free + 1
         group.spent, group.ended = group.spent + group.ticks[at], group.ended + 1
         fails = group.fails[at] and rollout < 10**9  # a refilled rollout does not fail
@@ -200,7 +202,7 @@ class Run:
     def refill(self, number: int, rollouts: int) -> None:
         group = self.known[number]
         group.ended -= rollouts
-        if rollouts == self.world.size:  # its rows were dropped, because they are too old
+        if rollouts == self.world.size:  # the rows of the group were dropped, because they are too old
             group.wasted, group.spent, group.oldest = group.wasted + group.spent, 0, 10**9
         self.queue.extend((number, at, next(self.again)) for at in range(rollouts))
 
@@ -254,7 +256,7 @@ class Run:
             self.take_in([self.known[number] for number in dict.fromkeys(rest["group_id"].tolist())])
         return self
 
-    # -- what is measured ---------------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Set the fates of groups that have left without being taken."""
@@ -269,7 +271,7 @@ class Run:
                 group.fate = "stale"
 
     def table(self) -> dict[str, float]:
-        """A line of the table in docs/streams.md."""
+        """Return a line of the table in docs/streams.md."""
         self.close()
         cohort = [
             g
@@ -295,12 +297,12 @@ class Run:
 
 
 def columns(**numbers: list[int]) -> TensorDict:
-    """One row for each number."""
+    """Make columns with one row for each number."""
     return TensorDict(dict(numbers), batch_size=[len(next(iter(numbers.values())))])
 
 
 def side_by_side(function: Callable[..., Any], runs: Sequence[Sequence[Any]], *, quick: bool) -> list[Any]:
-    """Call a function for each run: in a process per core, or here if it is quick."""
+    """Call a function for each run, in one process per core; if `quick`, in this process."""
     if quick:
         return [function(*run) for run in runs]
     with ProcessPoolExecutor(os.cpu_count()) as pool:

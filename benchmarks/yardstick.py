@@ -30,7 +30,7 @@ from headrace.transforms import GroupAssembler
 TOKENS = 100
 SMALL, LARGE, HUGE = (64, 512), (100_000, 1_000_000), 10_000_000  # rows
 RAGGED, STREAMED, WAITING = 512, 512, (700, 100_000)
-GROWTH = 13  # at most, for ten times as many rows
+GROWTH = 13  # target: at most this many times the time, for ten times as many rows
 NOTE = f"""A is the time of headrace. B is the time of other code that does the same work without
 checks:
 
@@ -60,7 +60,7 @@ def not_measured(name: str) -> Row:
 
 
 def numpy_loop(batch: TensorDict) -> Callable[[], None]:
-    """Make the loop over the minibatches of plain NumPy."""
+    """Make a loop over the minibatches in plain NumPy."""
 
     def run() -> None:
         for minibatch in grpo(batch, MINIBATCHES):
@@ -70,7 +70,7 @@ def numpy_loop(batch: TensorDict) -> Callable[[], None]:
 
 
 def small_batches(sizes: Sequence[int], rounds: int) -> Iterator[Row]:
-    """Batches whose cost is that of their calls."""
+    """Measure batches that are so small that calls are their only cost."""
     for rows in sizes:
         batch = collected(rows, TOKENS)
         times = measure({"pipeline": in_pieces(batch), "NumPy": numpy_loop(batch)}, rounds)
@@ -78,7 +78,7 @@ def small_batches(sizes: Sequence[int], rounds: int) -> Iterator[Row]:
 
 
 def large_batches(sizes: Sequence[int], rounds: int) -> Iterator[Row]:
-    """Batches whose cost is that of their rows, and the growth from the first size to the second."""
+    """Measure batches whose cost comes from their rows, and the growth from the first size to the second."""
     functions, goals = {}, {}
     for rows in sizes:
         batch = collected(rows, 2)
@@ -95,14 +95,14 @@ def large_batches(sizes: Sequence[int], rounds: int) -> Iterator[Row]:
 
 
 def huge_batch(rows: int, rounds: int) -> Row:
-    """The growth over a tenth of the rows."""
+    """Measure the growth of the time from a tenth of the rows to all of them."""
     few, many = (in_pieces(collected(count, 2)) for count in (rows // 10, rows))
     times = measure({"few": few, "many": many}, rounds)
     return line(growth(rows // 10, rows), times, "many", "few", GROWTH)
 
 
 def growth(few: int, many: int) -> str:
-    """The name of the measure."""
+    """The name of a measure of growth."""
     return f"{many:,} rows over {few:,} rows"
 
 
@@ -110,7 +110,7 @@ def growth(few: int, many: int) -> str:
 
 
 def ragged(rows: int) -> LazyStackedTensorDict:
-    """The same rows without their padding, in a lazy stack."""
+    """Make a lazy stack of rows without padding."""
     batch = collected(rows, TOKENS)
     lengths = batch["masks", "all_attention_mask"].sum(-1).tolist()
     singles = [row.clone() for row in batch.unbind(0)]
@@ -137,7 +137,7 @@ def read_and_index(batch: LazyStackedTensorDict) -> Callable[[], None]:
 
 
 def ragged_batch(rows: int, rounds: int) -> Row:
-    """A lazy stack."""
+    """Measure a lazy stack of ragged rows."""
     batch = ragged(rows)
     times = measure({"pipeline": in_pieces(batch), "reading": read_and_index(batch)}, rounds)
     return line(f"{rows:,} ragged rows over reading once", times, "pipeline", "reading", 3)
@@ -173,7 +173,7 @@ def put_into_lists(rows: TensorDict) -> int:
 
 
 def one_by_one(count: int, rounds: int) -> Row:
-    """Rows one by one, as from the workers of a language model."""
+    """Measure rows that come one by one, as from the workers of a language model."""
     rows = dense_rows(count)
     if (found := {assemble(rows), put_into_lists(rows)}) != {count}:
         raise RuntimeError(f"{count} rows went in, and {found} came out")
@@ -182,7 +182,7 @@ def one_by_one(count: int, rounds: int) -> Row:
 
 
 def put_while_others_wait(waiting: int, puts: int) -> Callable[[], None]:
-    """Put one row while others, like it, wait for the last rollout of their groups."""
+    """Make a call that puts one row while other rows wait for the last rollouts of their groups."""
     rows = dense_rows(2 * waiting + 2 * GROUP_SIZE * puts)
     rows = rows[rows["rollout_id"].view(-1).argsort()]
     rows = rows[rows["rollout_id"].view(-1) % GROUP_SIZE > 0]
@@ -204,8 +204,8 @@ def waiting_rows(sizes: Sequence[int], rounds: int) -> Row:
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    """The one table."""
-    few, many = (8, 100) if options.quick else (1, 1)  # how many times fewer rows
+    """Make the table."""
+    few, many = (8, 100) if options.quick else (1, 1)  # divisors of the numbers of rows
     rounds, huge = options.rounds, HUGE // many
     lines = [
         *small_batches(SMALL, 10 * rounds),

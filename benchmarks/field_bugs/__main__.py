@@ -1,10 +1,11 @@
-"""Put each case through each peer's own code, and write docs/field-bugs.md and a page for each case.
+"""Run each peer's own code on each case, and write docs/field-bugs.md and a page for each case.
 
     python benchmarks/field_bugs [--only headrace verl] [--render]
 
 Each peer gets its own environment in `build/field_bugs`: the pinned packages without their requirements.
-torch and the rest come from the environment that runs this, through a .pth file. Peers that are not run again
-keep their results in `benchmarks/results/field_bugs.json`. A peer that cannot be installed is listed as such.
+torch and all other packages come from the environment that runs this, through a .pth file. Peers that are not
+run again keep their results in `benchmarks/results/field_bugs.json`. The page lists peers that cannot be
+installed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "field_bugs.json"
 
 
 def environment(name: str, peer: Peer) -> str:
-    """The Python of a peer, installed if it is not there.
+    """The Python of a peer's environment, which is made if it does not exist.
 
     Raises:
         CalledProcessError: the packages cannot be installed.
@@ -40,7 +41,7 @@ def environment(name: str, peer: Peer) -> str:
             sysconfig.get_path("purelib", vars={"base": str(base)}) for base in (folder, sys.prefix)
         ]
         Path(own, "running.pth").write_text(running)
-        # agentlightning asks for Python 3.12, which none of its code that runs here needs.
+        # agentlightning requires Python 3.12, but its code that runs here does not need it.
         options = ["--quiet", "--no-deps", "--ignore-requires-python", "--disable-pip-version-check"]
         pip = [sys.executable, "-m", "pip", "--python", python, "install", *options]
         subprocess.run([*pip, *peer.packages], check=True, capture_output=True, text=True)

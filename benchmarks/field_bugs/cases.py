@@ -1,9 +1,9 @@
 """Bugs that recur in trainers: the rows, the correct answer computed by hand, and the threads of each.
 
-A row is one training sample. Answers are GRPO's advantages, (R − mean) / std of the group with the divisor
-n − 1, to two thousandths, since peers add 0 to 1e-4 to the std; or the weight of each token of a row in the
-loss; or how often the tokens of a turn train. None: the row does not train. If there are several correct
-answers, all are listed.
+A row is one training sample. An answer has a number for each row. It is GRPO's advantage, (R − mean) / std of
+the group, with the divisor n − 1; or the weight of each token of the row in the loss; or the number of times
+that the tokens of a turn train. None: the row does not train. Answers are compared to two thousandths, since
+peers add 0 to 1e-4 to the std. If there are several correct answers, all are listed.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Case:
     """One bug.
 
     Attributes:
-        asks: the advantage of each row; the weight of its tokens; equal advantages by two paths; or how often
-            the tokens of a turn train.
+        asks: what is compared: the advantage of each row; the weight of its tokens; the advantages by two
+            paths; or the number of times that the tokens of a turn train.
         accepted: the correct answers.
-        columns: columns of the rows other than the defaults: 3 ``tokens`` each, and the group as ``prompt``.
+        columns: columns of the rows. By default a row has 3 ``tokens``, and its group is its ``prompt``.
         bug: what goes wrong, in Markdown.
         why: why the answers are correct, in Markdown.
     """
@@ -57,7 +57,7 @@ class Case:
 
 
 def rows(*columns: tuple[str, str]) -> dict[str, list]:
-    """Columns as aligned text. Ids stay text, other values become numbers."""
+    """Read columns from aligned texts. Ids stay text, other values become numbers."""
     ids = ("group", "rollout", "prompt")
     return {name: [one if name in ids else float(one) for one in text.split()] for name, text in columns}
 

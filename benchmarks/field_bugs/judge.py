@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from cases import Answer, Case
 
-NEAR = 0.002  # relative; the ε that peers add to the std changes an advantage by up to 2e-4
-CUT = 200  # characters of an error message that are kept, after its class
+NEAR = 0.002  # relative tolerance; the ε that peers add to the std changes an advantage by up to 2e-4
+CUT = 200  # characters of an error message that are kept, after the name of its class
 Verdict = Literal["right", "refused", "by design", "wrong", "not seen"]
 
 POSITIONS = "{} that it takes `{}` rows of each prompt, one prompt after the other. It takes no ids. "
@@ -17,7 +17,7 @@ TOKEN_MEAN = (
     "It documents that {}. But the code counts only the tokens of one micro-batch on one rank. "
     "The trainer {}."
 )
-# Cases in which the peer documents another choice, so that its answer differs by design.
+# Cases in which a peer documents another choice, so that its answer differs by design.
 DESIGN = {
     ("openrlhf", "uneven-groups"): POSITIONS.format("It documents", "--rollout.n_samples_per_prompt"),
     ("openrlhf", "fan-out"): POSITIONS.format("It documents", "--rollout.n_samples_per_prompt"),
@@ -85,7 +85,7 @@ SETTINGS = {
         "prompt-drawn-twice",
     ): 'Run with `prompt_key="group_id"`. The default is the text of the prompt.',
 }
-# If a peer has two functions for advantages: the one that the other cases call.
+# For peers with two functions for advantages: the function that the other cases call.
 FIRST = {
     "headrace": "`headrace.decide`",
     "torchrl": '`MCAdvantage` with `trajectory_return="max"`',
@@ -164,7 +164,7 @@ WRONG = {
 
 
 def near(found: Answer, expected: Answer) -> bool:
-    """Rows that do not train may have an advantage of 0; a NaN (the text `nan`) is near nothing."""
+    """Whether two answers are nearly equal. None and 0 are equal; NaN (the text `nan`) equals nothing."""
 
     def same(one: float | None, other: float | None) -> bool:
         one, other = float(one or 0.0), float(other or 0.0)
@@ -174,7 +174,7 @@ def near(found: Answer, expected: Answer) -> bool:
 
 
 def judge(peer: str, case: Case, answer: dict[str, Any]) -> tuple[Verdict, str]:
-    """The verdict, and the result or the reason in words."""
+    """Return the verdict, and the result or the reason in words."""
     if "not_seen" in answer:
         return "not seen", f"{answer['not_seen'][:1].upper()}{answer['not_seen'][1:]}."
     if "refused" in answer:
@@ -198,7 +198,7 @@ def judge(peer: str, case: Case, answer: dict[str, Any]) -> tuple[Verdict, str]:
 
 
 def number(case: Case, answer: dict[str, Any]) -> str:
-    """The number for an answer that is not right: all weights, or the first of the worst numbers."""
+    """The number that shows why an answer is not right: all weights, or the first of the worst numbers."""
     found = [None if value is None else float(value) for value in answer["found"]]
     if any(value is not None and value != value for value in found):
         return "NaN"

@@ -1,4 +1,4 @@
-"""The page with the table of all answers, and a page for each case."""
+"""Make the page with the table of all answers, and a page for each case."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ PROMPTS = 2400  # ten runs of 240 prompts, each killed once
 
 
 def cell(peer: str, case: Case, result: dict[str, Any]) -> str:
-    """A verdict, with the number if it is not right."""
+    """The cell of the table: a verdict, with a number if the answer is not right."""
     if "cases" not in result:
         return "not run"
     answer = result["cases"][case.name]

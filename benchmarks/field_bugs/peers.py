@@ -3,10 +3,10 @@
     python peers.py NAME        in the environment of that peer; prints JSON
 
 A function takes a case and returns one number for each row: its advantage, the weight of each of its tokens
-in the gradient of the step, or how often the tokens of a turn train. None: the row does not train. It calls
-the peer with its defaults, or with the setting that the peer documents for such rows. If the peer's trainer
-passes rows in the order of their groups, so does the call here. `NOT_SEEN` says why a peer is not run on a
-case.
+in the gradient of the step, or the number of times that the tokens of a turn train. None: the row does not
+train. The function calls the peer with its defaults, or with the setting that the peer documents for such
+rows. If the peer's trainer passes rows in the order of their groups, so does the call here. `NOT_SEEN` says
+why a peer is not run on a case.
 """
 
 from __future__ import annotations
@@ -79,10 +79,12 @@ class Peer:
     """A project, how it is installed, and its functions.
 
     Attributes:
-        packages: the first is the peer; the others are needed to import it. Installed without their
-            requirements, so that torch is that of the running environment. Empty: it is installed already.
-        calls: the name of what is called, for the page.
-        advantages, weights, times: as above. `other`: its other path to advantages, and how that is called.
+        packages: the first package is the peer; the others are needed to import it. They are installed
+            without their requirements, so that torch comes from the running environment. Empty: the peer is
+            installed already.
+        calls: the names of the functions that are called, for the page.
+        advantages, weights, times: the functions for the three kinds of answers. `other`: the name of the
+            peer's second path to advantages, and its function.
     """
 
     calls: str
@@ -93,7 +95,7 @@ class Peer:
     times: Callable[[Case], list] | None = None
 
 
-# -- what several of them need ---------------------------------------------------------------------------
+# -- functions that several peers need -------------------------------------------------------------------
 
 
 def mask_of(case: Case) -> Any:
@@ -126,7 +128,7 @@ def fans_out(case: Case) -> bool:
 
 
 def weights(case: Case, loss_of: Callable[[Any, Any, int], Any]) -> list:
-    """Minus the gradient of the tokens' log-probabilities, summed over micro-batches, averaged over ranks.
+    """The negative gradient of the tokens' log-probabilities, summed over micro-batches, averaged over ranks.
 
     The loss gets log-probabilities (n, T) with the advantage 1, the mask, and the number of micro-batches.
     """
@@ -167,7 +169,7 @@ def turns(case: Case) -> list[tuple[list[int], list[int]]]:
 
 
 def times(case: Case, trained: list[tuple[list[int], list[int]]]) -> list:
-    """How often the sampled tokens of each turn are in the loss of rows, given as tokens and masks."""
+    """How often the sampled tokens of each turn are in the loss of `trained`, rows as (tokens, mask)."""
     return [
         sum(
             sum(mask[len(prompt) : len(prompt) + len(sampled)])
@@ -180,7 +182,7 @@ def times(case: Case, trained: list[tuple[list[int], list[int]]]) -> list:
 
 
 class StandIn(MetaPathFinder, Loader):
-    """Empty modules for packages that need a GPU to be built, and that nothing here calls."""
+    """Provides empty modules for packages that need a GPU to be built, and that nothing here calls."""
 
     def __init__(self, *names: str):
         self.names = names
@@ -201,7 +203,7 @@ class StandIn(MetaPathFinder, Loader):
 
 
 def headrace(case: Case) -> list:
-    """The default recipe. A case with versions adds the criterion, because no version is guessed."""
+    """Run the default recipe. If the case has versions, add the criterion `fresh`."""
     found = decided(case)
     pairs = zip(found.advantage.tolist(), found.keep.tolist(), strict=True)
     return [value if keep else None for value, keep in pairs]
@@ -231,7 +233,7 @@ def headrace_weights(case: Case) -> list:
 
 
 def headrace_threshold(case: Case) -> list:
-    """The weights of the tokens whose advantage is not 0. All rewards differ within their groups."""
+    """Return the weights of the tokens whose advantage is not 0. All rewards differ within their groups."""
     import torch
     from tensordict import TensorDict
 
@@ -258,7 +260,7 @@ def headrace_threshold(case: Case) -> list:
 
 
 def headrace_times(case: Case) -> list:
-    """`TrainSharedOnce` on a row for each branch."""
+    """Run `TrainSharedOnce` on a row for each branch."""
     import torch
     from tensordict import TensorDict
 
@@ -275,7 +277,7 @@ def headrace_times(case: Case) -> list:
 
 
 def headrace_batch(case: Case) -> list:
-    """The stages that write to a replay buffer, on a TensorDict with its tokens."""
+    """Run the stages that come before a replay buffer, on a TensorDict with tokens."""
     import torch
     from tensordict import TensorDict
 
@@ -305,7 +307,7 @@ def headrace_batch(case: Case) -> list:
 
 
 def trl_trainer(case: Case, **options: Any) -> Any:
-    """Its GRPOTrainer with a small model, and with the completions and rewards of the case."""
+    """Make TRL's GRPOTrainer with a small model, and with the completions and rewards of the case."""
     import torch
     import trl
     from datasets import Dataset
@@ -359,7 +361,7 @@ def trl(case: Case) -> list:
 
 
 def trl_stale(case: Case) -> list:
-    """The queue of its asynchronous trainer. Groups are scored after it."""
+    """Run the queue of TRL's asynchronous trainer. Groups are scored after the queue."""
     import queue
 
     from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
@@ -426,13 +428,13 @@ def trl_weights(case: Case) -> list:
             },
         )
 
-    # As accelerate would be with this many processes.
+    # As accelerate does with this number of processes.
     with mock.patch.object(type(trainer.accelerator), "num_processes", ranks):
         return weights(case, loss_of)
 
 
 def trl_times(case: Case) -> list:
-    """The rows that its asynchronous trainer makes of the turns of a rollout, with its default threshold."""
+    """Count over the rows that TRL's asynchronous trainer makes of the turns, with its default threshold."""
     from trl.experimental.async_grpo import AsyncGRPOConfig
     from trl.experimental.async_grpo.async_rollout_worker import TurnRecord, _chain_to_sequences
 
@@ -445,7 +447,7 @@ def trl_times(case: Case) -> list:
 
 
 def torchrl(case: Case) -> list:
-    """With group ids and one return for each trajectory, as its docstring documents."""
+    """Run MCAdvantage with group ids and one return for each trajectory, as its docstring documents."""
     return mc_advantage(case, trajectory_return="max")
 
 
@@ -476,7 +478,7 @@ def mc_advantage(case: Case, **options: Any) -> list:
 
 
 def torchrl_weights(case: Case) -> list:
-    """GRPOLoss, divided by the number of micro-batches, as in the loop of its own recipe."""
+    """Run GRPOLoss, divided by the number of micro-batches, as in the loop of TorchRL's own recipe."""
     import torch
     from tensordict import TensorDict
     from tensordict.nn import TensorDictModuleBase
@@ -567,7 +569,7 @@ def verl_v1(case: Case) -> list:
 
 
 def verl_weights(case: Case) -> list:
-    """Called as its engines do, with the tokens and the ranks of the whole step."""
+    """Call verl's loss as its engines do, with the tokens and the ranks of the whole step."""
     from verl.trainer.ppo.core_algos import agg_loss
 
     ranks = len(set(case.rows["rank"]))
@@ -593,7 +595,7 @@ def verl_threshold(case: Case, counts: dict[str, Any]) -> list:
     def loss_of(log_probs, mask, _):
         deviation = deviations(len(mask))[:, None].expand(mask.shape)
         log_probs = log_probs + deviation - 5
-        older = log_probs.detach() - 0.01  # equal ones have no penalty
+        older = log_probs.detach() - 0.01  # equal log-probabilities have no penalty
 
         def loss(coefficient: float) -> Any:
             options = {"kl_cov_ratio": 0.25, "ppo_kl_coef": coefficient}
@@ -609,7 +611,7 @@ def verl_threshold(case: Case, counts: dict[str, Any]) -> list:
 
 
 def swift(case: Case) -> list:
-    """By position; with uneven numbers of rows, by prompt and request id, as its docstring says."""
+    """Run ms-swift by position or, if rows are uneven, by prompt and request id, as its docstring says."""
     import torch
     from swift.rl_core.advantage import compute_advantages
 
@@ -657,7 +659,7 @@ def openrlhf(case: Case) -> list:
 
 
 def openrlhf_weights(case: Case) -> list:
-    """With the counts of the whole step, summed over ranks like in its trainer, and DeepSpeed's 1 / cuts."""
+    """Use the counts of the step, summed over ranks as in OpenRLHF's trainer, and DeepSpeed's 1 / cuts."""
     import torch
 
     sys.meta_path.append(StandIn("flash_attn", "vllm"))
@@ -677,7 +679,7 @@ def openrlhf_weights(case: Case) -> list:
 
 
 def trinity(case: Case) -> list:
-    """For several rows per rollout, the function of its multi-step GRPO."""
+    """Run Trinity-RFT. If rollouts have several rows, use the function of its multi-step GRPO."""
     from trinity.algorithm.advantage_fn.grpo_advantage import GRPOGroupedAdvantage
 
     return trinity_steps(case) if fans_out(case) else trinity_by(case, GRPOGroupedAdvantage)
@@ -714,7 +716,7 @@ def trinity_by(case: Case, function: type) -> list:
 
 
 def trinity_weights(case: Case) -> list:
-    """Its loss is run by verl's engine, which adds up the micro-batches and averages the ranks."""
+    """Run the loss as verl's engine does, which adds up the micro-batches and averages the ranks."""
     import torch
     from trinity.algorithm.policy_loss_fn.ppo_policy_loss import PPOPolicyLossFn
 
@@ -729,7 +731,7 @@ def trinity_weights(case: Case) -> list:
 
 
 def rlinf(case: Case) -> list:
-    """For several rows per rollout, its dynamic GRPO by trajectory."""
+    """Run RLinf. If rollouts have several rows, use its dynamic GRPO by trajectory."""
     return rlinf_dynamic(case) if fans_out(case) else rlinf_by(case, adv_type="grpo")
 
 
@@ -753,7 +755,7 @@ def rlinf_by(case: Case, **options: Any) -> list:
 
 
 def rlinf_weights(case: Case) -> list:
-    """Its actor divides by the number of micro-batches, and FSDP averages the ranks."""
+    """Do as RLinf does: its actor divides by the number of micro-batches, and FSDP averages the ranks."""
     import torch
     from rlinf.algorithms.losses import compute_ppo_actor_loss
     from rlinf.utils.utils import get_loss_agg_func
@@ -785,7 +787,7 @@ def twinkle(case: Case) -> list:
 
 
 def twinkle_weights(case: Case) -> list:
-    """Its model divides the gradient by the number of micro-batches."""
+    """Do as twinkle does: its model divides the gradient by the number of micro-batches."""
     import torch
     from twinkle.loss.grpo import DRGRPOLoss, GRPOLoss
 
@@ -811,7 +813,7 @@ def agentlightning(case: Case) -> list:
 
 
 def agentlightning_weights(case: Case) -> list:
-    """Its trainer divides advantages by tokens and rows of the whole step; its loss is a sum over ranks."""
+    """Divide advantages by tokens and rows of the step, and sum the loss over ranks, as its trainer does."""
     import torch
     from agentlightning.verl.per_rollout_loss import (
         compute_policy_loss_per_rollout_mean,
@@ -846,7 +848,7 @@ def agentlightning_weights(case: Case) -> list:
 
 
 def agentlightning_times(case: Case) -> list:
-    """The rows that its adapter makes of the turns of a rollout, by default one for each turn."""
+    """Count over the rows that its adapter makes of the turns of a rollout, by default one for each turn."""
     import torch
     from agentlightning.verl.agl_rollout_manager import CompletedRollout, Triplet
     from agentlightning.verl.rollout_adapter import RolloutAdapter
@@ -862,7 +864,7 @@ def agentlightning_times(case: Case) -> list:
     lengths = {"max_prompt_length": 8, "max_response_length": 8}
     adapter = RolloutAdapter(**lengths, device=torch.device("cpu"), pad_token_id=0)
     batch = adapter.get_train_data_batch([rollout])[0].batch
-    # Without a mask of its own, its trainer trains each token of the response that is not padding.
+    # If a row has no mask of its own, the trainer trains each response token that is not padding.
     rows = []
     for tokens, there in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
         trains = torch.arange(len(there)) >= lengths["max_prompt_length"]
@@ -922,7 +924,7 @@ PEERS["rlinf"].other = ('`adv_type="grpo_dynamic", advantage_mode="trajectory"`'
 
 
 def answer(name: str, case: Case) -> dict[str, Any]:
-    """The answer of a peer: numbers, a refusal in its own words, or why it was not run."""
+    """The answer of a peer: numbers, a refusal in the peer's words, or the reason why it was not run."""
     peer, reasons = PEERS[name], NOT_SEEN.get(case.name, {})
     if name in reasons or ("" in reasons and name not in ANSWER[case.name]):
         return {"not_seen": reasons.get(name, reasons.get(""))}

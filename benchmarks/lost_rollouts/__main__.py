@@ -2,9 +2,9 @@
 
     python benchmarks/lost_rollouts [--only headrace TRL] [--render] [--sources FOLDER]
 
-It takes about two minutes on two cores and writes docs/lost-rollouts.md. Other projects' code is read from
-`build/lost_rollouts`, where it is installed and cloned if it is not there, or from the folder of `--sources`.
-Systems that are not run again keep their results in `benchmarks/results/lost_rollouts.json`.
+This takes about two minutes on two cores and writes docs/lost-rollouts.md. The code of other projects is read
+from `build/lost_rollouts`, or from the folder of `--sources`. If it is missing there, it is installed or
+cloned. Systems that are not run again keep their results in `benchmarks/results/lost_rollouts.json`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The simulated clock: an engine with slots, a trainer, and the system that decides between them."""
+"""Simulate a clock, an engine with slots, a trainer, and the system that decides between the two."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from lost_rollouts.world import Group, World
 
 Dispatched = Sequence[tuple[Group, Sequence[int]]]
-"""Groups, each with its rollouts that begin."""
+"""Groups, each with those of its rollouts that begin."""
 
 
 class RunEnds(Exception):
@@ -21,7 +21,7 @@ class RunEnds(Exception):
 
 
 class System:
-    """Decides what is dispatched, trained and dropped. Subclasses are other systems.
+    """Decides which groups are dispatched, trained and dropped. Subclasses are other systems.
 
     This class dispatches whenever a slot is free, trains groups in the order in which they become whole, and
     drops groups that are too old.
@@ -29,9 +29,9 @@ class System:
 
     def __init__(self, world: World, bound: int | None = 2):
         self.world, self.bound = world, bound
-        """The world; and by how many steps a group may be older than the policy, None: by any number."""
+        """The world; and by how many steps a group may be older than the policy (None: by any number)."""
         self.version = self.now = 0
-        """The policy version; the tick."""
+        """The policy version; the current tick."""
         self.cursor = 0
         """Number of prompts that were read from the data."""
         self.again: list[int] = []
@@ -43,10 +43,10 @@ class System:
         self.cancelled: list[Group] = []
         """Groups whose rollouts the engine stops."""
 
-    # -- what the clock calls -----------------------------------------------------------------------
+    # -- methods that the clock calls ---------------------------------------------------------------
 
     def dispatch(self, free: int) -> Dispatched:
-        """Return the rollouts that begin now, if this many slots are free."""
+        """Return the rollouts that begin now, if `free` slots are free."""
         groups = self.draw(min(self.room(), ceil(free / self.world.size)))
         return [(group, range(self.world.size)) for group in groups]
 
@@ -60,7 +60,7 @@ class System:
                 self.whole(group)
 
     def take(self) -> Sequence[Group] | None:
-        """The groups of the next step; None to wait."""
+        """Return the groups of the next step; None: wait."""
         if self.bound is not None:
             for group in [group for group in self.ready if self.version - group.born > self.bound]:
                 self.ready.remove(group)
@@ -73,7 +73,7 @@ class System:
         self.version += 1
 
     def has(self, group: Group) -> bool:
-        """Whether it still holds a group."""
+        """Whether the system still holds a group."""
         return self.held.get(group.number) is group
 
     def reason(self, group: Group) -> str:
@@ -81,16 +81,16 @@ class System:
         return ""
 
     def check(self) -> None:
-        """Compare its own counts with what the clock saw."""
+        """Compare the system's own counts with those of the clock."""
 
-    # -- what it may be made of ---------------------------------------------------------------------
+    # -- parts that subclasses may use --------------------------------------------------------------
 
     def room(self) -> int:
-        """Number of groups that it would dispatch, if slots are free."""
+        """Number of groups that the system would dispatch if slots are free."""
         return self.world.slots
 
     def draw(self, number: int) -> list[Group]:
-        """The next prompts, at most `number`."""
+        """Draw the next prompts, at most `number`."""
         groups = []
         for _ in range(number):
             if self.again:
@@ -102,7 +102,7 @@ class System:
         return groups
 
     def first(self, ready: list[Group]) -> list[Group] | None:
-        """The first groups for a step, if there are enough."""
+        """The first groups of `ready` for a step, if there are enough."""
         if len(ready) < self.world.groups:
             return None
         chosen, ready[:] = ready[: self.world.groups], ready[self.world.groups :]
@@ -155,10 +155,10 @@ class Account:
     """Ticks at which a group became ``whole``, and a step began (``take``) and ended (``step``)."""
 
     def check(self) -> None:
-        """Check that each group has one fate, and that all rollouts and tokens are counted under fates.
+        """Check that each group has one fate, and that all rollouts and tokens are counted under a fate.
 
         Raises:
-            RuntimeError: something is missing, or counts twice.
+            RuntimeError: a group, rollout or token is missing, or counts twice.
         """
         tokens, rollouts = sum(self.tokens().values()), sum(self.rollouts().values())
         if (tokens, rollouts) != (self.busy, self.started):
@@ -215,20 +215,21 @@ def simulate(
     """Run a system in its world.
 
     Args:
-        after_step: is called with all groups when a step is over and the policy updated.
-        until: the tick at which the run is killed; None: that of the world.
-        poll: ticks after which a waiting trainer asks again even if nothing has happened; 0: it does not.
+        after_step: a function that is called with all groups when a step is over and the policy is updated.
+        until: the tick at which the run is killed; None: the world's last tick.
+        poll: ticks after which a waiting trainer asks again, even if nothing has happened; 0: never.
 
     Raises:
-        RuntimeError: as :meth:`Account.check`; a step trains a group that is not whole, or twice.
+        RuntimeError: :meth:`Account.check` raised; or a step trains a group that is not whole, or was trained
+            already.
     """
     world, order, now, busy = system.world, count(), 0, 0
     until = world.ticks if until is None else until
     events: list[tuple[int, int, Any]] = []  # tick, order, and a rollout; None: the end of a step
-    queue: deque[tuple[Group, int]] = deque()  # dispatched, without a slot
+    queue: deque[tuple[Group, int]] = deque()  # dispatched rollouts without a slot
     running: dict[
         tuple[int, int], tuple[Group, int]
-    ] = {}  # by id of the group and rollout; tick of its start
+    ] = {}  # the tick at which a rollout began, by ids of group and rollout
     groups: dict[int, Group] = {}  # by id
     open_groups: dict[int, Group] = {}
     log: list[tuple[int, str]] = []

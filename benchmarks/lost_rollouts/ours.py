@@ -1,4 +1,4 @@
-"""headrace in the simulated clock: a `RolloutStream`, or an assembler without announcements."""
+"""Run headrace in the simulated clock: a `RolloutStream`, or an assembler without announcements."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Headrace(System):
             number, size = int(draws["group_id"][0]), self.world.size
             rollouts = [rollout % size for rollout in draws["rollout_id"].tolist()]
             group = self.held[number] = self.world.group(number)
-            group.ended = size - len(rollouts)  # the journal has the rows of the others
+            group.ended = size - len(rollouts)  # the journal has the rows of the other rollouts
             found.append((group, rollouts))
         return found
 
@@ -75,7 +75,7 @@ class Headrace(System):
         return group
 
     def forget(self) -> None:
-        """Drop from `held` the groups that the assembler has dropped. It says how many, but not which."""
+        """Drop from `held` the groups that the assembler has dropped. It only tells their number."""
         timeout = self.assembler.timeout_seconds
         for group in [*self.held.values()]:
             old = self.version - group.born > (self.bound or 0) and self.drops

@@ -1,4 +1,4 @@
-"""The page, from the results and page.md."""
+"""Make the page from the results and page.md."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def page(results: Mapping[str, Any]) -> str:
 
 
 def _found(results: Mapping[str, Any]) -> dict[str, str]:
-    """Numbers of the summary."""
+    """The numbers of the summary."""
     worlds = results["worlds"]
     dropping = [
         row for row in worlds["Lognormal"].values() if row["tokens"].get("stale") and row["bound"] == 2
@@ -111,12 +111,12 @@ def _speed(row: Row) -> float:
 
 
 def _shares(row: Row) -> tuple[float, float]:
-    """The share of the slowest tenth in the dispatched groups and in the trained groups, in %."""
+    """The share of the slowest tenth among the dispatched and among the trained groups, in %."""
     return 100 * row["sent_slow"] / row["sent"], 100 * row["trained_slow"] / max(1, row["trained"])
 
 
 def _over(row: Row) -> float | None:
-    """Trained groups that are older than the bound, in %."""
+    """The share of trained groups that are older than the bound, in %."""
     if row["bound"] is None or not row["ages"]:
         return None
     old = sum(number for age, number in row["ages"].items() if int(age) > row["bound"])

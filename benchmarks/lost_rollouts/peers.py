@@ -1,4 +1,4 @@
-"""The buffers and samplers of other projects in the simulated clock: their code, in our loops.
+"""Run the buffers and samplers of other projects in the simulated clock: their code, in our loops.
 
 The docstring of a class says which code is the project's. The loop around it follows the trainer of that
 project, at the same version.
@@ -56,7 +56,7 @@ class Verl(System):
 
     def __init__(self, world: World, bound: int | None = 2, strategy: str = "drop", warmup: int = 2):
         super().__init__(world, bound)
-        threshold = None if bound is None else bound + 1  # it counts the step itself
+        threshold = None if bound is None else bound + 1  # verl counts the step itself, too
         self.store: dict[str, dict[str, Any]] = {}
         names = dict(verl_buffer())
         self.owed = warmup * world.groups
@@ -68,7 +68,7 @@ class Verl(System):
                 raise Blocks
 
             def _sampleable_terminal_keys(self, *places: Any) -> list[str]:
-                """Sort keys by prompt, because the order of a set of texts differs between processes."""
+                """Sort keys by prompt, because the order of a set of texts varies between processes."""
                 return sorted(super()._sampleable_terminal_keys(*places), key=int)
 
         options = {"max_off_policy_threshold": threshold, "max_off_policy_strategy": strategy}
@@ -124,7 +124,7 @@ class Verl(System):
         return super().save() | {"store": copy.deepcopy(self.store)}
 
     def load(self, saved: Any) -> None:
-        """Restore the whole TransferQueue, which was saved. Prompts in flight are submitted again."""
+        """Restore the whole TransferQueue, which was saved. Unfinished prompts are submitted again."""
         super().load(saved)
         self.store = saved["store"]
         prompts = [key for key, tag in self.store.items() if tag.get("is_prompt")]
@@ -162,7 +162,7 @@ def trl_dataset() -> Any:
 
 
 class TRL(System):
-    """TRL's `RolloutQueueDataset`. As in its worker, each free task begins a rollout."""
+    """TRL's `RolloutQueueDataset`. As in TRL's worker, each free task begins a rollout."""
 
     MOST = 1024  # queue_maxsize
 
@@ -229,7 +229,7 @@ class TRL(System):
         return [self.held.pop(number) for number in chosen]
 
     def save(self) -> Any:
-        """The first prompt that was not trained, as `_save_checkpoint` of its trainer finds it."""
+        """The first prompt that was not trained, which `_save_checkpoint` of TRL's trainer finds."""
         cursor = self.first_group
         while cursor in self.trained:
             cursor += 1
@@ -300,9 +300,9 @@ class Nemo(System):
         self.sampler = nemo()[sampler](self.buffer, **{limit: bound}, **options)
         self.capacity = (bound + 1) * world.groups  # max_buffered_rollouts, max_inflight_prompts
         self.chosen: dict[int, None] = {}
-        """Groups of the step that is collected; min_groups_for_streaming_train is 1."""
+        """Groups of the step that is being collected; min_groups_for_streaming_train is 1."""
         self.left, self.target = 0, None
-        """Prompts of the admitted batch that are not dispatched, and their step."""
+        """Prompts of the admitted batch that are not dispatched yet, and their step."""
         self.targets: list[Any] = []
         """Steps of the prompts that are generated once more."""
 
@@ -323,13 +323,13 @@ class Nemo(System):
         return [(group, range(self.world.size)) for group in found]
 
     def admit(self) -> bool:
-        """Whether a batch may begin. Groups that the buffer already has for its step are not generated."""
+        """Whether a batch may begin. Groups that the buffer has for its step are not generated again."""
         try:
             self.target = result_of(self.sampler.admit(trainer_version_fn=lambda: self.version))
         except Blocks:
             return False
         buffered = self.buffer.count_for_target_step(self.target) if self.target is not None else 0
-        skipped = self.draw(buffered)  # the first are dispatched, and the rest of the batch is dropped
+        skipped = self.draw(buffered)  # as many prompts of the batch are dropped
         for group in skipped:
             del self.held[group.number]
         self.left = self.world.groups - buffered
@@ -407,7 +407,7 @@ def areal() -> tuple[Any, Any]:
 
 
 class AReaL(System):
-    """AReaL's `StalenessManager`, and `_select_results` of its executor. It drops nothing for its age."""
+    """AReaL's `StalenessManager`, and `_select_results` of its executor. No group is dropped for its age."""
 
     def __init__(self, world: World, ahead: int = 2):
         super().__init__(world, None)

@@ -1,4 +1,4 @@
-"""Kill a run and continue it from its last checkpoint: which prompts are skipped, and which train twice."""
+"""Kill a run and continue it from its last checkpoint: count the prompts that are skipped, or train twice."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ KILLS = 10
 
 
 def restart(name: str, seed: int) -> dict[str, int]:
-    """Kill a run at a random tick, and begin again from its checkpoint, which is saved after each step.
+    """Kill a run at a random tick, and continue from its last checkpoint. One is saved after each step.
 
     Returns:
-        Prompts that are ``skipped``: no weights have trained them, and nothing says why not. Prompts that are
-        trained ``twice`` in the weights at the end. Prompts that were dropped for their age, ``stale``.
+        The number of prompts that are ``skipped``: they were never trained, and no reason was recorded; that
+        the final weights have trained ``twice``; and that were dropped for their age, ``stale``.
     """
     entry, world = SYSTEMS[name], replace(RESTARTS, seed=seed)
     checkpoint: dict[str, Any] = {}
@@ -53,5 +53,5 @@ def restart(name: str, seed: int) -> dict[str, int]:
 
 
 def fates_of(groups: Iterable[Group]) -> dict[int, str]:
-    """The fates of groups that have left, by prompt."""
+    """The fate of each group that has left, by prompt."""
     return {group.number: group.fate for group in groups if group.fate}

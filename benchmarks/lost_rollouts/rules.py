@@ -1,4 +1,4 @@
-"""Rules of other projects, rewritten here because their code does not load without its servers."""
+"""Rewrite rules of other projects, because their code does not load without its servers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lost_rollouts.world import Group, World
 
 
 class PrimeRL(System):
-    """Slots are always full. Groups past the bound are cancelled in flight, and dropped from the queue."""
+    """Slots are always full. Groups past the bound are cancelled if they run, or dropped from the queue."""
 
     def pass_step(self) -> None:
         super().pass_step()
@@ -20,7 +20,7 @@ class PrimeRL(System):
 
 
 class Slime(System):
-    """As many groups are in flight as there are slots, while fewer whole groups wait. No group is too old."""
+    """As many groups are generated as there are slots, while fewer whole groups wait. No group is too old."""
 
     def __init__(self, world: World):
         super().__init__(world, None)

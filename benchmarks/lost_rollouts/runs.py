@@ -1,4 +1,4 @@
-"""All runs, side by side, and their sums."""
+"""Run all simulations in parallel, and sum up their numbers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def work(job: Job) -> dict[str, Any]:
 
 
 def pooled(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sums over runs."""
+    """Sum the numbers of several runs."""
     total = dict(runs[0])
     for run in runs[1:]:
         for name, value in run.items():
@@ -63,7 +63,7 @@ def pooled(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measured(jobs: Sequence[Job]) -> dict[str, Any]:
-    """Results by table, world and system."""
+    """Return the results by table, world and system."""
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         runs = list(pool.map(work, jobs))
     by_place: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
@@ -77,7 +77,7 @@ def measured(jobs: Sequence[Job]) -> dict[str, Any]:
 
 
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """The results that are kept, and the new ones, in the order of the systems."""
+    """Join kept and new results, in the order of the systems."""
 
     def rows(order: Iterable[str], *place: str) -> dict[str, Any]:
         both = [old, new]

@@ -1,4 +1,4 @@
-"""Read and run modules of other projects, from installed packages and git repositories."""
+"""Read and run modules of other projects from installed packages and git repositories."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Source:
 
     project: str
     name: str
-    """The name of its folder, and of its package."""
+    """The name of the project's folder and package."""
     version: str
     url: str = ""
-    """Address of the git repository; empty: it is a package."""
+    """Address of the git repository; empty: the project is a package."""
 
     @property
     def folder(self) -> Path:
         return Path(os.environ.get(VARIABLE, DEFAULT)) / self.name
 
     def fetch(self) -> None:
-        """Install or clone it, if it is not there.
+        """Install or clone the project, if its folder does not exist.
 
         Raises:
-            CalledProcessError: it cannot be installed or cloned.
+            CalledProcessError: the project cannot be installed or cloned.
         """
         if self.folder.exists():
             return
@@ -63,7 +63,7 @@ class Source:
         """Return the text of a module.
 
         Raises:
-            FileNotFoundError: the package is not installed there, or of another version.
+            FileNotFoundError: the package is not installed in the folder, or has another version.
             CalledProcessError: the repository or the commit is not there.
         """
         if self.url:
@@ -76,7 +76,7 @@ class Source:
 
 @contextmanager
 def modules(stubs: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
-    """Let modules be imported inside the block, each with these names."""
+    """Make modules importable inside the block. Each has the given names."""
     made = {name: ModuleType(name) for name in stubs}
     for name, module in made.items():
         vars(module).update(stubs[name], __path__=[])
@@ -95,13 +95,13 @@ def modules(stubs: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
 def run_module(
     text: str, only: str | None = None, stubs: Mapping[str, Mapping[str, Any]] = {}, **names: Any
 ) -> dict[str, Any]:
-    """Run a module, or one definition of it, with stubs for its imports. Return the names that it defines."""
+    """Run a module, or one definition in it, with stubs for its imports. Return the names that it defines."""
     if only is not None:
         nodes = [node for node in ast.parse(text).body if getattr(node, "name", None) == only]
         text = "from __future__ import annotations\n" + "\n".join(map(ast.unparse, nodes))
     module = ModuleType("peer")
     vars(module).update(names)
-    sys.modules["peer"] = module  # where dataclasses look for it
+    sys.modules["peer"] = module  # where dataclasses look for the module
     with modules(stubs):
         exec(compile(text, "peer", "exec"), vars(module))
     return vars(module)
@@ -111,7 +111,7 @@ def result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Return the result of a coroutine.
 
     Raises:
-        Blocks: it would wait.
+        Blocks: the coroutine would have to wait.
     """
     try:
         coroutine.send(None)

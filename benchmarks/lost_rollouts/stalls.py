@@ -1,4 +1,4 @@
-"""A rollout that never ends: how many steps follow, and after how long there is a message."""
+"""Simulate a rollout that never ends: count the steps that follow, and the time until a message."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POLL = 10  # seconds after which a waiting trainer asks again
 
 
 class Told(Headrace):
-    """Notes when headrace warns of a wait, and whether it names the group."""
+    """Notes when headrace warns of a wait, and whether the warning names the group."""
 
     def __init__(self, world: World, **options: Any):
         super().__init__(world, **options)
@@ -44,7 +44,7 @@ def warns(system: Any, account: Account) -> list[tuple[int, bool]]:
 
 
 def watchdog(system: System, account: Account) -> list[tuple[int, bool]]:
-    """NeMo RL, rewritten: looks every 30 s for 600 s in which no group was committed and no step ended."""
+    """NeMo RL, rewritten: check every 30 s whether for 600 s no group was committed and no step ended."""
     progress = [tick for tick, what in account.log if what != "take"] + [account.world.ticks]
     late = [(a // 30 + 1) * 30 + 600 for a, b in pairwise(progress) if b - a > 630]
     return [(tick, False) for tick in late]
@@ -61,13 +61,13 @@ def no_progress(system: System, account: Account) -> list[tuple[int, bool]]:
 
 
 def silent(system: System, account: Account) -> list[tuple[int, bool]]:
-    """No messages about a wait."""
+    """Return no messages: the system does not report a wait."""
     return []
 
 
 @dataclass(frozen=True)
 class Case:
-    """A system, and its messages about a wait."""
+    """A system, and the way in which it reports a wait."""
 
     make: Callable[..., System]
     tells: Callable[[Any, Account], list[tuple[int, bool]]]
@@ -115,8 +115,9 @@ def stall(name: str) -> dict[str, Any]:
     """Simulate a run in which one rollout hangs.
 
     Returns:
-        Seconds from its dispatch until the first message ``after``, without those that come in a healthy run,
-        and whether the message ``names`` the group; ``steps`` after the dispatch, and in a ``healthy`` run.
+        ``after``: seconds from the dispatch of the rollout until the first message that a healthy run does
+        not have. ``names``: whether the message names the group. ``steps``: number of steps after the
+        dispatch. ``healthy``: this number in a healthy run.
     """
     case, world = CASES[name], WORLDS["Published lengths"]
     steps, messages, begun = [], [], 0

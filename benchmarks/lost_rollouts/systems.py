@@ -1,4 +1,4 @@
-"""The systems that are compared, with their settings and the code that is their own, and the worlds."""
+"""List the systems that are compared, with their settings, and the worlds."""
 
 from __future__ import annotations
 
@@ -105,5 +105,5 @@ OWN_LINES = {
     "slime *": ("624b824a898a", "none", "`rollout/fully_async_rollout.py`"),
     "tinker-cookbook *": ("9dfcc3a2cf44", "none", "`do_async_training` of `rl/train.py`"),
 }
-"""By project: the version, if it is not in `peers.SOURCES`; the project's own code; our code."""
+"""For each project: the version, if it is not in `peers.SOURCES`; the project's own code; our code."""
 OURS = [name for name, entry in SYSTEMS.items() if entry.project == "headrace"]

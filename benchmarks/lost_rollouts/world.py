@@ -1,4 +1,4 @@
-"""The part of a simulation that is the same for all systems: prompts with latencies, engine and trainer."""
+"""Define the part of a simulation that all systems share: prompts with latencies, engine and trainer."""
 
 from __future__ import annotations
 
@@ -15,36 +15,37 @@ LEAST, MEAN, MOST = 515, 14377, 242470
 TOKENS_PER_SECOND = 40.5
 """Tokens of the longest trajectory of that step, divided by the 5,985 s that the trainer waited."""
 BETWEEN = 0.75
-"""Share of the variance of the logarithm between prompts. The rest is within prompts."""
+"""Share of the variance of log(tokens) that is between prompts. The rest is within prompts."""
 
 
 def lognormal(spread: float, noise: float) -> Callable[[float, Random], float]:
-    """A lognormal latency with the median of 20 ticks, and these deviations between and within prompts."""
+    """Lognormal latencies with a median of 20 ticks, and these deviations between and within prompts."""
     return lambda z, dice: 20 * exp(spread * z + noise * dice.gauss(0, 1))
 
 
 def two_classes(quick: int, slow: int) -> Callable[[float, Random], float]:
-    """Half of the prompts take the first number of ticks, and half the second."""
+    """Latencies of two classes: half of the prompts take `quick` ticks, and half `slow` ticks."""
     return lambda z, dice: slow if z >= 0 else quick
 
 
 def published_tokens(z: float, dice: Random) -> float:
-    """Tokens of a rollout. The shortest, mean and longest of 128 rollouts are the published ones.
+    """Draw the tokens of a rollout. The shortest, mean and longest of 128 rollouts are the published ones.
 
-    Lognormal, with one deviation below the median and another above it. Nothing is longer than the longest.
+    The distribution is lognormal, with one deviation below the median and another above it. No rollout is
+    longer than the published longest.
     """
     x = sqrt(BETWEEN) * z + sqrt(1 - BETWEEN) * dice.gauss(0, 1)
     return min(MEDIAN * exp(x * (ABOVE if x > 0 else BELOW)), MOST)
 
 
 def _deviations(median: float) -> tuple[float, float]:
-    """The deviations below and above the median that give the published shortest and longest of 128."""
+    """The deviations below and above the median for which 128 rollouts have the published extremes."""
     most = NORMAL.inv_cdf((SEEN - 0.375) / (SEEN + 0.25))  # Blom's approximation
     return log(median / LEAST) / most, log(MOST / median) / most
 
 
 def _fitted_median() -> float:
-    """The median that gives the published mean."""
+    """The median for which the mean is the published one."""
     low, high = float(LEAST), float(MEAN)
     at = [NORMAL.inv_cdf((n + 0.5) / 2000) for n in range(2000)]
     for _ in range(40):
@@ -64,26 +65,26 @@ class Group:
     """A prompt that was drawn, and its fate."""
 
     number: int
-    """Of the prompt."""
+    """Number of the prompt."""
     decile: int
     """The tenth of the prompt by its latency; 9 is the slowest."""
     ticks: list[int]
-    """Of each rollout."""
+    """Latency of each rollout, in ticks."""
     fails: list[bool]
     begun: int = -1
-    """The tick of its dispatch."""
+    """The tick at which the group was dispatched."""
     drawn: int = -1
     """The policy version at its dispatch."""
     born: int = -1
     """The policy version when its first rollout began."""
     started: int = 0
-    """Rollouts that the engine has begun."""
+    """Number of rollouts that the engine has begun."""
     ended: int = 0
-    """Rollouts that have ended or failed."""
+    """Number of rollouts that have ended or failed."""
     spent: int = 0
-    """Ticks of generation, so also tokens."""
+    """Ticks of generation, and so tokens."""
     fate: str = ""
-    """``trained``, or why not; empty while it is outstanding."""
+    """``trained``, or the reason why it is not; empty while the group is outstanding."""
     age: int = -1
     """Steps between the policy that generated it and the one that was trained."""
 
@@ -95,13 +96,13 @@ class World:
     latency: Callable[[float, Random], float] = field(default_factory=lambda: lognormal(0.9, 0.3))
     seed: int = 0
     slots: int = 64
-    """Rollouts that are generated at once."""
+    """Number of rollouts that are generated at once."""
     size: int = 4
-    """Rollouts of a group."""
+    """Number of rollouts of a group."""
     groups: int = 8
-    """Groups that a step trains."""
+    """Number of groups that a step trains."""
     step: int = 20
-    """Ticks of a step."""
+    """Number of ticks of a step."""
     ticks: int = 2400
     failing: float = 0.0
     """Share of the rollouts that fail."""
@@ -111,7 +112,7 @@ class World:
     """A prompt whose first rollout never ends."""
 
     def group(self, number: int, attempt: int = 0) -> Group:
-        """A prompt with its latencies, which are the same under every system."""
+        """Make a prompt with its latencies, which are the same for every system."""
         dice = Random(f"{self.seed} {number}")
         quantile = min(max(dice.random(), 1e-6), 1 - 1e-6)
         z = NORMAL.inv_cdf(quantile)
@@ -120,7 +121,7 @@ class World:
         return Group(number, int(10 * quantile), ticks, fails)
 
     def most_steps(self) -> float:
-        """An upper bound of the steps: the trainer is always busy, or no slot is ever free."""
+        """An upper bound of the number of steps: the trainer is always busy, or no slot is ever free."""
         some = [self.group(number) for number in range(2000)]
         useful = fmean(not any(group.fails) for group in some)
         work = fmean(sum(group.ticks) for group in some) / useful
