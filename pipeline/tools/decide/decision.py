@@ -612,7 +612,7 @@ _lock = Lock()
 
 @shows_options
 def decide(
-    data: Mapping[str, Any] | TensorDictBase = ...,  # type: ignore[assignment]
+    data: Mapping[str, Any] | TensorDictBase = ...,
     /,
     recipe: Recipe | str = "grpo",
     *overrides: str,

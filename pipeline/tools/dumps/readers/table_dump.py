@@ -288,7 +288,8 @@ def said_of_columns(reading: Reading) -> list[str]:
     ]
     if "step" in reading.first and "step" not in reading.columns:
         said.append(
-            "The column 'step' is not read, so each file is one step. To read it, add step: step to source.columns."
+            "The column 'step' is not read, so each file is one step. To read it, add step: step to "
+            "source.columns."
         )
     return said
 
