@@ -612,7 +612,7 @@ _lock = Lock()
 
 @shows_options
 def decide(
-    data: Mapping[str, Any] | TensorDictBase = ...,
+    data: Mapping[str, Any] | TensorDictBase,
     /,
     recipe: Recipe | str = "grpo",
     *overrides: str,
@@ -654,8 +654,6 @@ def decide(
         >>> found.advantage.tolist(), found.reason[2]
         ([0.5, -0.5, 0.0, 0.0], 'filter/zero_variance')
     """
-    if data is ...:
-        raise TypeError(f"decide takes columns as one mapping: decide({EXAMPLE}); got {', '.join(options)}")
     refuse_other_arguments(data, recipe, *overrides)
     seed: Any = options.pop("seed", ...)
     seed = 0 if seed is ... else seed

@@ -375,11 +375,6 @@ def test_arguments_in_another_order_are_named_by_what_they_look_like(arguments, 
         decide(*arguments)
 
 
-def test_columns_by_keyword_are_answered_with_one_mapping():
-    with pytest.raises(TypeError, match=r"decide\({'group_id': .*}\); got rewards, group_ids$"):
-        decide(rewards=[1, 0], group_ids=[0, 0])
-
-
 def test_columns_may_have_other_names():
     columns = {"group_id": [0, 0], "rollout_id": [0, 1], "score": [1.0, 0.0], "tokens": [3, 2]}
     found = decide(columns, "dr_grpo", group_size=2, columns={"reward": "score"}, minibatches=1)
