@@ -254,7 +254,7 @@ def check_recipe(trainer: Any, recipe: Any, gives: frozenset[NestedKey | None] |
     for name, stage in stages.items():
         votes = ["votes_only"] * (getattr(stage, "baseline_of", "") == "votes_only")
         for key in dict.fromkeys([*getattr(stage, "in_keys", ()), *votes]):
-            if key not in there and key[0] != "headrace":  # those are the pipeline's own
+            if key not in there and key[0] != "headrace":  # the pipeline makes these
                 lacks.setdefault(name, []).append(repr(key))
     if lacks:
         found = "; ".join(f"stage {name!r} reads {', '.join(keys)}" for name, keys in lacks.items())

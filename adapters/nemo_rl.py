@@ -71,7 +71,7 @@ class DeadlineSampler:
         return self.unreserved + len(self.buffer.ready_list) + self.steps.taken
 
     async def admit(self, *, trainer_version_fn: Callable[[], int]) -> None:
-        """Wait until groups of at most `steps_ahead` steps are outstanding. Then dispatch those of one step.
+        """Wait until groups of at most `steps_ahead` steps are outstanding. Then dispatch groups of one step.
 
         The wait also ends if less than one step is outstanding, so that failed prompts are replaced.
         """

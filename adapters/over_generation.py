@@ -44,7 +44,7 @@ def train_first(pipeline: Pipeline, groups: int) -> Pipeline:
 
 
 def rows_to_train(in_loss: Tensor, group_size: int, number: int) -> Tensor:
-    """Choose whole groups that a trainer keeps, first those with a token in the loss: their (number,) rows.
+    """Choose whole groups for a trainer, first groups with a token in the loss. Return their (number,) rows.
 
     If these are too few, other groups fill the batch up, because a trainer's batch has a fixed size. The
     tokens of other groups are out of the loss.

@@ -20,7 +20,7 @@ recipe_of_environment("as/verl")  # raises here if it is unknown
 
 
 class RecipeOperator(ExperienceOperatorV1):
-    """Experiences of one task are a group; those of one run are a rollout, however many steps it has."""
+    """Experiences of one task are a group. Experiences of one run are a rollout of any number of steps."""
 
     async def process(self, exps: list[Any]) -> tuple[list[Any], dict[str, float]]:
         """Write advantages and returns. Remove experiences that leave the loss, as Trinity's own do."""

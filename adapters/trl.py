@@ -29,7 +29,7 @@ class RecipeAdvantages(Follows):
 
     def _calculate_rewards(self: Any, inputs: Any, prompts: Any, completions: Any, ids: Any) -> torch.Tensor:
         rewards = super()._calculate_rewards(inputs, prompts, completions, ids)  # type: ignore[misc]
-        first = self.accelerator.process_index * len(inputs)  # rewards are those of all ranks, in order
+        first = self.accelerator.process_index * len(inputs)  # rewards are of all ranks, in order
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         cut_off = torch.tensor([row[-1] not in ends for row in ids], device=rewards.device)
         self._scored = {

@@ -51,7 +51,7 @@ def estimate_advantages(
 def compute_advantage_of_sessions(
     data: Any, batch_keys: Sequence[str], adv_estimator: Any, num_repeat: int = 1, **others: Any
 ) -> Any:
-    """The v1 trainer's function: with `headrace`, all rows of a session are one rollout."""
+    """Compute advantages for the v1 trainer. With `headrace`, all rows of a session are one rollout."""
     if adv_estimator != "headrace":
         return theirs(data, batch_keys, adv_estimator, num_repeat=num_repeat, **others)
     mask = data.batch["response_mask"]

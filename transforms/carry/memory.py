@@ -45,7 +45,7 @@ class SplitMemory:
     def restart(self) -> None:
         """Forget all batches."""
         self.state, self.restored = SplitState(), False
-        self._progress: BatchProgress | None = None  # of the last accepted batch
+        self._progress: BatchProgress | None = None  # progress of the last accepted batch
         self._earlier: list[BatchProgress] = []  # earlier batches that were not done
 
     def cut(self, split: Any, rows: Rows, epochs: int = 1, *, skips: bool = True) -> Remembered:

@@ -55,7 +55,7 @@ class Ranks(Alone):
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Share the batch of a block with other ranks: an error in the block of one rank is raised on all.
+        """Share a batch with other ranks in a ``with`` block. An error in one rank's block is raised on all.
 
         Raises:
             OtherRankError: another rank raised in its block, or did not reach its end in time.

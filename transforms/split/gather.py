@@ -125,7 +125,7 @@ class OptimiserSteps:
             progress.minibatches += len(plan.sizes)
             if plan.padding is not None:
                 self._require_mask_of_padding(batch)
-        # The batch row of each table row; None: the same number. Padding has the table row of another rank
+        # The batch row of each table row; None: equal numbers. Padding has the table row of another rank
         # where this rank has no row in the minibatch. It then gets the tokens of the first row here.
         self.batch_rows = None
         if len(table.live) < table.size:

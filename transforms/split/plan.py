@@ -218,7 +218,7 @@ def _assign(
 
 
 def _bins_by_rank(load: Tensor, ranks: int) -> Tensor:
-    """Give the bins to ranks: of each R bins, heaviest first, the heaviest to the rank with the least cost.
+    """Give the bins to ranks, R at a time, heaviest first. The heaviest goes to the rank with the least cost.
 
     Returns:
         (B,) int64, bin numbers, sorted by rank.
@@ -266,12 +266,12 @@ class Plan:
         return [place.index_select(0, of) for place in places[: 3 if self.has_ranks else 2]]
 
     def passes(self, rank: int | None) -> list[list[int]]:
-        """Number of rows of each micro-batch, by minibatch, for one rank; None: for all ranks."""
+        """Number of rows of each micro-batch, by minibatch, for one rank; None: of all ranks."""
         chosen = slice(None) if rank is None or not self.has_ranks else slice(rank, rank + 1)
         return [list(chain.from_iterable(ranks[chosen])) for ranks in self.sizes]
 
     def of_rank(self, rank: int | None) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """The part of one rank; None: of all ranks.
+        """The rows of one rank; None: of all ranks.
 
         Returns:
             - (M,) int64, row numbers in training order.
@@ -344,7 +344,7 @@ def make_plan(
 
     Args:
         cut: rows by minibatch.
-        assigned: the same rows, by rank and micro-batch.
+        assigned: the rows of `cut`, by rank and micro-batch.
         options: the options.
         firsts: by minibatch, (1,) row of another rank, which padding copies if this rank has none there.
 
@@ -443,7 +443,7 @@ def draw_plans(
     the same number of micro-batches in each. A rank without rows for a step takes micro-batches of padding
     under ``pad`` and ``carry``, else empty ones, which :func:`split_microbatches` does not yield. Under
     ``carry`` the first pass decides which rows are carried, and the other passes permute the remaining rows.
-    A rank that has rows for more steps than others carries those of the further steps.
+    A rank that has rows for more steps than others carries the rows of the further steps.
 
     Args:
         parts: for each rank (n,) int64, its row numbers, ascending; and the unit of each row, None: each row
@@ -559,7 +559,7 @@ def fit_budget(
     and rank 0 drops its last row.
 
     Args:
-        cuts: by rank and pass.
+        cuts: the cuts, by rank and pass.
         labels: (N,) int64, the unit of each row; None: each row is a unit.
         lengths: (N,) int64, tokens per row.
         options: the options, with `max_tokens`.

@@ -168,7 +168,7 @@ def _no_reason(stages: Sequence[BatchTransform]) -> str:
     if any(getattr(stage, "expected_groups", None) is not None for stage in stages):
         return "has expected_groups, which are those of the whole batch"
     if REWARD in first.out_keys and len({repr(getattr(stage, "weights", None)) for stage in stages}) > 1:
-        return "weighs several rewards, and a report has one sum of them: give all values the same weights"
+        return "weighs several rewards, and a report has one weighted sum: give all values the same weights"
     return ""
 
 

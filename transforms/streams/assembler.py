@@ -99,7 +99,7 @@ class GroupAssembler(
     Args:
         groups: whole groups per batch; None: all that are whole.
         group_size: rollouts of a whole group; None: as many as `expected_key` says.
-        on_failure: for a settled group with too few ended rollouts. ``drop`` the group, or ``raise``.
+        on_failure: what happens to a settled group with too few ended rollouts. ``drop`` it, or ``raise``.
             ``keep`` it if it has `min_rollouts` and `min_fraction`; otherwise refill it if `refill` is set,
             else drop it. ``refill`` it; after `max_refills` keep it if `min_rollouts` or `min_fraction` are
             set and reached, else drop it.
@@ -107,17 +107,17 @@ class GroupAssembler(
             count, from the group's first row or announcement on. While nothing is put and the trainer waits,
             the time counts as puts at their usual rate.
         timeout_seconds: the same limit in seconds.
-        on_timeout: for a group that is too old, with the values of `on_failure`.
+        on_timeout: what happens to a group that is too old, with the values of `on_failure`.
         min_rollouts: ended rollouts that a group needs for ``keep`` and after ``refill``, ≥ 1.
         min_fraction: the same as a share in (0, 1] of the rollouts that the group was first dispatched with.
-        refill: for ``refill`` and ``keep``, called with the id of a group and the number of missing rollouts.
+        refill: a function for ``refill`` and ``keep``. It gets a group id and the number of missing rollouts.
             Dispatch that many rollouts with new rollout ids, and do not announce them. Its exceptions are
             raised by :meth:`put`, after the rows were taken in, or by :meth:`take`.
-        max_refills: for `refill`, largest number of calls per group, ≥ 1.
+        max_refills: largest number of calls of `refill` per group, ≥ 1.
         max_staleness: largest number of policy versions that a row may be behind `version` when it is
             taken; None: any.
-        on_stale: for `max_staleness`, what keeps older rows from being trained. ``wait``: a step waits for
-            slow groups before these are too old, and none is dropped (docs/streams.md). Ages count steps,
+        on_stale: how older rows than `max_staleness` allows are kept out of training. ``wait``: a step waits
+            for slow groups before these are too old, and none is dropped (docs/streams.md). Ages count steps,
             whatever numbers the versions have. It needs `groups`, the number that a step trains over all
             takers. Groups that were not announced are dropped if a row is older. ``drop`` the group. ``mask``
             the row: it leaves the loss and stays in the statistics, as with :class:`SampleFilter`.
@@ -126,17 +126,18 @@ class GroupAssembler(
         steps_ahead: steps for which groups are dispatched ahead of the current one, for :meth:`capacity`, at
             most `max_staleness`. The mean age of the groups is about this. None: 2, or `max_staleness` if it
             is less; without `max_staleness` there is no limit.
-        on_newer: for `max_staleness`, when a row is newer than `version`. ``raise``, because `version` is not
-            updated; or ``wait``: the group is held until `version` reaches that of the row.
+        on_newer: with `max_staleness`, what happens if a row is newer than `version`. ``raise``, because
+            `version` is not updated; or ``wait``: the group is held until `version` reaches that of the row.
         max_concurrent_rollouts: largest number of unfinished rollouts, for :meth:`capacity`; None: any.
-        on_late: for rows that are late: ``drop`` or ``raise``.
-        on_duplicate: for a rollout that ends twice or a segment that arrives twice, even after its group was
-            closed: ``raise``, or ``drop`` the later one.
-        on_surplus: for more than `group_size` ended rollouts. ``drop`` those that ended last. Or a callable
-            that gets their rewards, (n,) float64 sorted by rollout id, and k = `group_size`, and returns the
-            k rollouts to keep, as indices or as a mask. It is called when the group is settled or too old.
+        on_late: what happens to late rows: ``drop`` or ``raise``.
+        on_duplicate: what happens if a rollout ends twice or a segment arrives twice, even after its group
+            was closed: ``raise``, or ``drop`` the later one.
+        on_surplus: what happens to more than `group_size` ended rollouts. ``drop`` the last ones. Or a
+            callable that gets their rewards, (n,) float64 sorted by rollout id, and k = `group_size`, and
+            returns the k rollouts to keep, as indices or as a mask. It is called when the group is settled or
+            too old.
         max_pending_groups: largest number of waiting groups; None: any.
-        on_full: for more waiting groups: ``drop`` the oldest, or ``raise``.
+        on_full: what happens if more groups wait: ``drop`` the oldest, or ``raise``.
         in_order: rows of an environment are put in the order in which it sent them. Then the assembler
             detects lost rows by the origin that :class:`headrace.pipeline.StampIds` stamps. False, or a
             `segment_key`: the origin is ignored.
@@ -781,7 +782,7 @@ class GroupAssembler(
         """The rows of groups that were never announced and have no rows, for a sampler that continues.
 
         Args:
-            draws: as for :meth:`announce`.
+            draws: see :meth:`announce`.
         """
         if not draws.shape.numel():
             return draws

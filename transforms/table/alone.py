@@ -33,7 +33,7 @@ class Alone:
     place = ""
 
     def block(self) -> AbstractContextManager[None]:
-        """Share the batch of a block with other ranks: an error of one rank is raised on all."""
+        """Share a batch with other ranks in a ``with`` block. An error of one rank is raised on all."""
         return nullcontext()
 
     def share(self, table: Any, about: Callable[[], str] = str) -> None:

@@ -1,4 +1,4 @@
-"""How the rows out of the loss are masked in a batch: in which token columns, and with which values."""
+"""Mask the rows out of the loss in a batch: in which token columns, and with which values."""
 
 from __future__ import annotations
 

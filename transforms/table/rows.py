@@ -291,7 +291,7 @@ class Rows:
             values: (M,) or (M, K), for the rows of this view.
             dtype: dtype of the column in the batch. None: the dtype that it already has, else the dtype of
                 `values`, with float32 in place of float64.
-            ndim: number of dimensions of the column in the batch. None: as it already has, else those of
+            ndim: number of dimensions of the column in the batch. None: as many as it already has, else as
                 `values`.
             fill: value of a new column on rows outside of this view. None: NaN, or 0 for integers and bools.
         """

@@ -90,8 +90,8 @@ class TrainSharedOnce(
     (``shared``).
 
     Put the stage after the filters, because a filter could take out the row that has the token, and before
-    the split. With prefix trees (``ShuffleSplit(tree="rollout")``) it is needed, too: a tree computes a
-    shared token once, and its loss still counts it in each row. Rows are compared by their token ids, not by
+    the split. With prefix trees (``ShuffleSplit(tree="rollout")``) the stage is needed, too: a tree computes
+    a shared token once, but the loss counts it in each row. Rows are compared by their token ids, not by
     images or other inputs. If a rollout has rows on several ranks, the ranks exchange the tokens of such
     batches.
 

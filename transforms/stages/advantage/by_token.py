@@ -160,7 +160,7 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
 
         def change(term: Tensor, before: Tensor, trains: Tensor) -> dict[str, Tensor]:
             after = changed(before, term, None if late else trains, factor, self.how)
-            known = finite_inside(after, trains)  # then the term is finite too
+            known = finite_inside(after, trains)  # if the result is finite, so is the term
             return {"known": known} if late else {"known": known, "after": after}
 
         made = in_blocks(change, term, before, trains)

@@ -69,8 +69,8 @@ def turn_advantage(
         has_turn: (N, K) bool; each turn of a rollout is on one of its rows.
         group_id: (N,) integers ≥ 0; rollouts with the same id are compared.
         rollout_id: (N,) integers ≥ 0; rows with the same id are one rollout. None: each row is a rollout.
-        outcome: (N,) float, a reward at the last turn of the rollout, the same on all its rows. None: no such
-            reward.
+        outcome: (N,) float, a reward at the last turn of the rollout, equal on all its rows. None: there is
+            none.
         discount: γ in [0, 1], per turn.
 
     Returns:

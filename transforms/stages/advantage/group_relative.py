@@ -138,12 +138,11 @@ def group_relative_advantage(
         k: for ``best_of_k``, from 2 to the size of the smallest group.
         baseline_of: the rollouts that b is computed from: all of the ``group``, or those that vote only.
         temperature: τ > 0, for ``log_mean_exp``, in units of the reward.
-        dtype: dtype of the computation. None or float64: as above. A smaller dtype gives the same bits as the
-            reshape formula in that dtype, if groups of one size are contiguous
-            (:func:`.reshape_formula.reshaped`).
+        dtype: dtype of the computation. None: float64. A smaller dtype gives the same bits as the reshape
+            formula in that dtype, if groups of one size are contiguous (:func:`.reshape_formula.reshaped`).
         length: (N,) tokens per row, for ``length_weighted``; the length of a rollout is the sum over its
             rows.
-        baseline_value: (N,) floats, b for ``column``; the same on all segments of a rollout.
+        baseline_value: (N,) floats, b for ``column``; equal on all segments of a rollout.
         votes_only: (N,) bools, rollouts that vote and do not train, for ``baseline_of="votes_only"``.
 
     Returns:
@@ -202,7 +201,7 @@ def advantage_of(
 
     Args:
         rows: the rows; excluded ones get 0 and do not enter the statistics.
-        reward: (M,) float64, the same on all segments of a rollout.
+        reward: (M,) float64, equal on all segments of a rollout.
         formula: baseline, scale and the other options.
         dtype: below float64, the advantage has the bits of the reshape formula in this dtype, where that
             formula applies (:func:`.reshape_formula.reshaped`). None: float64.
@@ -289,7 +288,7 @@ def compared_by_reward(by_reward: Sequence[Compared], size: int) -> Tensor:
 
 
 def require_baselines(rows: Rows, value: Tensor) -> None:
-    """Require finite baselines (M,), the same on all rows of a rollout.
+    """Require finite baselines (M,), equal on all rows of a rollout.
 
     Raises:
         BatchError: a baseline is not finite, or differs within a rollout; the message lists the rows.

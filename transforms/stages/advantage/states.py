@@ -1,4 +1,4 @@
-"""Advantages of steps, compared with other steps of the group that start in the same state."""
+"""Advantages of steps: a step is compared with the steps of its group that start in its state."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ class StateAdvantage(BatchTransform, columns=("state", "advantage", "group")):
         A ← A + ω · (G − mean(G in the state)) / s        s as `scale` says
 
     Every step counts, also two steps of one rollout. The step itself is in the mean, and the step of a state
-    that is visited once gets 0, as in GiGPO. Both are a bias: of m steps, the advantage is (m − 1)/m of the
-    unbiased one. If `state_key` is the number of the turn, segments are compared turn by turn.
+    that is visited once gets 0, as in GiGPO. Both are a bias: for m steps in a state, the advantage is (m −
+        1)/m of the unbiased one. If `state_key` is the number of the turn, segments are compared turn by
+        turn.
 
     Reads `advantage_key`, ``("headrace", "return")``, `group_key` and `state_key`. Writes `advantage_key`.
 

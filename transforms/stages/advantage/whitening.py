@@ -60,7 +60,7 @@ def whiten(
         weights: (N,) ≥ 0, how often a row counts: its tokens in the loss, or 1. A row with weight 0 is not
             counted and becomes 0.
         eps: ε ≥ 0.
-        eps_mode: how ε is added, as above.
+        eps_mode: how ε is added, see the equations.
 
     Returns:
         (N,) in the dtype of `values`.
@@ -216,7 +216,7 @@ class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask", "rollout
 
 
 def require_one_each(rows: Rows) -> None:
-    """Require one advantage for each rollout: the same on all its rows.
+    """Require one advantage for each rollout, equal on all its rows.
 
     Raises:
         BatchError: rows of a rollout differ; the message lists the rollouts.

@@ -255,7 +255,7 @@ class Diverged(
 
 
 def _bounds(estimator: str, low: float | None, high: float | None) -> tuple[float | None, float | None]:
-    """The bounds of the divergence D, from those of the options.
+    """Compute the bounds of the divergence D from the options.
 
     Raises:
         ValueError: no bound is given, or the estimator does not have a given bound.

@@ -50,8 +50,8 @@ def importance_weight(
         log_prob: (N, T) float, log π_old: the trainer's policy at the start of the step.
         sampler_log_prob: (N, T) float, log μ: the policy that sampled.
         mask: (N, T) bool; tokens outside of it are not read and get weight 0.
-        level: how ρ is reduced, as above.
-        bound: what happens to weights outside of `low` and `high`, as above.
+        level: how ρ is reduced, see the equations.
+        bound: what happens to weights outside of `low` and `high`, see the equations.
         low: lower bound ≥ 0, or None.
         high: upper bound > 0, or None.
 
@@ -143,7 +143,7 @@ class WeightFormula:
         if self.level != "token":
             log, length = over_units(found["total"], rollouts), over_units(found["tokens"], rollouts)
             log = log / length.clamp_min(1) if self.level == "mean" else log
-            ratio = clamped(log).exp().to(dtype)  # of each sequence
+            ratio = clamped(log).exp().to(dtype)  # one per sequence
             of_row, out = self.bounded(ratio).double(), outside(ratio, self.low, self.high)
             if rollouts is not None:
                 of_row, out = rollouts.spread(of_row), rollouts.spread(out)

@@ -95,7 +95,7 @@ class RolloutCorrection(
 
     @property
     def corrects(self) -> tuple[NestedKey, NestedKey]:
-        """The two policies of the ratio. A second stage with the same two would apply the weights twice."""
+        """The two policies of the ratio. A second stage with these policies would apply the weights twice."""
         return self.sampler_log_prob_key, self.old_log_prob_key
 
     def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]

@@ -55,7 +55,7 @@ class Criterion(TakesColumns):
     unit: str = "sample"
     in_keys: tuple[NestedKey, ...] = ()
     before_baseline: bool = False  # it must run before the stages that compute a baseline
-    within_groups: bool = False  # its result for a row depends only on the rows of the same group
+    within_groups: bool = False  # its result for a row depends only on the rows of its group
     token_keys: tuple[NestedKey, ...] = ()  # columns that it reads with rows.token_column
 
     def decide(self, rows: Rows) -> Tensor:
@@ -66,7 +66,7 @@ class Criterion(TakesColumns):
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
-        """Token counts that this criterion reads, as those of a stage."""
+        """Token counts that this criterion reads, declared like those of a stage."""
         return [(self.loss_mask_key, None)] if hasattr(self, "loss_mask_key") else []
 
     def __call__(self, batch: TensorDictBase) -> Tensor:

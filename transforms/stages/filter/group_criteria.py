@@ -15,7 +15,7 @@ from headrace.transforms.table.schema import REWARD
 from .criteria import Criterion
 
 By = Literal["reward", "length", "efficiency", "variance"]
-ROUNDING = 2.0**-40  # of Σ R²: variances are equal up to rounding if they differ by less
+ROUNDING = 2.0**-40  # share of Σ R²: variances that differ by less are equal up to rounding
 
 
 def best_of(reward: Tensor, groups: Ids, ids: Tensor, k: int, by: By, length: Tensor | None = None) -> Tensor:
@@ -38,7 +38,7 @@ def best_of(reward: Tensor, groups: Ids, ids: Tensor, k: int, by: By, length: Te
         groups: group of each of the V rollouts.
         ids: (V,) int64, rollout ids.
         k: number of rollouts kept per group, ≥ 1. A group with k rollouts or fewer keeps all.
-        by: criterion, as above.
+        by: criterion, see above.
         length: (V,) int64, tokens per rollout, for ``length`` and ``efficiency``.
 
     Example:

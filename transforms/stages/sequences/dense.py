@@ -300,7 +300,7 @@ class Layout:
         return self._known[key]
 
     def rows(self, flat: Tensor, sizes: list[int], width: int, fill: float | None = None) -> Tensor:
-        """Lay out joined entries as (N, T, ...); `fill` None: as in :func:`.tokens.padded`."""
+        """Lay out joined entries as (N, T, ...). For `fill` see :func:`.tokens.padded`."""
         places = self.places(sizes, width)
         made = flat.new_full((*places.shape, *flat.shape[1:]), no_token(flat) if fill is None else fill)
         return made.masked_scatter_(places.view(*places.shape, *[1] * (flat.ndim - 1)), flat)
@@ -362,7 +362,7 @@ def fit_width(column: Tensor, width: int, value: float | None = None) -> Tensor:
     Args:
         column: (N, T, ...).
         width: new number of entries per row. Only padding may be cut off.
-        value: the padding; None: as in :func:`.tokens.padded`.
+        value: the padding, see :func:`.tokens.padded`.
 
     Example:
         >>> fit_width(torch.tensor([[0, 7]]), 3).tolist(), fit_width(torch.tensor([[0, 7]]), 1).tolist()

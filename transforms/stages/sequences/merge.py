@@ -329,7 +329,7 @@ def leave_merged(rows: Rows, into: Tensor) -> None:
 
 
 def with_merged(table: Table, counts: Tensor) -> Tensor:
-    """(N,) counts per row, where those of each merged row are added to the row that it was merged into."""
+    """(N,) counts per row. The count of a merged row is added to the row that it was merged into."""
     if (into := table.columns.get(INTO)) is None:
         return counts
     into = torch.where(into < 0, torch.arange(len(into)), into)

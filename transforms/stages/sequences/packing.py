@@ -320,8 +320,8 @@ def _lay(
 def _outside(rows: list[int]) -> BatchError:
     return BatchError(
         f"tokens in the loss must be real; in rows {rows[:10]} the loss mask has another shape than the "
-        "attention mask, or it or the mask of a component is True where that is False, and packing would "
-        "drop those tokens"
+        "attention mask, or a loss mask or component mask is True where the attention mask is False. Packing "
+        "would drop those tokens: correct the wrong mask"
     )
 
 

@@ -314,7 +314,7 @@ class LossWeight(
     ``loss_kl``. ``("loss_weights", name)`` (N, T) is its weight at each token: 0 outside of its tokens, and
     else `factor` times the weight in the mean over its tokens of the step. Its options are:
 
-    - `unit`, `length`, `power`: as above, without ``turn``. Without `unit` they are those of the stage.
+    - `unit`, `length`, `power`: as for the stage, but without ``turn``. Without `unit` the stage's are used.
     - `factor`: coefficient of the mean in the loss, ≥ 0; 1 if it is left out.
     - `loss_mask_key`: (N, T) bool. The component has exactly its True entries, in all rows of a minibatch.
       They may be in rows that a stage has masked or excluded, such as a group with equal rewards, or in a
