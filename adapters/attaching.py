@@ -47,7 +47,7 @@ class Follows:
     gives: frozenset[NestedKey | None] | None = None
     """Columns that the recipe gets; None: not known, so a missing column is an error at the first step."""
     followed: Mapping[str, str]
-    """Options of the recipe that are those of the trainer, by stage and option."""
+    """Options of the recipe that follow the trainer's settings, by stage and option."""
 
     def __repr__(self: Any) -> str:
         taken = ", ".join(f"{key}={value}" for key, value in self.followed.items()) or "no option"

@@ -128,7 +128,7 @@ class Line(NamedTuple):
 
     rollout: int
     fails: str
-    """Names of the criteria that it fails."""
+    """Names of the criteria that the row fails."""
     tokens: int
 
 

@@ -73,7 +73,7 @@ def test_slow_groups_are_trained_as_often_as_others(here):
 
 
 def test_without_a_threshold_every_group_is_trained_whatever_its_age(here):
-    """As in verl: `max_off_policy_threshold` is null."""
+    """`max_off_policy_threshold` is null, as in verl."""
     trainer = here(Trainer(0, groups=4, warmup=2, bound=None, steps=30))
     assert max(age for ages in trainer.ages.values() for age in ages) > 2
     assert trainer.ages.keys() | {

@@ -30,7 +30,7 @@ class Fleet(NamedTuple):
     environments: int
     group_size: int
     groups: int
-    """Of each worker."""
+    """Number of groups of each worker."""
 
     def rows(self, worker: int, rng: random.Random) -> Iterator[Sent]:
         """All rows of a worker in the order of its steps."""

@@ -141,7 +141,7 @@ class Run:
     capacity: int | None = None
     """``max_buffered_rollouts``, if it is more than the sampler requires."""
     version: int = 0
-    """Of the trainer, which counts its steps."""
+    """Policy version of the trainer, which counts its steps."""
     sent: list[int] = field(default_factory=list)
     """Prompts that were dispatched."""
     failed: set[int] = field(default_factory=set)
@@ -153,7 +153,7 @@ class Run:
     waiting: int = 0
     """Groups in the buffer at the end."""
     in_step: int = 0
-    """Groups that the step which is not over has taken."""
+    """Groups that the current step has taken."""
     sizes: set[int] = field(default_factory=set)
     """Groups that `select` gave at once."""
 

@@ -267,7 +267,7 @@ CELLS: dict[str, tuple[Cell, ...]] = {
         _writer("RuntimeError: shape"),
     ),
 }
-"""By trouble, the cells in the order of `PLACES`."""
+"""For each trouble, the cells in the order of `PLACES`."""
 
 
 # -- sources ----------------------------------------------------------------------------------------------

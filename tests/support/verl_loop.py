@@ -51,7 +51,7 @@ class Trainer:
     steps: int = 30
     ticks: int = 20
     spread: float = 1.5
-    """Of the logarithm of the latency."""
+    """Std of the logarithm of the latency."""
     failing: float = 0.0
     equal: float = 0.0
     strategy: str = "wait"

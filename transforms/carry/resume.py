@@ -28,7 +28,7 @@ class InterruptedBatch(NamedTuple):
     options: dict[str, Any]
     """The options of the split, by name."""
     columns: dict[str, Tensor]
-    """(N, ...) ids and rewards of its rows, on the CPU, by name."""
+    """(N, ...) ids and rewards of the batch's rows, on the CPU, by name."""
     after: SplitState
     """The state after the batch, for :meth:`ShuffleSplit.discard_batch`."""
 
@@ -47,7 +47,7 @@ class KnownBatch(NamedTuple):
 
     rows: int
     columns: Mapping[str, Tensor]
-    """(N, ...) ids and rewards of its rows, by name."""
+    """(N, ...) ids and rewards of the batch's rows, by name."""
 
     def is_again(self, other: KnownBatch) -> bool:
         """Whether the other batch has the same rows, in any order. False for batches without ids."""

@@ -47,9 +47,9 @@ class Presence(NamedTuple):
     """Which rollouts are present, and how many per group."""
 
     lost: Tensor
-    """(n,) bool per rollout: a segment failed or was aborted."""
+    """(n,) bool per rollout: whether a segment failed or was aborted."""
     present: Tensor
-    """(n,) bool per rollout: it is finished and not lost."""
+    """(n,) bool per rollout: whether it is finished and not lost."""
     have: Tensor
     """(P,) int64 per group: number of present rollouts."""
     expected: Tensor

@@ -34,7 +34,7 @@ from .stream import DUPLICATE, LATE, LOST, StreamPlan
 GROUP_NAMES = ("partition", "group", "expected")
 NAMES = (*GROUP_NAMES, "rollout", "segment", "done", "status", "version", "reward")
 OPTIONS = (*(f"{name}_key" for name in NAMES), "loss_mask_key", "group_size", "in_order")
-"""The options that decide how rows are read. A state can only be loaded with the same ones."""
+"""The options that decide how rows are read. A state can only be loaded with the same options."""
 DEFAULTS: dict[str, float] = dict.fromkeys(
     ("partition", "rollout", "segment", "status", "version", "newest", "reward"), 0
 )
@@ -67,7 +67,7 @@ RULES = {
     "them",
     "announced": "a group must be announced only once, before its first row; found {found}. Are ids reused?",
 }
-"""The message for each rule, in the order in which they are checked."""
+"""The message for each rule, in the order in which the rules are checked."""
 
 
 def find_columns(

@@ -28,9 +28,9 @@ class Draw(NamedTuple):
     rows: TensorDictBase
     """The rows of the whole announcement."""
     at: tuple[int, ...]
-    """The indices of the group's rows among them."""
+    """The indices of the group's rows in `rows`."""
     rollouts: tuple[int, ...]
-    """Their rollout ids; −1 where the dispatcher gives them later."""
+    """The rollout ids of the group's rows; −1 where the dispatcher gives ids later."""
 
 
 def numbers(rows: TensorDictBase, key: NestedKey | None, missing: int = 0) -> list[int]:

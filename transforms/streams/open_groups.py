@@ -30,30 +30,30 @@ class Row(NamedTuple):
     """The ids and flags of a row. Rows of a rollout sort by segment, then by arrival."""
 
     segment: int
-    """Number of its segment; 0 without `segment_key`."""
+    """Number of the row's segment; 0 without `segment_key`."""
     arrival: int
-    """The number of its put, times `PUT`, plus its index in it. It finds the row in its piece."""
+    """The number of the row's put, times `PUT`, plus its index in the put. It finds the row in `piece`."""
     done: int
-    """1: its rollout, or its segment, ends with this row."""
+    """1: the row's rollout, or its segment, ends with this row."""
     begins: int
-    """1: its rollout, or its segment, begins with this row; −1: unknown."""
+    """1: the row's rollout, or its segment, begins with this row; −1: unknown."""
     ends: int
-    """Number of done rows that its rollout has at its end."""
+    """Number of done rows that the rollout has at its end."""
     status: int
     """:class:`Status`."""
     version: int
-    """Policy version that acted, of its oldest token; 0 if it is not read."""
+    """Policy version that sampled the row's oldest token; 0 if it is not read."""
     newest: int
-    """Policy version of its newest token."""
+    """Policy version that sampled the row's newest token."""
     reward: float
     """0 if it is not read."""
     partition: int
     group: int
     rollout: int
     expected: int
-    """Rollouts that its group was dispatched with."""
+    """Number of rollouts with which the row's group was dispatched."""
     piece: RowPiece
-    """Holds the row itself."""
+    """The piece that holds the row itself."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,11 +61,11 @@ class Rollout:
     """The rows of a rollout that have arrived."""
 
     ends: int
-    """Number of done rows at its end."""
+    """Number of done rows of the rollout at its end."""
     by_segment: bool
     """True: rows have segment numbers and arrive in any order. False: rows arrive in order."""
     rows: dict[int, Row] = field(default_factory=dict)
-    """Its rows, by segment number or by arrival."""
+    """The rollout's rows, by segment number or by arrival."""
     dones: int = 0
     """Number of done rows so far."""
     complete: bool = False
@@ -141,14 +141,15 @@ class Group:
 
     partition: int
     group: int
-    """Its id, unique in its partition."""
+    """The group's id, unique in its partition."""
     expected: int
-    """Rollouts that it was dispatched with."""
+    """Number of rollouts with which the group was dispatched."""
     born_put: int
-    """Number of the put in which its timeout started: its first row, announcement or refill; once it is
-    whole, the put that made it whole."""
+    """Number of the put in which the group's timeout started: first row, announcement or refill; once the
+    group is whole, the put that made it whole.
+    """
     born_time: float
-    """The time at which its timeout started, in seconds on this process's clock."""
+    """The time at which the group's timeout started, in seconds on this process's clock."""
     pieces: Mapping[int, RowPiece]
     """The held rows of all groups, by the number of their put."""
     refilled: int = 0
@@ -156,18 +157,19 @@ class Group:
     refills: int = 0
     """Number of refills."""
     order: int = -1
-    """Number of groups that became whole before it; −1 while it waits."""
+    """Number of groups that became whole before this one; −1 while the group waits."""
     left: int = 0
     """Rollouts that left because they were lost or stale."""
     enough: bool = True
-    """Once it is ready, further rollouts are surplus (True), or late because it was kept after a timeout."""
+    """Once the group is ready: True, further rollouts are surplus; False, they are late after a timeout."""
     born: int = NEVER
-    """The step at which it was dispatched, which a refill does not change."""
+    """The step at which the group was dispatched, which a refill does not change."""
     draw: Draw | None = None
-    """Its rows in the announcement."""
+    """The group's rows in the announcement."""
     members: dict[int, int | Rollout] = field(default_factory=dict)
-    """Its rollouts by id. One that is a single ended row is the arrival of this row, until :attr:`rollouts`
-    is asked for. So it costs no object, which Python's garbage collector would visit again and again."""
+    """The group's rollouts by id. A rollout of a single ended row is stored as the row's arrival until
+    :attr:`rollouts` is read. So it needs no object, which Python's garbage collector would visit repeatedly.
+    """
     have: int = 0
     """Rollouts that have ended."""
     lost: int = 0
@@ -175,7 +177,7 @@ class Group:
     fate: Literal["waits", "ready", "closed", "refilled", "refused"] = "waits"
     """In a plan: what happens to the group."""
     reason: str = ""
-    """In a plan: the reason of its rows that leave."""
+    """In a plan: the reason of the group's rows that leave."""
     leaving: Collection[int] = ()
     """In a plan: rollouts that leave the group when it becomes ready."""
     missing: int = 0
@@ -347,4 +349,4 @@ class Group:
 
 NAMES = [each.name for each in fields(Group)]
 KNOWN = attrgetter(*NAMES[: NAMES.index("fate")])
-"""What is known of a group outside a plan."""
+"""Gets the attributes of a group that it has outside of a plan."""

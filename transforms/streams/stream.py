@@ -133,7 +133,7 @@ class StreamPlan:
     moved: dict[Key, tuple[Row, Origin]] = field(default_factory=dict)
     """By partition and worker: a new row of a worker with an environment in `lanes`."""
     workers: int = 0
-    """Number of workers, if rows say it."""
+    """Number of workers, if rows have it."""
     passed: dict[Key, int] = field(default_factory=dict)
     """New values for :attr:`Stream.passed`."""
     lost: list[str] = field(default_factory=list)

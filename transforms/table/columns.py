@@ -23,7 +23,7 @@ class Role(NamedTuple):
     holds: str
     """Shape, dtype and content."""
     optional: bool = False
-    """Whether its key may be None."""
+    """Whether the column's key may be None."""
 
 
 ID = "(N,) or (N, 1) int ≥ 0, or text"

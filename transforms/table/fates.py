@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 Effect = Literal["masked", "excluded", "dropped", "carried"]
-"""Effect on a row: out of the loss; out of the statistics too; out of the batch; kept for the next."""
+"""Effect on a row: it leaves the loss; also the statistics; the batch; or is kept for the next batch."""
 
 TRAINED = "trained"
 

@@ -59,7 +59,7 @@ class Late(NamedTuple):
     numbers: dict[str, Tensor]
     """(N,) or (N, K) each, by name."""
     writes: Sequence[NestedKey] = ()
-    """The columns that it writes."""
+    """The columns that `change` writes."""
 
 
 class TokenCount(NamedTuple):

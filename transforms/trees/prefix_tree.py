@@ -27,13 +27,13 @@ class PrefixTree(NamedTuple):
     source: Tensor
     """(M,) int64, the index of one token of each node."""
     depth: Tensor
-    """(M,) int64, the number of tokens before it in its rows."""
+    """(M,) int64, the number of tokens before each node in its rows."""
     parent: Tensor
-    """(M,) int64, the node of the token before it; −1 at a root."""
+    """(M,) int64, the node of the token before each node; −1 at a root."""
     end: Tensor
     """(M,) int64: node m and its descendants are the nodes m to end[m] − 1."""
     tree: Tensor
-    """(M,) int64, the number of its tree, from 0."""
+    """(M,) int64, the number of each node's tree, from 0."""
 
 
 def prefix_tree(order: Tensor, shared: Tensor, lengths: Tensor) -> PrefixTree:

@@ -46,13 +46,14 @@ class Merged(NamedTuple):
     """The assignment of rows and tokens to merged rows."""
 
     into: Tensor
-    """(N,) int64: the row that each row is merged into, the last of its segment; itself if it is kept."""
+    """(N,) int64: the row that each row is merged into, the last of its segment; itself if it stays.
+    """
     broken: Tensor
     """(N,) bool: the row does not continue the row before it in its rollout."""
     source: Tensor
     """(K,) int64: trained tokens of rows that are not kept, as row · T + column."""
     to: Tensor
-    """(K,) int64: their new positions, as row · T + column among the kept rows."""
+    """(K,) int64: the new positions of these tokens, as row · T + column among the kept rows."""
 
 
 def merge_turns(
