@@ -1,5 +1,4 @@
-"""Measure the rows per second to a trainer on Ray and TransferQueue, and the bytes through the deciding
-process.
+"""Measure rows per second to a trainer on Ray and TransferQueue, and bytes through the deciding process.
 
     python benchmarks/engines.py [--rounds 5] [--rows 4096] [--writers 2]
 

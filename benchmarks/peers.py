@@ -50,8 +50,7 @@ def trl(rewards: Tensor) -> Tensor:
 
 
 def verl_vectorised(scores: Tensor, uids: np.ndarray) -> Tensor:
-    """Use counts, sums and sums of squares by uid, without a loop. A single score has the mean 0 and the std
-    1.
+    """Use counts, sums and sums of squares by uid, without a loop. One score has the mean 0 and the std 1.
 
     Integers are used as they are. Other uids are numbered in their order.
     """

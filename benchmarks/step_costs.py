@@ -1,5 +1,4 @@
-"""Measure other costs of a step: the split under a token budget, the report, and a checkpoint of waiting
-rows.
+"""Measure other costs of a step: a split under a token budget, a report, and a checkpoint of waiting rows.
 
 Each cost is next to the code that it is compared with. `benchmarks/tokens.py` prints these rows.
 """

@@ -313,8 +313,8 @@ def settings_of(
     Args:
         overrides: the overrides of the same call, which must not set the same keys.
         given: values by keyword.
-        stages: options by stage. If the recipe lacks a stage, ``{}`` adds the usual one. None removes
-            the stage. An object, a name, or a mapping with a ``_target_``, is a whole stage.
+        stages: options by stage. If the recipe lacks a stage, ``{}`` adds the usual one. None removes the
+            stage. An object, a name, or a mapping with a ``_target_``, is a whole stage.
 
     Raises:
         ConfigError: a key, or a part of it, is set twice.

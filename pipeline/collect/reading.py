@@ -127,8 +127,7 @@ class HeldPipe:
 
 
 class HeardQueue:
-    """The queue from which a collector gets the rows of its worker processes. Counts the batches of each
-    worker.
+    """The queue from worker processes to their collector. Counts the batches of each worker.
 
     Args:
         queue: the collector's queue.

@@ -247,9 +247,7 @@ class RolloutStream(OverSource):
         return self.assembler.survivors
 
     def commit(self, step: int | None = None) -> None:
-        """Record that the weights are saved (:meth:`GroupAssembler.commit`). Needs a journal, else does
-        nothing.
-        """
+        """Record that weights are saved (:meth:`GroupAssembler.commit`); does nothing without a journal."""
         if self.assembler.journal is not None:
             self.assembler.commit(step)
 

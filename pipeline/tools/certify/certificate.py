@@ -22,8 +22,10 @@ from .small_task import ROUNDING, GroupSizeError, SmallTask
 
 @dataclass(frozen=True)
 class Judgement:
-    """The expectation of a gradient, E g, compared with the true gradient ∇J. An attribute is None if its
-    divisor is 0.
+    """The expectation of a gradient, E g, compared with the true gradient ∇J.
+
+    An attribute is None if its divisor is 0.
+
 
     Attributes:
         ratio: E g / ∇J, for each parameter.

@@ -96,8 +96,7 @@ class FailingRollouts(OneTurn):
 
 @dataclass(kw_only=True, eq=False)
 class SeveralRewards(SmallTask):
-    """The policy chooses one of three actions. Each has two rewards, (N, 2); the return is their weighted
-    sum.
+    """The policy chooses one of three actions. Each has two rewards, and the return is their weighted sum.
 
     θ₀ and θ₁ are the logits of the second and third action; that of the first is 0.
 

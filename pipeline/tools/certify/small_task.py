@@ -133,8 +133,7 @@ class SmallTask:
         return torch.stack([logsigmoid(-theta), logsigmoid(theta)], 1)
 
     def families(self, trajectories: Sequence[Trajectory], probability: Sequence[float]) -> Sequence[Family]:
-        """The families of a prompt. All have the same number of rollouts; by default each rollout is a
-        family.
+        """The families of a prompt, all with one number of rollouts; by default each rollout is a family.
 
         Args:
             trajectories: trajectories of one prompt.

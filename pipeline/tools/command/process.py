@@ -83,8 +83,7 @@ def run_task(config: DictConfig) -> float:
 
 
 def remove_unused(output: Path) -> None:
-    """Remove the output folder of a command if the command wrote nothing into it, so that only Hydra's files
-    are there.
+    """Remove the output folder of a command that wrote nothing into it, so that it only has Hydra's files.
 
     Args:
         output: the folder. Its parents are removed, too, if Hydra named them and they are empty.

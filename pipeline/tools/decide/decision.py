@@ -168,8 +168,7 @@ class Decision:
 
     @cached_property
     def baseline(self) -> Tensor:
-        """(N + C,) float64, the number that the advantage subtracts from the reward; NaN where
-        :attr:`compared` is 0.
+        """(N + C,) float64, the number subtracted from the reward; NaN where :attr:`compared` is 0.
 
         It is also NaN if several rewards are compared one by one, if several stages write the advantage, or
         if a rollout does not have one baseline.

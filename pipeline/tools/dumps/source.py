@@ -66,8 +66,7 @@ def open_configured(config: DictConfig) -> Source:
 
 
 def options_of_run(source: Source, config: DictConfig) -> list[str]:
-    """Options of the gate and the collapse that the run of a headrace dump had set, but a configuration has
-    not.
+    """Options of gate and collapse that the run of a headrace dump had set and a configuration has not.
 
     Without them the stages may refuse rows that the run took, such as those of incomplete groups.
     """

@@ -1,5 +1,4 @@
-"""Estimate the chance that all rewards of a group are equal at other group sizes, from the rollouts of a
-dump.
+"""Estimate from a dump the chance that all rewards of a group are equal, at other group sizes.
 
 As long as the policy does not change, the rollouts of a prompt are independent, and each has the reward v
 with the chance p_v. The rewards of G rollouts are equal with the chance Σ_v p_v^G, which never rises with G.

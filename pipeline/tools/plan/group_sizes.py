@@ -295,8 +295,7 @@ def _said_of_pools(steps: int, width: int, pooled: bool) -> str:
 def lines_of(
     seen: GroupsSeen, pool: np.ndarray, solved: float, choose: np.ndarray
 ) -> tuple[str, list[tuple[str, np.ndarray]]]:
-    """Return the quantity that sorts groups into the lines of the table; and for each line a label and (P,)
-    bool.
+    """Return the quantity that sorts groups into lines of the table; and for each line a label and (P,) bool.
 
     The quantity is the solve rate of the prompt if rewards have two values, where the greater one is solved,
     or if at least a tenth of the rollouts are on each side of `solved`. Otherwise it is the standard

@@ -1,5 +1,4 @@
-"""Find holes in the ids of a dump's groups, and test whether groups with long rollouts are missing more
-often.
+"""Find holes in the ids of a dump's groups, and test if groups with long rollouts are missing more often.
 
 A dump has only groups that were trained. If groups were dispatched with the ids 0, 1, 2, …, a missing id is a
 group that was not trained. Its length is not known, but the length of its prompt in another epoch is.

@@ -380,8 +380,7 @@ class Remedy(NamedTuple):
     """The overrides to type after ``headrace``; empty: the remedy needs none."""
 
     def under(self, setup: Setup | None) -> Remedy | None:
-        """Adapt the remedy to a run: leave out overrides of options that the run lacks. None: it has all
-        values already.
+        """Leave out overrides of options that a run lacks. None: the run has all values already.
 
         Args:
             setup: the setup of the run. None (in Python): the remedy stays unchanged.

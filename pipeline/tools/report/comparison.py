@@ -114,8 +114,7 @@ class Comparison:
 
     @property
     def said(self) -> str:
-        """Say whether both recipes give the same gradient: advantage × loss weight × tokens, without
-        clipping.
+        """Say whether the recipes give the same gradient: advantage × loss weight × tokens, without clipping.
 
         Example:
             >>> Comparison(("grpo", "rloo"), steps=1, rows=8).said

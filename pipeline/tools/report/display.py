@@ -66,9 +66,7 @@ class TrainingDisplay:
         write_csv(self.csv_path, self.history)
 
     def close(self, title: str, *, page: Path | None = None, lines: Sequence[Text] = ()) -> None:
-        """Print the table over all steps, further lines, and where the files are; nothing if there are no
-        steps.
-        """
+        """Print the table over all steps, further lines, and where the files are; without steps, nothing."""
         if self.history:
             self.console.print(history_table(self.history, title), *lines, sep="\n")
             shown = f"written to {self.csv_path.parent}"

@@ -48,9 +48,8 @@ class ReportFolder:
 
     The page has curves over all steps; in a run of more than 500 steps, over evenly spread ones. It shows the
     rows of at most `steps` steps: the first, the last, and some in between. You can open the page while the
-    run goes on: it reloads itself until :meth:`close`.
-    A ``with`` statement closes the folder, however the loop ends. ``headrace view FOLDER`` shows all rows of
-    all steps.
+    run goes on: it reloads itself until :meth:`close`. A ``with`` statement closes the folder, however the
+    loop ends. ``headrace view FOLDER`` shows all rows of all steps.
 
     Args:
         folder: the folder for ``report.html`` and ``rollouts/``. It is made if it does not exist.

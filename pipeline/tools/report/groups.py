@@ -144,8 +144,7 @@ def differs(labels: Tensor, values: Tensor, rows: Tensor) -> Tensor:
 
 
 def compared_ids(columns: Columns) -> np.ndarray:
-    """(N,) an id for each row; rewards are compared within an id. It is `peers` if there is such a column,
-    else the group.
+    """(N,) an id for each row: its `peers` if set, else its group. Rewards with equal ids are compared.
 
     Args:
         columns: (N,) `group_id`; and `peers` if the advantage does not compare within groups, −1 for rows
@@ -202,8 +201,7 @@ def reading_order(groups: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def staleness_of(columns: Columns) -> np.ndarray:
-    """(N,) number of versions behind the trainer or, if its version is unknown, behind the newest row; -1 if
-    unknown.
+    """(N,) versions behind the trainer or, if its version is unknown, behind the newest row; -1 if unknown.
 
     If versions are per token, the oldest sampled token of a row counts.
     """

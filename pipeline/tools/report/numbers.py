@@ -34,9 +34,9 @@ def numbers_of(
     ``groups/largest_gradient_share``       greatest share of a group of the step's gradient
                                             (:func:`gradient_share`)
     ``group_size/mean``, ``min``, ``max``   counted rollouts per group
-    ``solve_none``, ``solve_all`` share of groups in which no rollout, or every one, reaches `solved`
-    ``solve_partial`` share of the other groups (prime-rl, SkyRL's pass statistics) ``reward/all/…``,
-    ``reward/effective/`` ``mean``, ``std``, ``min``, ``max`` over rollouts: all that have a
+    ``solve_none``, ``solve_all``           share of groups in which no rollout, or each, reaches `solved`
+    ``solve_partial``                       share of the other groups (prime-rl, SkyRL's pass statistics)
+    ``reward/all/…``, ``reward/effective/`` ``mean``, ``std``, ``min``, ``max`` over rollouts: all that have a
                                             reward, and those that are trained
     ``advantages/all/…``, ``effective/``    the same for the advantage
     ``advantages/fraction_zero``            share of trained rollouts with an advantage of exactly 0

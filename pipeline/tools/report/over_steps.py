@@ -57,8 +57,7 @@ def quarter_means(points: Sequence[tuple[int, float]]) -> list[StepMean]:
 
 
 def totals_over(steps: Iterable[Numbers]) -> dict[str, float]:
-    """Add up the numbers of collected and trained rows over steps: ``rows/in``, ``rows/trained``, and other
-    units.
+    """Add up collected and trained rows over steps: ``rows/in``, ``rows/trained``, and other units.
 
     Example:
         >>> totals_over([{"rows/in": 8.0, "rows/trained": 4.0}, {"rows/in": 8.0, "rows/trained": 2.0}])

@@ -255,8 +255,7 @@ def columns_beside(report: StepReport, row: int) -> dict[str, Any]:
 
 
 def cut_text(text: str, most: int = CHARACTERS) -> PageText:
-    """Cut a text for the page. A long one becomes its beginning, the number of missing characters, and its
-    end.
+    """Cut a long text for the page into its beginning, the number of missing characters, and its end.
 
     Example:
         >>> cut_text("abcdefghij", 4)

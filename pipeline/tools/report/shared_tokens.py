@@ -26,8 +26,7 @@ CELLS = 2**16  # tokens compared at once, so that they stay in the cache
 
 
 class SharedTokens(NamedTuple):
-    """The cost of rows, and their cost as trees of rollouts or groups. Add the objects of several batches
-    with +.
+    """The cost of rows, and their cost as trees of rollouts or groups. The costs of batches can be added.
 
     ShuffleSplit balances by the same estimate. With P parameters, a forward pass takes 2 · P FLOPs for each
     token, and attention takes 4 · hidden size for each layer and pair of tokens of a row. A backward pass

@@ -44,8 +44,7 @@ TOKENS_READ = 50_000  # most tokens with their own numbers in a report; a page o
 
 @dataclass(frozen=True)
 class StepReport:
-    """What happened to one batch between the collector and the loss. It is on the CPU and independent of the
-    pipeline.
+    """What happened to one batch between the collector and the loss. It is on the CPU and keeps no pipeline.
 
     Attributes:
         step: number of the step.

@@ -69,8 +69,7 @@ def show_advisories(
     unchecked: Sequence[str] = (),
     setup: Setup | None = None,
 ) -> list[Text]:
-    """Show a verdict, the first advisories, each with a remedy, and one line about symptoms that were not
-    checked.
+    """Show a verdict, the first advisories, each with a remedy, and a line about unchecked symptoms.
 
     Args:
         advisories: the advisories, most urgent first.

@@ -111,8 +111,7 @@ class XRay:
 
     @property
     def spread(self) -> Mapping[str, tuple[float, float]]:
-        """The least and greatest weight of a token in each run, divided by the token's weight in the
-        pipeline.
+        """The least and greatest weight of a token in each run, divided by its weight in the pipeline.
 
         Without a pipeline, the divisor is the weight in the first run. If old log-probabilities are shifted,
         it is the weight in the first run with the same shift, because of clipping.

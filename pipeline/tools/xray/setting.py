@@ -112,9 +112,7 @@ class MeasuredSetting:
         return float(every.min()), float(every.max())
 
     def over_one_cut(self) -> dict[int, tuple[float, float]]:
-        """For each number of micro-batches, the least and greatest weight of a token relative to the first
-        run.
-        """
+        """By number of micro-batches, the least and greatest weight of a token relative to the first run."""
         first = self.xray.runs[0]
         found = {}
         for run in self.xray.runs:

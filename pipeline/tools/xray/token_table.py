@@ -22,8 +22,7 @@ EXACT = {torch.float64: 1e-9, torch.float32: 1e-4}  # tolerance, relative to the
 
 
 class MaskedTokens(Categorical):
-    """The distribution of each token, from (N, T, V) logits. Tokens outside `mask` have the log-probability
-    0.
+    """The distribution of each token, from (N, T, V) logits. Outside `mask` log-probabilities are 0.
 
     It has the methods of LLMMaskedCategorical that TorchRL's losses call, and does not need TorchRL.
     """

@@ -480,7 +480,7 @@ def fits_advantages(rollouts: Sequence[list[Sample]]) -> bool | None:
 
     Returns:
         True or False; None if the advantages do not show it: all rewards are equal and all advantages are 0,
-            or there are no advantages.
+        or there are no advantages.
 
     Example:
         >>> own = [Sample(0, i, reward, advantage=reward - 0.5) for i, reward in enumerate([1.0, 0.0])]

@@ -32,8 +32,7 @@ from .record import Record, conversation, read_messages, text_of
 
 
 def parse_row(record: Record, reading: Reading) -> list[Sample]:
-    """Read the samples of one line: one, or a segment for each prompt that does not continue the tokens
-    before.
+    """Read the samples of one line: one, and one more for each prompt that does not continue earlier tokens.
 
     Raises:
         SourceError: the line is not as documented.

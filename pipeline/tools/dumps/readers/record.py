@@ -290,8 +290,7 @@ class Record:
         return [Record(value, f"{self.where}, {key}[{i}]", self.line) for i, value in enumerate(values)]
 
     def other_columns(self) -> str:
-        """The texts, numbers and booleans under keys that were not read, as a JSON object; empty if there are
-        none.
+        """The texts, numbers and booleans under keys that were not read, as a JSON object; empty if none.
 
         Example:
             >>> record = Record({"score": 1, "acc": True, "pred": "4", "ids": [1, 2]}, "1.jsonl:1")
@@ -311,8 +310,7 @@ class Record:
 
 
 def read_messages(record: Record, key: str, *, optional: bool = False) -> list[Mapping[str, Any]] | None:
-    """The messages of a conversation (:func:`~headrace.pipeline.conversations.as_messages`). None for a
-    string.
+    """The messages of a conversation (:func:`~headrace.pipeline.conversations.as_messages`); None: a string.
 
     Raises:
         SourceError: the value is neither, or a message does not show which parts of it were sampled.

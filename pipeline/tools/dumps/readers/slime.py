@@ -83,8 +83,7 @@ def read_slime(path: Path, reading: Reading) -> Iterator[Sample]:
 
 
 def trained_advantages(path: Path, samples: int) -> dict[int, float] | None:
-    """Read the advantage of each sample, by its index, from the file of trained data; None if there is no
-    file.
+    """Read the advantages, by index of the sample, from the file of trained data; None without such a file.
 
     Raises:
         SourceError: the file has another format, or does not have each index of a sample at most once.
@@ -120,8 +119,7 @@ def trained_advantages(path: Path, samples: int) -> dict[int, float] | None:
 
 
 def parse_row(record: Record, reading: Reading, *, step: int, named: bool) -> list[Sample]:
-    """Read the sample of one dict of the dump's ``samples``; `named`: whether some dicts have a
-    ``rollout_id``.
+    """Read the sample of one dict of ``samples``; `named`: whether some dicts have a ``rollout_id``.
 
     Raises:
         SourceError: the dict is not as documented.
