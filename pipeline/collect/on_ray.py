@@ -57,9 +57,8 @@ class RayAssembler:
     twice and are refused.
 
     The actor gets only the columns that its decisions need, such as ids, ends and rewards: under 200 bytes
-        per row.
-    The rows stay in Ray's object store on the writer's node until they are taken. A small actor per node owns
-    them and lives as long as the assembler. So rows of a dead writer can still be trained.
+    per row. The rows stay in Ray's object store on the writer's node until they are taken. A small actor per
+    node owns them and lives as long as the assembler. So rows of a dead writer can still be trained.
 
     If the assembler's actor or a node is lost, its rows are lost, and calls raise Ray's error. Continue with
     a new assembler from a `journal`, or from the last :meth:`state_dict`, which holds every put that had
