@@ -46,8 +46,7 @@ class Merged(NamedTuple):
     """The assignment of rows and tokens to merged rows."""
 
     into: Tensor
-    """(N,) int64: the row that each row is merged into, the last of its segment; itself if it stays.
-    """
+    """(N,) int64: the row that each row is merged into, the last of its segment; itself if it stays."""
     broken: Tensor
     """(N,) bool: the row does not continue the row before it in its rollout."""
     source: Tensor
