@@ -98,7 +98,7 @@ def train(rank: int, queue: StepQueue, weights: Any, port: int) -> tuple[int, in
 
 
 def main(batches: int = 20, producers: int = 2) -> tuple[list[float], list[tuple[int, int]]]:
-    """Run all processes; returns the mean reward of each batch, and each rank's numbers of steps and rows."""
+    """Run all processes; returns each batch's mean reward, and each rank's numbers of steps and rows."""
     weights, assembler = Weights.remote(), GroupAssembler(groups=PROMPTS)
     pipeline = load_pipeline(
         "pipeline=grpo",

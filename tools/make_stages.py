@@ -47,7 +47,7 @@ WIDTH = 110
 # For each folder of conf/: base classes of its classes, and levels from an option up to the pipeline's node.
 KINDS: dict[str, tuple[tuple[type, ...], int]] = {
     "stage": ((transforms.BatchTransform,), 3),
-    "criterion": ((transforms.Criterion, transforms.Diverged), 4),  # Diverged cannot be a Criterion
+    "criterion": ((transforms.Criterion, transforms.Diverged), 4),  # Diverged is no subclass of Criterion
     "term": ((transforms.TokenTerm,), 4),
 }
 ABSTRACT = (

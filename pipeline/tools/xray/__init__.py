@@ -1,4 +1,4 @@
-"""Measure the factor of the gradient of each token's log-probability in a training step."""
+"""Measure each token's coefficient: the factor of its log-probability's gradient in a training step."""
 
 from __future__ import annotations
 
