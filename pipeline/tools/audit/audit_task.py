@@ -16,6 +16,7 @@ from tensordict import TensorDictBase
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.tools.dumps import DumpSteps, TaskResult, open_configured, print_files, write_files
 from headrace.pipeline.tools.report import FittedColumn, FittedTable, as_html, json_text, plain_page
+from headrace.pipeline.tools.report.html import read
 from headrace.pipeline.wording import printable
 from headrace.spelling import suggest
 
@@ -294,10 +295,12 @@ def _lines_below(results: dict[str, CheckResult]) -> list[str]:
 
 def _page(title: str, above: Sequence[str], tables: Sequence[FittedTable], lines: Sequence[str]) -> str:
     verdict, *notices = map(as_html, above)
-    body = f"<p><strong>{verdict}</strong></p>" + "".join(f"<p>{notice}</p>" for notice in notices)
-    body += "".join(table._repr_html_() for table in tables)
-    body += "".join(f"<p>{as_html(line)}</p>" for line in lines)
-    style = "body{font:15px/1.5 system-ui,sans-serif;max-width:75em;margin:2em auto;padding:0 1em}"
-    style += "table{margin:1.5em 0}caption{font-weight:600;padding:.3em 0}"
+    body = f"<header><h1>Audit</h1><p id=verdict>{verdict}</p>"
+    body += "".join(f"<p>{notice}</p>" for notice in notices) + "</header><main>"
+    for table in tables:  # a shadow stands where a wide one is cut
+        body += "<section>" + table._repr_html_().replace("<div ", "<div class=across ", 1) + "</section>"
+    body += f"<section>{''.join(f'<p>{as_html(line)}</p>' for line in lines)}</section></main>"
+    style = read("page.css") + "main{display:block}section{margin-bottom:16px}"
+    style += "table{font-size:clamp(12px,3.4vw,15px)}caption{font-weight:600}"
     inline = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     return plain_page(f"audit of {title}", style, body, inline)  # cells have styles of their own

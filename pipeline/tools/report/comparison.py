@@ -122,15 +122,15 @@ class Comparison:
         """
         names = " and ".join(map(printable, self.names))
         rows = f"{self.rows:,} rows" + (f" of {self.steps:,} steps" if self.steps > 1 else "")
+        what, product = "gradient", "advantage × loss weight × tokens "
         if np.isnan(self.moved):
-            what, product = "advantage", "it"
-        else:
-            what, product = "gradient", "advantage × loss weight × tokens"
+            what, product = "advantage", ""
+        differs = f"{product}differs" if product else "they differ"
         if not self.changed:
             if self.by_token:
                 what = "gradient, up to the weights of single tokens"
-            return f"{names} give the same {what}: {product} is equal in all {rows}."
-        said = f"{names} give different {what}s: {product} differs in {self.changed:,} of {rows}."
+            return f"{names} give the same {what}: {product or 'it '}is equal in all {rows}."
+        said = f"{names} give different {what}s: {differs} in {self.changed:,} of {rows}."
         if self.cosines and self.trains == [len(self.cosines)] * 2 and min(self.cosines) > 1 - 1e-9:
             said += " The two gradients of each step have the same direction."
         elif not np.isnan(self.moved):

@@ -144,7 +144,8 @@ def test_a_dump_without_advantages_is_told_first_that_they_cannot_be_checked(tmp
     said = "This dump cannot show whether the advantages were right, because it has none. verl saves none."
     assert " ".join(text.split()).startswith(said)
     page = (tmp_path / "report.html").read_text()
-    assert page.index(said) < page.index("<table")
+    assert page.index("<h1>Audit</h1>") < page.index(said) < page.index("<table")
+    assert "--paper" in page  # the style of the page of a run
     assert "&lt;script&gt;" in page  # texts from a dump are escaped
     assert not [word for word in ("<script", "<b>", "\\n") if word in page]
 

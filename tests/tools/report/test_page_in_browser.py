@@ -413,6 +413,52 @@ def test_the_page_of_a_real_report_shows_its_rollouts_reasons_and_tapes(look, ma
     assert "rank 1" in page.one("#tape").text
 
 
+def test_a_page_of_two_recipes_opens_where_most_rows_differ(look):
+    steps = []
+    for step, others in enumerate(([1.0, 1.0], [2.0, 3.0], [1.0, 4.0], [1.0, 1.0])):
+        rows = pages.rollouts_of(0, [0.0]) + pages.rollouts_of(1, [1.0])
+        for row, other in zip(rows, others, strict=True):
+            row |= {"advantage": 1.0, "advantage_by_row": other}
+        steps.append(pages.step_of(rows, size=1) | {"step": step})
+    curves = {"curve_steps": [0, 1, 2, 3], "curves": {"reward": [0.0] * 4}}
+    run = pages.run_of(*steps, **curves, versus=["grpo", "dr_grpo"])
+    assert look(run).seen("#summary").startswith("Step 1 ")
+    assert look(run, address="#step=3").seen("#summary").startswith("Step 3 ")
+
+
+ROOM = """
+const drawn = document.querySelector("#compare svg.scatter");
+const right = (e) => e.getBoundingClientRect().right;
+return right(drawn) - Math.max(...[...drawn.querySelectorAll("text")].map(right));
+"""
+
+
+def test_the_last_tick_of_the_scatter_has_room(look):
+    rows = pages.rollouts_of(0, [1.0, 1.0])
+    for row in rows:
+        row |= {"advantage": 0.0, "advantage_by_row": 0.0}  # the axes go from −0.06 to 0.06
+    page = look(pages.run_of(pages.step_of(rows, size=2), versus=["grpo", "dr_grpo"]))
+    assert page.driver.execute_script(ROOM) >= 0
+
+
+CROSSED = """
+const all = (what) => [...document.querySelectorAll(`#strip .scroll ${what}`)];
+const boxes = (what) => all(what).map((e) => e.getBoundingClientRect());
+const bars = boxes("line.mean");
+return boxes("text.times").filter((a) => a.width && bars.some((b) =>
+  a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom)).length;
+"""
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_the_number_of_equal_rollouts_is_not_crossed_by_the_bar_of_the_baseline(look, width):
+    groups = [pages.rollouts_of(at, [0.0] * (at + 1) + [1.0] * (7 - at)) for at in range(7)]
+    groups.append(pages.rollouts_of(7, [0.0] * 7 + [0.9]))
+    page = look(pages.run_of(pages.step_of([row for rows in groups for row in rows], size=8)), width=width)
+    assert page.count("#strip .scroll line.mean") == 8
+    assert page.driver.execute_script(CROSSED) == 0
+
+
 def test_a_page_of_two_recipes_names_the_recipe_of_each_panel(look):
     """Two rows have the shares ½, ½ and ⅘, ⅕, so 0.3 moves. A step has the numbers of all its rows."""
     rows = pages.rollouts_of(0, [0.0]) + pages.rollouts_of(1, [1.0])

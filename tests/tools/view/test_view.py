@@ -335,6 +335,9 @@ def test_no_path_leaves_the_listed_files(client, run):
         assert status in (403, 404), path
         assert secret not in body.decode()
     assert client.send(f"/{secret}")[0] == 404
+    _, headers, body = client.send("/")
+    assert body == b"Open the whole address that headrace view has printed.\n"
+    assert headers["Content-Type"].startswith("text/plain")
 
 
 def test_query_values_are_never_paths(client):

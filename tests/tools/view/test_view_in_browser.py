@@ -210,9 +210,20 @@ def test_a_step_that_is_not_there_is_named(open_view):
     assert page.seen("#no-step") == ""
 
 
+def test_a_control_of_the_rows_shows_its_whole_value_on_a_narrow_screen(open_view):
+    page = open_view("#view=steps", width=390)
+    wide = "const e = document.getElementById('order'); const [a, c] = [e.clientWidth, e.cloneNode(true)]; "
+    wide += (
+        "c.style.width = 'auto'; document.body.append(c); const b = c.clientWidth; c.remove(); return a - b"
+    )
+    assert page.driver.execute_script(wide) >= 0
+
+
 def test_the_chart_shows_the_number_that_is_chosen(open_view):
     page = open_view()
-    until(lambda: page.seen("#rows-title"), "Rows of step 3")  # the last step
+    until(lambda: page.seen("#rows-title"), "Rows of step 2")  # the last step that both runs have
+    page = open_view("#view=steps&step=3")
+    until(lambda: page.seen("#rows-title"), "Rows of step 3")
     until(lambda: page.texts("#steps .legend li")[0], "mean reward, first")
     page.choose("metric", "reward/all/max")
     until(lambda: page.texts("#steps .legend li")[0], "greatest reward, first")

@@ -2,6 +2,7 @@
 // recipe.
 import { byId, h, s } from "./dom.js";
 import { legend, swatch } from "./legend.js";
+import { modelOf } from "./model.js";
 import { beginning, count, extent, isNumber, number, plural, scale, shortId, ticks } from "./numbers.js";
 import { drawShares } from "./shares.js";
 import { tip } from "./tip.js";
@@ -21,6 +22,12 @@ function pairsOf({ rows, groups }) {
     });
 }
 
+// The step at which the most rows differ between two recipes; of several, the last.
+export function mostDifferent({ steps }) {
+  const differing = steps.map((step) => pairsOf(modelOf(step)).filter(({ kind }) => kind !== "same").length);
+  return differing.lastIndexOf(Math.max(...differing));
+}
+
 function mark(kind, x, y) {
   if (kind === "flips") return s("path", { class: "point flips", d: `M${x} ${y - 6}l6 6l-6 6l-6 -6z` });
   return s("circle", { class: `point ${kind}`, cx: x, cy: y, r: kind === "same" ? 3 : 4.5 });
@@ -36,7 +43,7 @@ function scatter(pairs, width, named) {
   const size = Math.min(width, 460);
   const [low, high] = extent(pairs.flatMap(({ a, b }) => [a, b]));
   const room = (high - low || 1) * 0.06;
-  const x = scale([low - room, high + room], [46, size - 10]);
+  const x = scale([low - room, high + room], [46, size - 18]); // the last tick's text needs room
   const y = scale(x.domain, [size - 42, 10]);
   const marks = ticks(x.domain, size < 380 ? 4 : 6);
   const [from, to] = x.domain;
@@ -70,7 +77,7 @@ function scatter(pairs, width, named) {
       ])
       .flat(),
     s("line", { class: "diagonal", x1: x(from), y1: y(from), x2: x(to), y2: y(to) }),
-    s("text", { class: "title", x: (46 + size - 10) / 2, y: size - 6 }, `advantage ${named.x}`),
+    s("text", { class: "title", x: (46 + size - 18) / 2, y: size - 6 }, `advantage ${named.x}`),
     s(
       "text",
       { class: "title", transform: `translate(11 ${(size - 32) / 2}) rotate(-90)` },

@@ -13,8 +13,9 @@ export const radius = (segments) => Math.min(DOT * Math.sqrt(Math.max(1, segment
 const sameDot = (rollout) => [rollout.reward, rollout.rows.length, rollout.advantage, fate(rollout)].join();
 const times = ({ same }) => (same.length > 1 ? `${count(same.length)} ×` : "");
 
-// Levels 0, 1, −1, 2, … : each dot takes the one nearest to the line on which it touches no other.
-export function stack(rollouts, x) {
+// Levels 0, 1, −1, 2, … : each dot takes the one nearest to the line on which it touches no other. A number that the bar of the
+// baseline would cross is behind the bar.
+export function stack(rollouts, x, bar) {
   const equal = new Map();
   for (const rollout of [...rollouts].sort((a, b) => compareIds(a.id, b.id)))
     equal.set(sameDot(rollout), [...(equal.get(sameDot(rollout)) ?? []), rollout]);
@@ -27,7 +28,9 @@ export function stack(rollouts, x) {
     const level = () => (k % 2 ? (k + 1) / 2 : -k / 2);
     while ((ends.get(level()) ?? -Infinity) > dot.x - dot.r) k += 1;
     dot.level = level();
-    ends.set(dot.level, dot.x + dot.r + 0.5 + 8 * times(dot).length);
+    const [from, room] = [dot.x + dot.r + 3, 8 * times(dot).length];
+    dot.label = bar > from - 2 && bar < from + room ? bar + 4 : from;
+    ends.set(dot.level, dot.label - 2.5 + room);
   }
   const levels = extent(dots.map((dot) => dot.level)) || [0, 0];
   const largest = Math.max(DOT, ...dots.map((dot) => dot.r));
@@ -49,7 +52,7 @@ function dotTip(rollout, same) {
 
 // The dot, and the number beside it where it is of several rollouts.
 export function drawDot(at, y, most) {
-  const { rollout, same, x, dy, r } = at;
+  const { rollout, same, x, dy, r, label } = at;
   const group = rollout.group;
   const kind = group.zero_variance ? "flat" : rollout.advantage === null ? "none" : "scaled";
   const dot = s("circle", {
@@ -65,5 +68,5 @@ export function drawDot(at, y, most) {
     style: kind === "scaled" ? { fill: diverging(rollout.advantage, most) } : {},
   });
   tip(dot, () => dotTip(rollout, same));
-  return [dot, s("text", { class: "times", x: x + r + 3, y: y + dy + 4, "aria-hidden": "true" }, times(at))];
+  return [dot, s("text", { class: "times", x: label, y: y + dy + 4, "aria-hidden": "true" }, times(at))];
 }

@@ -3,7 +3,7 @@ import { drawRun } from "./about.js";
 import { readAddress, writeAddress } from "./address.js";
 import { drawAnswer, sayAdvice, sayNotices } from "./answer.js";
 import { drawCertificates } from "./certificates.js";
-import { drawCompare, nameRecipes } from "./compare.js";
+import { drawCompare, mostDifferent, nameRecipes } from "./compare.js";
 import { drawCurves, drawNumbers } from "./curves.js";
 import { byId, h } from "./dom.js";
 import { drawFunnel } from "./funnel.js";
@@ -239,7 +239,7 @@ function start() {
       wide = now;
     }),
   );
-  state.index = last;
+  state.index = page.versus ? mostDifferent(page) : last;
   window.addEventListener("hashchange", () => follow(readAddress()));
   follow(readAddress());
   followRun(page, state, (kept) => {

@@ -18,7 +18,8 @@ function groupName(group, room) {
 }
 
 function drawLine({ group, rollouts }, frame, y) {
-  const { dots, above, height: tall } = stack(rollouts, frame.x);
+  const bar = isNumber(group.baseline) ? frame.x(group.baseline) : null;
+  const { dots, above, height: tall } = stack(rollouts, frame.x, bar);
   const [middle, height] = [y + frame.head + above, frame.head + tall];
   const room = frame.head ? frame.width : frame.left - (frame.none ? NONE_ROOM + 8 : 12);
   const ends = extent(dots.filter((dot) => dot.rollout.reward !== null).map((dot) => dot.x));
@@ -42,15 +43,7 @@ function drawLine({ group, rollouts }, frame, y) {
     ),
     s("line", { class: "guide", x1: frame.left, x2: frame.right, y1: middle, y2: middle }),
     ends ? s("line", { class: "span", x1: ends[0], x2: ends[1], y1: middle, y2: middle }) : null,
-    isNumber(group.baseline)
-      ? s("line", {
-          class: "mean",
-          x1: frame.x(group.baseline),
-          x2: frame.x(group.baseline),
-          y1: middle - 9,
-          y2: middle + 9,
-        })
-      : null,
+    bar === null ? null : s("line", { class: "mean", x1: bar, x2: bar, y1: middle - 9, y2: middle + 9 }),
     drawn.flat(),
     frame.right < frame.width - 40
       ? s("text", { class: "count", x: frame.width - 4, y: middle + 4 }, ofExpected(group))
