@@ -41,10 +41,12 @@ from headrace.transforms.table.schema import has_key
 from .chances import chance_of_equal, chances_of_sizes, choosing_half, different_values, pools_of
 
 RATES = ((0.0, 0.0), (0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (1.0, 1.0))
+BOUND = "≤: an upper bound, because a prompt has fewer than G of them."
+NO_HALVES = "There are no lines by the {}: half of a prompt's rollouts is no group of any of these sizes."
 PARTS = 0.1  # least share of rollouts on each side of `solved`; below it, solve rates are not shown
 HALVES = (
-    "Half of the rollouts of a prompt, drawn at random, decide in which line it is. The numbers of the line "
-    "are those of the other half. –: this half has fewer than G rollouts. The line `all` has all rollouts."
+    "One half of a prompt's rollouts, drawn at random, chooses its line, and the numbers of the line count "
+    "the other half. –: the other half has fewer than G rollouts. The line `all` counts all rollouts."
 )
 
 
@@ -156,7 +158,7 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
     found |= {"tokens": numbers, "failed_steps": failed}
     write_files(config, output, {"plan.json": json_text(found, indent=1)})
     read.show()
-    print_files(console, output)
+    print_files(console, output, "all numbers: plan.json. A plan has no page")
     read.end()
     return TaskResult(found["uninformative"], found, read.counted)
 
@@ -219,18 +221,22 @@ def show_group_sizes(
     by_line.append({"range": "all", "groups": len(pool), "chance_of_equal": found})
     # The last line is for all groups.
     needed = [size / (1 - chance) if chance < 1 else inf for size, chance in zip(sizes, mean, strict=True)]
-    cells = [f"{mark}{count:,.0f}" if count < inf else "∞" for mark, count in zip(bound, needed, strict=True)]
+    digits = digits_apart(needed)
+    cells = [
+        f"{mark}{count:,.{digits}f}" if count < inf else "∞"
+        for mark, count in zip(bound, needed, strict=True)
+    ]
     table.add("rollouts per informative group", "", *cells)
     console.print(table)
-    if lines:
-        console.print(Text(HALVES))
+    console.print(Text(HALVES if lines else NO_HALVES.format(name.partition(",")[0])))
     share, span = float(seen.equal.sum() / seen.compared.sum()), len(np.unique(seen.step))
     pooled = len(np.unique(pool)) < len(pool)
     if (rollouts < sizes[-1]).any():
         console.print(Text(_said_of_pools(span, width, pooled)))
+    least, most = rollouts.min(), rollouts.max()
     console.print(
-        f"{share:.0%} of the groups in the dump are uninformative under "
-        f"this recipe, with {rollouts.mean():.1f} rollouts each.",
+        f"{share:.0%} of the groups in the dump are uninformative under this recipe. They have "
+        f"{least if least == most else f'{least} to {most}'} rollouts each.",
         highlight=False,
     )
     console.print(Text(advised(sizes, mean, bound)))
@@ -256,19 +262,18 @@ def advised(sizes: Sequence[int], chances: Sequence[float], bound: Sequence[str]
 
     Example:
         >>> advised([2, 4, 8, 16], [0.65, 0.37, 0.19, 0.19], ["", "", "", "≤"])  # doctest: +ELLIPSIS
-        'What to do: set the group size between 4, ... (one for 6 rollouts), and 8, ... (81%).'
+        'What to do: set the group size between 2, ... (one for 5.7 rollouts), and 8, ... (81%).'
     """
     if min(chances) == 1:
         return (
             "What to do: no group size helps, since the rewards of each prompt are equal. Use other prompts."
         )
-    needed = [
-        round(size / (1 - chance)) if chance < 1 else inf for size, chance in zip(sizes, chances, strict=True)
-    ]
+    needed = [size / (1 - chance) if chance < 1 else inf for size, chance in zip(sizes, chances, strict=True)]
+    digits = digits_apart(needed)
+    needed = [round(number, digits) for number in needed]  # as the table shows them
     few = max(at for at, number in enumerate(needed) if number == min(needed))
-    words = (
-        f"with the most informative groups (one for {'at most ' * bool(bound[few])}{needed[few]:,} rollouts)"
-    )
+    number = f"{'at most ' * bool(bound[few])}{needed[few]:,.{digits}f}"
+    words = f"with the most informative groups (one for {number} rollouts)"
     most = list(chances).index(min(chances))
     if sizes[most] <= sizes[few]:
         return f"What to do: set the group size to {sizes[few]}, {words}."
@@ -279,16 +284,27 @@ def advised(sizes: Sequence[int], chances: Sequence[float], bound: Sequence[str]
     )
 
 
+def digits_apart(needed: Sequence[float]) -> int:
+    """The number of decimals by which the least two numbers differ, at most 1.
+
+    Example:
+        >>> digits_apart([5.7, 6.3, 9.9]), digits_apart([5.7, 9.9]), digits_apart([8.0, 8.0])
+        (1, 0, 0)
+    """
+    least, next_ = [*sorted(each for each in needed if each < inf), inf, inf][:2]
+    return int(next_ < inf and round(least) == round(next_) and round(least, 1) != round(next_, 1))
+
+
 def _said_of_pools(steps: int, width: int, pooled: bool) -> str:
     """Explain the columns with a star."""
     if not pooled:
         return "* upper bounds: a prompt has too few rollouts for an estimate."
     if width == 1:
-        return "* from all rollouts of a prompt in one step; ≤ where these are fewer than G."
+        return f"* counts all rollouts of a prompt in one step. {BOUND}"
     window = f"the {steps:,} steps" if width == steps else f"{width:,} consecutive steps"
     return (
-        f"* from all rollouts of a prompt in {window}, as if of one policy, since its rewards do not change "
-        "there by more than chance; ≤ where these are fewer than G."
+        f"* counts all rollouts of a prompt in {window}, as if of one policy, since its rewards do not "
+        f"change there by more than chance. {BOUND}"
     )
 
 

@@ -274,6 +274,9 @@ def test_the_plan_by_hand(make_batch, tmp_path):
     assert re.search(r"solve rate, at 1 +groups +G=2 +G=4\*", text)
     assert re.search(r"all +3 +67% +≤67%", text)
     assert re.search(r"rollouts per informative group +6 +≤12", text)
+    assert "There are no lines by the solve rate" in text
+    assert "They have 2 rollouts each." in text
+    assert "all numbers: plan.json. A plan has no page" in text
     assert "* upper bounds: a prompt has too few rollouts for an estimate." in text
     assert re.search(r"What to do: set the group size to 2, .*\(one\s+for\s+6\s+rollouts\)", text, re.S)
     found = json.loads((tmp_path / "plan.json").read_text())
@@ -295,6 +298,7 @@ def test_the_advised_group_sizes_have_the_most_informative_groups_and_the_most_r
 
     assert said(2 / 3, 0.6, 0.5) == ["2", "one for 6 rollouts", "8", "50%"]
     assert said(0.75, 0.5, 0.5) == ["4", "one for 8 rollouts"]  # 2 / 0.25 = 4 / 0.5
+    assert said(0.7, 0.44, 0.44) == ["2", "one for 6.7 rollouts", "4", "56%"]  # 2 / 0.3 = 6.7, 4 / 0.56 = 7.1
     assert said(2 / 3, 0.5, 0.4, bound=("", "", "≤")) == ["2", "one for 6 rollouts", "8", "at least 60%"]
     assert said(1.0, 1.0, 0.2, bound=("", "≤", "≤")) == ["8", "one for at most 10 rollouts"]
     assert "no group size helps" in advised([2, 4], [1.0, 1.0], ["", "≤"])
