@@ -255,7 +255,7 @@ def check_order(stages: Mapping[str, Callable]) -> None:
                         f"To change the rewards of rows, put {later!r} before {name!r}"
                     )
                 raise ValueError(
-                    f"stage {name!r} reads {columns}, which {later!r} writes later, so {later!r} would have "
+                    f"stage {name!r} reads {columns}, which {later!r} writes later. That change would have "
                     f"no effect on {name!r}. {todo}"
                 )
             for value, own in stages_of_values(stages[name]).items():

@@ -153,13 +153,13 @@ def audit_dump(
         said = [verdict, *notices]
         files["report.html"] = _page(title, said, [*tables, *found_by], _lines_below(results))
     write_files(config, output, files)
-    console.print(Text(f"\n{verdict}", style="bold"))
+    console.print(Text(verdict, style="bold"))
     console.print(*tables, *(_findings(each, LINES) for each in results.values() if each.findings))
     for line in _lines_below(results):
         console.print(Text(printable(line)), soft_wrap=True)
     read.show()
     checks = f"{read.counted}; {said_of_checks(results)}"
-    print_files(console, output, checks)
+    print_files(console, output, read.counted)
     if config.audit.strict:
         missing = [each.name for each in results.values() if each.state == "not checked"]
         lacking = missing if len(missing) == len(results) else [name for name in missing if name in demanded]
@@ -282,14 +282,13 @@ def _findings(result: CheckResult, most: int) -> FittedTable:
 
 
 def _lines_below(results: dict[str, CheckResult]) -> list[str]:
-    """Lines below the tables: what was not checked and why, hints, and the formula of the share."""
-    lines = []
+    """Lines below the tables: hints, what was not checked and why, and the formula of the share."""
+    lines = [f"{each.title}: {each.hint}" for each in results.values() if each.hint]
     for each in results.values():
         for why, steps in list(each.lacking.items())[:REASONS]:
             lines.append(f"not checked: {each.title}: {why}" + (f" ({steps:,} steps)" if steps > 1 else ""))
         if (more := len(each.lacking) - REASONS) > 0:
             lines.append(f"not checked: {each.title}: {more:,} more reasons, see audit.json")
-        lines += [f"{each.title}: {each.hint}"] if each.hint else []
     return [*lines, SHARE]
 
 

@@ -196,8 +196,10 @@ def _with_progress(
         BarColumn(bar_width=20),
         DownloadColumn(),
         TextColumn("step {task.fields[step]}"),
+        TimeRemainingColumn(),
     )
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+    # Of a pipe, only an empty line would be left.
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=source.total_bytes, step="–")
         for step, found in source.outcomes():
             progress.update(task, completed=source.read_bytes, step="?" if step is None else step)

@@ -139,7 +139,7 @@ def compare_recipes(
 def show_comparison(comparison: Comparison, console: Console) -> None:
     """Print whether the recipes differ, and where."""
     unknown = math.isnan(comparison.moved)
-    console.print(Text(f"\n{comparison.said}", style="bold"))
+    console.print(Text(comparison.said, style="bold"))
     if unknown:
         console.print(Text(NO_SHARES))
     if not comparison.changed:

@@ -135,6 +135,8 @@ def test_three_faults_of_a_verl_dump_are_found(tmp_path):
         assert checks[name]["state"] == "not checked"
         assert list(checks[name]["not_checked"]) == ["the dump has no advantages"]
     assert "not checked: rollouts in the baseline only: the dump has no loss masks" in text
+    assert text.count("the dump has no loss masks") == 1
+    assert not text.startswith("\n")
 
 
 def test_a_dump_without_advantages_is_told_first_that_they_cannot_be_checked(tmp_path):
