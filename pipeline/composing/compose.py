@@ -25,6 +25,7 @@ from headrace.pipeline.wording import for_python
 from headrace.spelling import OPTIONS, closest, suggest
 
 __all__ = [
+    "PARTS",
     "TASKS",
     "ConfigError",
     "compose_config",

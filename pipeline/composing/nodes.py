@@ -20,7 +20,14 @@ from omegaconf import DictConfig, OmegaConf, flag_override, open_dict, read_writ
 
 from headrace.pipeline.wording import for_python
 from headrace.spelling import suggest
-from headrace.transforms.table.options import PYTHON, annotations_of, described, fits, is_default, nearest
+from headrace.transforms.table.options import (
+    PYTHON,
+    annotations_of,
+    closest_value,
+    described,
+    fits,
+    is_default,
+)
 
 from .compose import PARTS, ConfigError, example_of, known_parts, usual_stage
 
@@ -315,7 +322,9 @@ def misfit(value: Any, hint: Any) -> str | None:
     """
     if fits(value, hint):
         return None
-    return described(hint, words()) + (" (did you mean null?)" if value == "None" else nearest(value, hint))
+    return described(hint, words()) + (
+        " (did you mean null?)" if value == "None" else closest_value(value, hint)
+    )
 
 
 def as_typed(value: Any) -> str:

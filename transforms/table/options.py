@@ -30,12 +30,12 @@ __all__ = [
     "annotations_of",
     "as_dtype",
     "at_least",
+    "closest_value",
     "describe_options",
     "described",
     "fits",
     "has_effect",
     "is_default",
-    "nearest",
     "nested_key",
     "options_of",
     "takes_options",
@@ -229,14 +229,14 @@ def _meant(value: Any, hint: Any) -> str:
     if isinstance(value, str) and _is_callable(hint):
         classes = [name for name in exported("headrace.transforms") if name[0].isupper()]
         return "".join(f" (did you mean {name}()?)" for name in closest(value, classes, 1, 0.7))
-    return nearest(value, hint)
+    return closest_value(value, hint)
 
 
-def nearest(value: Any, hint: Any) -> str:
+def closest_value(value: Any, hint: Any) -> str:
     """Suggest the listed word that a value probably means, or two bounds for a number.
 
     Example:
-        >>> nearest("men", Literal["sum", "mean"]), nearest(5, Sequence[float | None] | None)
+        >>> closest_value("men", Literal["sum", "mean"]), closest_value(5, Sequence[float | None] | None)
         (" (did you mean 'mean'?)", ' (did you mean [-5, 5]?)')
     """
     if Sequence[float | None] in _parts(hint) and type(value) in NUMBERS and value > 0:
