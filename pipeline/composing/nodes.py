@@ -317,6 +317,7 @@ def misfit(value: Any, hint: Any) -> str | None:
         hint: the type annotation.
 
     Example:
+        >>> from typing import Literal
         >>> misfit("abc", int | None), misfit(3, float), misfit("sum", Literal["sum", "mean"])
         ('an integer or null', None, None)
     """
