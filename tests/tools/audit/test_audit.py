@@ -518,6 +518,20 @@ def test_the_sign_of_a_row_that_weighs_nothing_is_no_finding(tmp_path):
         assert found(audited(path, tmp_path)[1]).get("signs", []) == groups
 
 
+def test_a_row_that_did_not_train_has_no_share_of_the_gradient(tmp_path):
+    """Others share |weight × advantage × tokens|. Row 0 has the wrong sign, and row 1 was not trained."""
+    path = headrace_dump(tmp_path / "dump")
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    rows[0]["advantage"] *= -1
+    rows[1]["loss_weight"] = None
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+    sizes = [abs((row["loss_weight"] or 0.0) * row["advantage"] * row["tokens"]) for row in rows]
+    finding = audited(path, tmp_path)[1]["signs"]["findings"][0]
+    assert finding["rows"] == [0]
+    assert finding["share"] == pytest.approx(sizes[0] / sum(sizes))
+
+
 def test_weights_for_averaged_gradients_are_multiplied_by_the_ranks(tmp_path):
     words = ("pipeline.stages.split.ranks=2", "pipeline.stages.weight.gradients=mean")
     path = headrace_dump(tmp_path / "dump", *words)
