@@ -256,3 +256,12 @@ def test_a_narrow_column_of_versions_per_token_is_not_a_number_per_row():
     assert kept_by(Fresh(current=5), batch) == [False, True, True]
     with pytest.raises(BatchError, match=r"that trains, 4 \(current\); found 5 at row 0, 5 at row 1"):
         SampleFilter(criterion=Fresh(current=4))(batch)
+
+
+def test_a_function_that_looks_for_another_column_is_told_the_column_of_the_reward(make_batch):
+    batch, stage = make_batch([1.0, 0.0], [0, 0]), SampleFilter(criterion=lambda rows: rows["reward"] > 0)
+    for run, column in ((stage, "next"), (Pipeline({"collapse": FanOutCollapse(), "it": stage}), "headrace")):
+        with pytest.raises(
+            BatchError, match=rf"gets the batch, where the reward is \('{column}', 'reward'\); "
+        ):
+            run(batch)

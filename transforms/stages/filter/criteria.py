@@ -20,7 +20,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from typing_extensions import Unpack
 
-from headrace.transforms.table import BatchError, ColumnNames, Rows, TakesColumns, check_kind
+from headrace.transforms.table import COLUMNS, BatchError, ColumnNames, Rows, TakesColumns, check_kind
 from headrace.transforms.table.options import (
     INF,
     LowerBound,
@@ -88,8 +88,9 @@ def ask(rows: Rows, criterion: Callable[[TensorDictBase], Any]) -> Any:
     try:
         keep = criterion(batch) if len(batch) else torch.zeros(0, dtype=torch.bool)
     except KeyError as err:
+        reward = REWARD if column_of(batch, REWARD) is not None else COLUMNS["reward"].default
         raise BatchError(
-            f"a function gets the batch, where the reward of each rollout is {REWARD!r}; "
+            f"a function gets the batch, where the reward is {reward!r}; "
             + str(err.args[0] if err.args else err)
         ) from err
     fits = isinstance(keep, Tensor) and keep.dtype is torch.bool and keep.numel() == len(rows.table.live)
