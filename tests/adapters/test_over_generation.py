@@ -52,6 +52,17 @@ def test_the_first_informative_groups_train_and_each_other_row_has_a_reason(acti
         assert ((result.advantage != 0).any(1) == result.in_loss.any(1)).all()
 
 
+@pytest.mark.parametrize("training", [10, 20, 30])
+def test_the_first_of_many_groups_in_the_loss_are_chosen(training):
+    """Every second group is in the loss, up to `training` of them. Others fill 20 places, in order, too."""
+    in_loss = torch.zeros(120, 3, dtype=torch.bool)
+    in_loss[1 : 4 * training : 4, 2] = True
+    mine = [group for group in range(60) if in_loss[2 * group : 2 * group + 2].any()]
+    others = [group for group in range(60) if group not in mine]
+    chosen = sorted([*mine, *others][:20])
+    assert rows_to_train(in_loss, 2, 40).tolist() == [2 * group + at for group in chosen for at in (0, 1)]
+
+
 def test_the_advantages_of_what_trains_are_those_without_over_generation():
     batch = batch_of([[0.0, 1.0], [1.0, 1.0], [2.0, 0.0], [0.0, 5.0]])
     pipeline = load_pipeline("lite_ppo")  # its scale is over the whole batch

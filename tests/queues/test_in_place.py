@@ -227,7 +227,7 @@ def test_groups_of_nemo_rl_are_decided_in_place():
     commit("6f2a", [0.0, 1.0], version=3)
     commit("77_g0", [5.0, 5.0, 5.0], version=4)
     source = QueuedGroups.of("nemo_rl")
-    assembler = GroupAssembler(max_staleness=4, groups=2)
+    assembler = GroupAssembler(max_staleness=4, groups=2, segment_key="segment")  # each rollout has one row
     assembler.version = 4
     batch = next(iter(assembled((rows for rows in source if rows is not None), assembler)))
     assert source.keys_of(batch) == ["6f2a_g0", "6f2a_g1", "77_g0_g0", "77_g0_g1", "77_g0_g2"]

@@ -144,6 +144,15 @@ def test_a_lost_rollout_is_forgotten_as_soon_as_its_environment_has_gone_on():
     assert sizes[39] <= sizes[9] + 100
 
 
+@pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
+def test_a_late_row_of_a_lost_rollout_is_lost_too_while_its_group_waits():
+    """The environment has gone on from rollout 0 to rollout 1, and the group waits for rollout 2."""
+    fleet, assembler = Fleet(1, 1, 3, 9), GroupAssembler()
+    for rollout, number in ((0, 0), (1, 0), (0, 1), (0, 2)):
+        assembler.put(fleet.batch([Sent(0, rollout, number, number == 2, 0, 0)]))
+    assert (assembler.counts["lost"], assembler.held, assembler.pending) == (3, 1, 1)
+
+
 def test_a_repeated_row_is_a_duplicate():
     assembler = GroupAssembler()
     assembler.put(rows_of((0, [0, 1], 3)))

@@ -581,10 +581,10 @@ def by_teaching(table: pa.Table, reward: str) -> list[np.ndarray]:
         >>> order.tolist()
         [2, 3, 0, 1]
     """
-    group = np.unique(table["group_id"].to_numpy(zero_copy_only=False), return_inverse=True)[1]
+    groups, group = np.unique(table["group_id"].to_numpy(zero_copy_only=False), return_inverse=True)
     values = table[reward].cast(pa.float64()).to_numpy(zero_copy_only=False)
     counts = as_mask(pc.equal(table["reason"], "trained")) & np.isfinite(values)
-    low, high = np.full(group.max(initial=-1) + 1, np.inf), np.full(group.max(initial=-1) + 1, -np.inf)
+    low, high = np.full(len(groups), np.inf), np.full(len(groups), -np.inf)
     np.minimum.at(low, group[counts], values[counts])
     np.maximum.at(high, group[counts], values[counts])
     spread = np.where(high >= low, high - low, -1.0)[group]  # −1: no row of the group is in the loss
