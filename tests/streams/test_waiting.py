@@ -127,3 +127,16 @@ def test_the_time_of_a_wait_counts_once_for_each_group(clock):
         expired.setdefault(assembler.counts["timeout"], second)
         clock.seconds += 1
     assert expired == {0: 0} | {groups: 9 + groups for groups in range(1, 22)}
+
+
+@pytest.mark.parametrize("groups", [1, 8, 9, 20])
+def test_an_error_lists_the_eight_oldest_waiting_groups_and_counts_the_others(groups):
+    """Each group has one of its two rollouts."""
+    assembler = GroupAssembler(group_size=2)
+    for group in range(groups):
+        assembler.put(rows(2 * group))
+    said = str(assembler.stalled("It stands still"))
+    assert [f"group {group} has 1 of 2" in said for group in range(groups)] == [
+        at < 8 for at in range(groups)
+    ]
+    assert (f" and {groups - 8} more. Rows: {groups} arrived" in said) == (groups > 8)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.transforms.table import BatchError, IncompleteGroupsError, StreamWarning, listing
+from headrace.transforms.table import LISTED, BatchError, IncompleteGroupsError, StreamWarning, listing
 from headrace.transforms.table.options import above_zero
 
 from .open_groups import Group
@@ -210,8 +210,7 @@ def stalled(
     waiting = [*first.values(), *(group for group in plan.waiting() if group.key not in first)]
     if worker is not None:
         waiting = [group for group in waiting if group.group % worker[1] == worker[0]]
-    words = waiting_for(waiting[:8], plan)
-    words += [""] * (len(waiting) - len(words))  # `listing` counts these
+    words = listing(waiting_for(waiting[:LISTED], plan), of=len(waiting))
     rows = {"arrived": stream.received + plan.new}
     rows |= {"held": stream.held + plan.new - sum(plan.left.values())}
     rows |= {reason: stream.counts[reason] + plan.left[reason] for reason in REASONS}
@@ -225,9 +224,7 @@ def stalled(
             " No prompt was announced and no row was put: check that draws() is called, that the workers "
             "have started, and that they put their rows into this assembler"
         ) * (not rows["arrived"])
-    return StalledError(
-        f"{why.rstrip('.')}. Waiting: {listing(words) or 'no group'}. Rows: {counts}.{advice}"
-    )
+    return StalledError(f"{why.rstrip('.')}. Waiting: {words or 'no group'}. Rows: {counts}.{advice}")
 
 
 def check_limits(options: Any) -> None:

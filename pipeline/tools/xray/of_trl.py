@@ -119,7 +119,6 @@ def trl_step(trainer: str | type, more: dict[str, Any] | None = None, **config: 
                 "max_steps": 1,
                 "learning_rate": 0.0,
                 "max_grad_norm": 0.0,
-                "shuffle_dataset": False,
                 "gradient_checkpointing": False,
                 "use_cpu": True,
                 "bf16": False,

@@ -12,6 +12,7 @@ from io import StringIO
 from itertools import takewhile
 
 import pytest
+import torch
 from command import QUICK, headrace, headrace_here
 
 from headrace.pipeline import ConfigError, load_pipeline
@@ -211,3 +212,15 @@ def test_overrides_reach_the_task_as_typed(tmp_path):
     assert "trained" in printed
     assert f"the page: {(tmp_path / 'out' / 'report.html').as_uri()}" in printed
     assert '"title":"grpo, 1 step"' in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.torchrl
+@pytest.mark.parametrize(("threads", "used"), [("2", 2), ("null", 3)])
+def test_a_run_sets_the_threads_of_torch_or_leaves_them(tmp_path, threads, used):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        headrace_here(tmp_path, *QUICK, "train.steps=1", f"threads={threads}")
+        assert torch.get_num_threads() == used
+    finally:
+        torch.set_num_threads(before)
