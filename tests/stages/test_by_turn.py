@@ -206,6 +206,11 @@ def inside(**columns):
     return batch
 
 
+def test_any_negative_index_says_that_a_token_has_no_turn():
+    batch = inside(turn_index=[[-100, 0, 1], [-2, 0, -3], [-1, 0, 1]])
+    assert torch.equal(TurnAdvantage()(batch)["advantage"], TurnAdvantage()(inside())["advantage"])
+
+
 @pytest.mark.parametrize(
     ("columns", "options", "message"),
     [

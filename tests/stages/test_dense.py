@@ -274,9 +274,10 @@ def test_ragged_rows_of_two_dtypes_are_refused():
         DenseRows(pad_id=PAD)(rows)
 
 
-def test_a_column_as_wide_as_moved_tokens_is_refused():
+@pytest.mark.parametrize("more", [(), (1,), (3,)])
+def test_a_column_as_wide_as_moved_tokens_is_refused(more):
     batch = as_written_padded([([5], [6, 7, 8]), ([5], [6])])
-    batch["token_reward"] = batch[FULL].float()
+    batch["token_reward"] = torch.zeros(*batch[FULL].shape, *more)
     with pytest.raises(BatchError, match=r"moved to the end of the rows.*'token_reward'"):
         DenseRows(pad_id=PAD)(batch)
 
