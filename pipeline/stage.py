@@ -33,7 +33,7 @@ class CallableStage(nn.Module):
 
 
 class Stages(nn.ModuleDict):
-    """The stages of a pipeline by name. A stage can be replaced, but none added or removed."""
+    """The stages of a pipeline by name. They are fixed: a pipeline checks them at construction."""
 
     def __init__(self, stages: Mapping[str, Any]):
         super().__init__()
@@ -41,9 +41,12 @@ class Stages(nn.ModuleDict):
             self.add_module(name, as_module(stage))
 
     def __setitem__(self, name: str, stage: nn.Module) -> None:
-        if name not in self:
-            raise ValueError(f"a pipeline's stages are fixed; cannot add {name!r}. {CONSTRUCT}")
-        super().__setitem__(name, stage)
+        raise ValueError(f"a pipeline's stages are fixed; cannot set {name!r}. {CONSTRUCT}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_modules", ()):
+            self[name] = value
+        super().__setattr__(name, value)
 
     def __delitem__(self, name: str) -> None:
         raise ValueError(f"a pipeline's stages are fixed; cannot remove {name!r}. {CONSTRUCT}")

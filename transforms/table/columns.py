@@ -226,8 +226,8 @@ class TakesColumns:
         Raises:
             AttributeError: the option has been set.
         """
-        kind = type(self)
-        if name in self.__dict__ and name not in self.set_later and name in option_names(cast(Any, kind)):
+        kind, there = type(self), {*self.__dict__, *self.__dict__.get("_modules", ())}
+        if name in there and name not in self.set_later and name in option_names(cast(Any, kind)):
             raise AttributeError(
                 f"{name} of {kind.__name__} is fixed at construction: construct a new {kind.__name__} with "
                 f"{name}={value!r:.200}"
