@@ -25,9 +25,9 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
     =========== ============ ======================== =================
     action      in the loss  in the statistics        row in the batch
     =========== ============ ======================== =================
-    ``mask``    no           yes                      yes
-    ``exclude`` no           no, its advantage is 0   yes
-    ``drop``    no           no                       no
+    mask        no           yes                      yes
+    exclude     no           no, its advantage is 0   yes
+    drop        no           no                       no
     =========== ============ ======================== =================
 
     Only the statistics of later stages change. A filter after the advantage changes no baseline.
