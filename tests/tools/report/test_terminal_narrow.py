@@ -167,6 +167,17 @@ def test_a_table_breaks_no_word_if_the_longest_fits(rows, width):
         assert_whole(text, one, two, str(count))
 
 
+@pytest.mark.parametrize("width", range(5, 21))
+def test_a_column_leaves_only_if_the_others_and_two_blanks_between_them_do_not_fit(width):
+    """Columns of 5, 6 and 4 characters; the second leaves first, and then the third."""
+    table = FittedTable(
+        [FittedColumn("aaaaa"), FittedColumn("bbbbbb", leaves=2), FittedColumn("cccc", leaves=1)]
+    )
+    table.add("1", "2", "3")
+    fit = "aaaaa  bbbbbb  cccc" if width >= 19 else "aaaaa  cccc" if width >= 11 else "aaaaa"
+    assert printed(width, lambda: table).splitlines()[0].rstrip() == fit
+
+
 def test_a_table_without_titles_has_no_line_for_them():
     table = FittedTable([FittedColumn("", gives="wrap"), FittedColumn("", right=True)])
     table.add("rows", "12")
