@@ -361,3 +361,10 @@ def test_padding_that_would_train_is_refused_before_state_changes(make_batch):
         pipeline.run(batch)
     assert pipeline.stages["split"].state.calls == 0
     assert pipeline.ledger is None
+
+
+def test_the_heaviest_microbatches_go_to_the_rank_with_the_least_tokens():
+    """By hand: 9 and 8, then 7 to the rank with 8, and 6 to the rank with 9."""
+    lengths = torch.tensor([6, 9, 7, 8])
+    assigned = assign_rows(lengths, ranks=2, max_tokens=9, balance="tokens")
+    assert [[lengths[rows].tolist() for rows in own] for own in assigned] == [[[9], [6]], [[8], [7]]]

@@ -222,6 +222,13 @@ def test_truncated_rows_are_refused():
         DenseRows(pad_id=PAD)(rows)
 
 
+def test_a_gap_after_the_first_token_is_refused_though_padding_is_on_the_left():
+    batch = TensorDict({FULL: torch.tensor([[0, 5, 0, 6]]), ATTENTION: torch.tensor([[0, 1, 0, 1]]).bool()}, [1])
+    batch[LOSS_MASK] = torch.tensor([[False, False, False, True]])
+    with pytest.raises(BatchError, match=r"after or between tokens in row 0\. Pad on the left"):
+        DenseRows(pad_id=PAD)(batch)
+
+
 def test_dense_rows_with_padding_on_the_right_or_inside_are_refused():
     batch = TensorDict({FULL: torch.tensor([[5, 6, 0]]), ATTENTION: torch.tensor([[True, True, False]])}, [1])
     batch[LOSS_MASK] = torch.tensor([[False, True, False]])

@@ -116,6 +116,18 @@ def test_another_process_gets_the_oldest_and_the_newest_version():
         ) - stale
 
 
+def test_rows_from_another_process_are_refused_if_their_newest_token_is_newer_than_the_trainer():
+    batch = with_versions(0)
+    versions = [own for own in sampled_by(batch) if own]
+    newest = max(map(max, versions))
+    assert max(map(min, versions)) < newest  # the oldest versions do not say it
+    sent = columns_to_send(batch, GroupAssembler(**OPTIONS)._options)
+    assembler = GroupAssembler(group_size=2, max_staleness=9)
+    assembler.version = newest - 1
+    with pytest.raises(BatchError, match=rf"newer than assembler.version={newest - 1}; found {newest} in"):
+        assembler.put(TensorDict(sent, batch_size=[len(batch)]))
+
+
 def test_versions_per_token_need_to_know_which_tokens_were_sampled():
     batch = with_versions(0).exclude(LOSS)
     with pytest.raises(MissingKeyError, match="all_assistant_mask"):

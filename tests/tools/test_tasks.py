@@ -206,3 +206,8 @@ def test_the_same_errors_of_the_command_have_its_words(tmp_path):
         "pipeline.stages.split.shuffle=null": "must be true or false; got null",
     }.items():
         assert said in headrace_here(tmp_path, *shlex.split(words), check=False).stderr
+
+
+def test_of_several_unknown_options_the_first_is_named_with_the_nearest_one():
+    with pytest.raises(ConfigError, match=r"no option 'skipbad' \(did you mean 'skip_bad'\?\)"):
+        headrace.replay("nowhere", source={"skipbad": True, "other": 1})
