@@ -905,7 +905,7 @@ def test_auto_names_what_it_found_and_the_known_formats(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"question": 1}])
     with pytest.raises(
         SourceError,
-        match=r"found .*a\.jsonl with 'question'\. Set source\.format to one of atropos, headrace",
+        match=r"found .*a\.jsonl with 'question'\. Set format to one of atropos, headrace",
     ):
         open_dump(path)
     for format in ("verl", "auto"):
