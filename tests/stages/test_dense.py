@@ -223,7 +223,9 @@ def test_truncated_rows_are_refused():
 
 
 def test_a_gap_after_the_first_token_is_refused_though_padding_is_on_the_left():
-    batch = TensorDict({FULL: torch.tensor([[0, 5, 0, 6]]), ATTENTION: torch.tensor([[0, 1, 0, 1]]).bool()}, [1])
+    batch = TensorDict(
+        {FULL: torch.tensor([[0, 5, 0, 6]]), ATTENTION: torch.tensor([[0, 1, 0, 1]]).bool()}, [1]
+    )
     batch[LOSS_MASK] = torch.tensor([[False, False, False, True]])
     with pytest.raises(BatchError, match=r"after or between tokens in row 0\. Pad on the left"):
         DenseRows(pad_id=PAD)(batch)
