@@ -164,8 +164,9 @@ def _complete(around: DictConfig, key: str, folder: str, where: str) -> None:
         given = OmegaConf.create({"_target_": value})
     elif not isinstance(value, dict):
         return
-    own = str(key) if folder == "stage" and usual_stage(str(key)) is not None else None
-    name = given.get("_target_", own)
+    name = given.get("_target_")
+    if "_target_" not in given and folder == "stage" and usual_stage(str(key)) is not None:
+        name = str(key)
     if given is around._get_node(key) and not (isinstance(name, str) and name.isidentifier()):
         return  # the node is complete
     if isinstance(name, str) and name.isidentifier():
@@ -233,8 +234,9 @@ def stages_by_column(pipeline: DictConfig) -> dict[str, Any]:
 def _node_named(name: str, folder: str, where: str) -> DictConfig:
     """The usual stage with this name, or the node of ``conf/<folder>/<name>.yaml``."""
     conf = Path(str(resources.files("headrace.conf")))
-    texts = {each.stem: each.read_text(encoding="utf-8") for each in sorted((conf / folder).glob("*.yaml"))}
-    if name not in texts:
+    file = conf / folder / f"{name}.yaml"
+    if not file.is_file():
+        texts = {each: (conf / folder / f"{each}.yaml").read_text("utf-8") for each in known_parts(folder)}
         of_class = [each for each, text in texts.items() if f"_target_: headrace.transforms.{name}\n" in text]
         hint = suggest(name, of_class or texts)
         for option, (other, stage) in HOLDERS.items():
@@ -244,7 +246,7 @@ def _node_named(name: str, folder: str, where: str) -> DictConfig:
             f"{where}: unknown {folder} {name!r}{hint}; headrace stages lists all. Or give an object, or the "
             "path of a class"
         )
-    usual = usual_stage(name) if folder == "stage" else OmegaConf.create(texts[name])
+    usual = usual_stage(name) if folder == "stage" else OmegaConf.create(file.read_text("utf-8"))
     return deepcopy(cast(DictConfig, usual))
 
 
