@@ -33,13 +33,12 @@ from headrace.transforms.table.tensordicts import number_column
 OnIncomplete = Literal["raise", "drop", "keep"]
 NAMES = ", ".join(f"{status.value} {status.name}" for status in Status)
 REFUSAL = (
-    "{count} incomplete group{s}: {found}. {hint}Set {on_incomplete=drop}, or 'keep' with min_rollouts, or "
-    "wait for the missing rollouts"
+    "{count} incomplete group{s}: {found}. {hint}Set {on_incomplete=drop}, or 'keep' with "
+    "min_rollouts{or_wait}"
 )
-ALL_SHORT = (
-    "{count} incomplete groups: {found}. All {count} groups have the size {size}. If so many were "
-    "dispatched, %s, else wait for the missing rollouts"
-)
+ALL_SHORT = "{count} incomplete groups: {found}. All {count} groups have the size {size}"
+DISPATCHED = ". If so many were dispatched, %s{or_wait}"
+WAIT = "wait for the missing rollouts"
 UNEVEN = ". If groups have different sizes, give the column {column} instead of group_size"
 
 
@@ -412,7 +411,8 @@ class CompletenessGate(
                     if self.group_size is None
                     else f"set {{group_size={sizes[0]}}}"
                 )
-                text, facts["size"] = ALL_SHORT % wrong, sizes[0]
+                text = ALL_SHORT + DISPATCHED % wrong
+                facts |= {"size": sizes[0], "or_wait": f", else {WAIT}"}
             elif self.group_size is not None and len(sizes) > 1:
                 text += UNEVEN
             hint += self._doubt(presence.have, incomplete)
@@ -501,4 +501,5 @@ class CompletenessGate(
         found = [*incomplete, *(f"group {group} has 0 of {size} (no rows)" for group in without_rows)]
         count = of + len(without_rows)
         said = {"count": count, "found": listing(found, of=count), "s": "s" * (count > 1), "hint": hint}
-        raise IncompleteGroupsError(text, **said, **(facts or {}))
+        said["or_wait"] = f", or {WAIT}"
+        raise IncompleteGroupsError(text, **said | dict(facts or {}))

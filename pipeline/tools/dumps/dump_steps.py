@@ -6,7 +6,6 @@ The terminal, the files, the page and the exit status show that it failed.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar, cast
 
@@ -18,7 +17,8 @@ from tensordict import TensorDictBase
 from headrace.pipeline.error_overrides import text_with_overrides
 from headrace.pipeline.tools.report import FailedStep, ReportFolder, said_of_failed
 from headrace.pipeline.wording import printable
-from headrace.transforms import BatchError, IncompleteGroupsError, MissingKeyError
+from headrace.transforms import BatchError, MissingKeyError
+from headrace.transforms.stages.gate import ALL_SHORT
 
 from .readers import Draws, Source, SourceError
 from .refused_steps import refused_report
@@ -69,12 +69,11 @@ class DumpSteps:
                     raise found
                 result = of(cast(int, step), found)  # only batches come with a step
             except (SourceError, BatchError) as err:
-                if isinstance(err, IncompleteGroupsError):  # no rollout of a dump is still to come
-                    text = re.sub(", (or|else) wait for the missing rollouts", "", err.args[0])
+                if isinstance(err, BatchError) and "or_wait" in err.facts:
+                    err.facts["or_wait"] = ""  # no rollout of a dump is still to come
                     if "size" in err.facts and self.source.sized:
-                        text = text.partition(". If so many")[0]
+                        err.args = (ALL_SHORT,)
                         err.more += f". For this dump, set source.group_size={err.facts['size']}"
-                    err.args = (text,)
                 first = first or err
                 self._leave_out(step, found, err)
                 ends = len(self.failed) == GIVE_UP and not self.source.skips
