@@ -13,6 +13,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from headrace.pipeline import load_pipeline, trl_step
+from headrace.pipeline.tools.xray.measure import Step
 from headrace.pipeline.tools.xray.setting import LONGEST, RECIPE, Setting
 
 from .attaching import FewerRowsWarning, attach
@@ -40,12 +41,16 @@ def recipes_in_trl() -> list[Setting]:
 
     found = []
     for recipe, (loss_type, weight) in OF_TRL.items():
-        words = (f"pipeline.stages.{word}" for word in (weight, "split.minibatches=1"))
         name = f"attach(GRPOTrainer(loss_type={loss_type}), {recipe}), {weight}"
         step = trl_step(Attached, {"recipe": recipe}, loss_type=loss_type)
-        pipeline = load_pipeline(recipe, *words)
-        found.append(Setting(name, step, RECIPE, pipeline=pipeline, dtype=torch.float32))
+        found.append(_setting(name, step, recipe, weight, torch.float32))
     return found
+
+
+def _setting(name: str, step: Step, recipe: str, weights: str, dtype: torch.dtype = torch.float64) -> Setting:
+    """Compare a step with a recipe in one minibatch; `weights` are options of its stages."""
+    words = (f"pipeline.stages.{word}" for word in (*weights.split(), "split.minibatches=1"))
+    return Setting(name, step, RECIPE, pipeline=load_pipeline(recipe, *words), dtype=dtype)
 
 
 # For each recipe: verl's ``loss_agg_mode``, and the recipe's option that gives equal weights.
@@ -79,9 +84,8 @@ def recipes_in_verl() -> list[Setting]:
 
     found = []
     for recipe, (mode, weight) in OF_VERL.items():
-        words = (f"pipeline.stages.{word}" for word in (weight, "split.minibatches=1"))
         name = f"adv_estimator=headrace, HEADRACE_RECIPE={recipe}, loss_agg_mode={mode}"
-        found.append(Setting(name, step_of(recipe, mode), RECIPE, pipeline=load_pipeline(recipe, *words)))
+        found.append(_setting(name, step_of(recipe, mode), recipe, weight))
     return found
 
 
@@ -109,11 +113,9 @@ def recipes_in_openrlhf() -> list[Setting]:
                 return compute_advantages_and_returns(maker, experiences)
 
         mode, weight = OF_OPENRLHF[recipe]
-        words = [f"pipeline.stages.{word}" for word in (*weight.split(), "split.minibatches=1")]
         given = {"actor.loss_agg_mode": mode} | arguments
         name = ", ".join([f"HEADRACE_RECIPE={recipe}", *(f"{key}={value}" for key, value in given.items())])
-        step, pipeline = openrlhf_step(advantages, **given), load_pipeline(recipe, *words)
-        return Setting(name, step, RECIPE, pipeline=pipeline, dtype=torch.float32)
+        return _setting(name, openrlhf_step(advantages, **given), recipe, weight, torch.float32)
 
     dynamic = [of("as/openrlhf", **{DYNAMIC: True, "ds.zero_stage": stage}) for stage in (2, 3)]
     return [*(of(recipe) for recipe in OF_OPENRLHF), *dynamic]
@@ -133,9 +135,7 @@ def recipes_in_ms_swift() -> list[Setting]:
 
     found = []
     for recipe, (loss_type, weight) in OF_MS_SWIFT.items():
-        words = [f"pipeline.stages.{word}" for word in (*weight.split(), "split.minibatches=1")]
         name = f"attach(GRPOTrainer(loss_type={loss_type}), {recipe})"
         step = ms_swift_step(partial(attach, recipe=recipe), loss_type=loss_type)
-        pipeline = load_pipeline(recipe, *words)
-        found.append(Setting(name, step, RECIPE, pipeline=pipeline, dtype=torch.float32))
+        found.append(_setting(name, step, recipe, weight, torch.float32))
     return found

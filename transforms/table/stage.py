@@ -253,7 +253,7 @@ class BatchTransform(TakesColumns, Transform):
         return f"{type(self).__name__}({re.sub(' at 0x[0-9a-f]+', '', options)})"
 
 
-PLACES = {  # where each kind of object belongs
+BELONGS = {  # where each kind of object is put
     "stage": "Put it into the pipeline: load_pipeline(…, stages=dict({name}={given}), after=…)",
     "criterion": "Put it into a filter: SampleFilter(criterion={given}), or on the command line "
     "pipeline.stages.{name}=filter pipeline.stages.{name}.criterion=…",
@@ -277,7 +277,7 @@ def check_kind(given: Any, kind: Literal["stage", "criterion", "term"], name: st
         raise ValueError(f"a {kind} is an object; got the class {given.__name__}: give {given.__name__}()")
     own = getattr(given, "_kind", "criterion" if hasattr(given, "decide") else kind)
     if own != kind:
-        place = PLACES[own].format(name=name, given=given)
+        place = BELONGS[own].format(name=name, given=given)
         raise ValueError(f"{given!r:.200} is a {own}, and a {kind} is required. {place}")
 
 

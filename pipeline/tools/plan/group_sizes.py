@@ -220,7 +220,7 @@ def show_group_sizes(
     }
     by_line.append({"range": "all", "groups": len(pool), "chance_of_equal": found})
     # The last line is for all groups.
-    needed = [size / (1 - chance) if chance < 1 else inf for size, chance in zip(sizes, mean, strict=True)]
+    needed = rollouts_needed(sizes, mean)
     digits = digits_apart(needed)
     cells = [
         f"{mark}{count:,.{digits}f}" if count < inf else "∞"
@@ -268,7 +268,7 @@ def advised(sizes: Sequence[int], chances: Sequence[float], bound: Sequence[str]
         return (
             "What to do: no group size helps, since the rewards of each prompt are equal. Use other prompts."
         )
-    needed = [size / (1 - chance) if chance < 1 else inf for size, chance in zip(sizes, chances, strict=True)]
+    needed = rollouts_needed(sizes, chances)
     digits = digits_apart(needed)
     needed = [round(number, digits) for number in needed]  # as the table shows them
     few = max(at for at, number in enumerate(needed) if number == min(needed))
@@ -282,6 +282,16 @@ def advised(sizes: Sequence[int], chances: Sequence[float], bound: Sequence[str]
         f"What to do: set the group size between {sizes[few]}, {words}, and {sizes[most]}, with the most "
         f"rollouts in informative groups ({share})."
     )
+
+
+def rollouts_needed(sizes: Sequence[int], chances: Sequence[float]) -> list[float]:
+    """The rollouts for each informative group, G / (1 − p); p is the chance that a group is uninformative.
+
+    Example:
+        >>> rollouts_needed([2, 4], [0.75, 1.0])
+        [8.0, inf]
+    """
+    return [size / (1 - chance) if chance < 1 else inf for size, chance in zip(sizes, chances, strict=True)]
 
 
 def digits_apart(needed: Sequence[float]) -> int:

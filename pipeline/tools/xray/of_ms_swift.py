@@ -15,7 +15,7 @@ from headrace.transforms import group_relative_advantage
 
 from .causal_lm import table_as_causal_lm
 from .measure import Step
-from .of_trl import _gradient_before_the_optimiser, _tokenizer
+from .of_trl import gradient_before_the_optimiser, word_tokenizer
 from .setting import LONGEST, ROWS_OF_STEP, SUM_OF_STEP, TOKENS_OF_PART, TOKENS_OF_STEP, Setting
 from .token_table import LOSS, REAL, TOKENS
 
@@ -98,7 +98,7 @@ def ms_swift_step(change: Callable[[Any], object] = lambda _: None, *, steps: in
                         each["grpo_batch"].old_per_token_logps.fill_(old)
                 return made
 
-        lm, words = table_as_causal_lm(model), _tokenizer(model.vocabulary)
+        lm, words = table_as_causal_lm(model), word_tokenizer(model.vocabulary)
         words.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
         words.backend_tokenizer.model.unk_token = "0"  # for the special words of the templates
         info = {"max_model_len": 2 * LONGEST, "quant_method": None, "quant_bits": 0, "task_type": "causal_lm"}
@@ -142,7 +142,7 @@ def ms_swift_step(change: Callable[[Any], object] = lambda _: None, *, steps: in
         )
         made.remove_callback(PrinterCallback)
         change(made)
-        found = _gradient_before_the_optimiser(made, model)
+        found = gradient_before_the_optimiser(made, model)
         made.train()
         model.table.grad = found[0] if found else None
 

@@ -132,7 +132,7 @@ def trl_step(trainer: str | type, more: dict[str, Any] | None = None, **config: 
                 args=(trl.RLOOConfig if rloo else trl.GRPOConfig)(**settings | config),
                 reward_funcs=lambda completions, **_: reward.tolist(),
                 train_dataset=_prompts(rows // size),
-                processing_class=_tokenizer(model.vocabulary),
+                processing_class=word_tokenizer(model.vocabulary),
                 **more or {},
             )
             made.remove_callback(PrinterCallback)
@@ -148,7 +148,7 @@ def trl_step(trainer: str | type, more: dict[str, Any] | None = None, **config: 
                 made, {(*p, *c): row for row, (p, c) in enumerate(zip(prompts, completions, strict=True))}
             )
             _act_with(made, float(batch["log_probs", "full"][batch[LOSS]][0]))
-            found = _gradient_before_the_optimiser(made, model)
+            found = gradient_before_the_optimiser(made, model)
             made.train()
         model.table.grad = found[0] if found else None
         batch[MICROBATCH] = torch.tensor([order[row] for row in range(rows)])
@@ -188,7 +188,7 @@ def _act_with(trainer: Any, log_prob: float) -> None:
     trainer._generate_and_score_completions = generate_and_score
 
 
-def _gradient_before_the_optimiser(trainer: Any, model: TokenTable) -> list[Tensor]:
+def gradient_before_the_optimiser(trainer: Any, model: TokenTable) -> list[Tensor]:
     """Return a list to which the trainer's gradient is appended before the optimiser step."""
     from transformers import TrainerCallback
 
@@ -209,7 +209,7 @@ def _prompts(count: int) -> Any:
     return Dataset.from_dict({"prompt": [f"{number}" for number in range(count)]})
 
 
-def _tokenizer(vocabulary: int) -> Any:
+def word_tokenizer(vocabulary: int) -> Any:
     """A tokenizer with one word for each token; V − 2 is the padding, V − 1 an unused end token."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
