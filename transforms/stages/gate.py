@@ -412,7 +412,7 @@ class CompletenessGate(
                     else f"set {{group_size={sizes[0]}}}"
                 )
                 text = ALL_SHORT + DISPATCHED % wrong
-                facts |= {"size": sizes[0], "or_wait": f", else {WAIT}"}
+                facts |= {"size": sizes[0], "or_wait": f", else {WAIT}", "without_remedy": ALL_SHORT}
             elif self.group_size is not None and len(sizes) > 1:
                 text += UNEVEN
             hint += self._doubt(presence.have, incomplete)

@@ -18,7 +18,6 @@ from headrace.pipeline.error_overrides import text_with_overrides
 from headrace.pipeline.tools.report import FailedStep, ReportFolder, said_of_failed
 from headrace.pipeline.wording import printable
 from headrace.transforms import BatchError, MissingKeyError
-from headrace.transforms.stages.gate import ALL_SHORT
 
 from .readers import Draws, Source, SourceError
 from .refused_steps import refused_report
@@ -72,7 +71,7 @@ class DumpSteps:
                 if isinstance(err, BatchError) and "or_wait" in err.facts:
                     err.facts["or_wait"] = ""  # no rollout of a dump is still to come
                     if "size" in err.facts and self.source.sized:
-                        err.args = (ALL_SHORT,)
+                        err.args = (err.facts["without_remedy"],)
                         err.more += f". For this dump, set source.group_size={err.facts['size']}"
                 first = first or err
                 self._leave_out(step, found, err)
