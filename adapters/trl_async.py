@@ -236,7 +236,7 @@ class WholeGroups:
         out = self._left()
         for reason, number in (out - self._logged).items():
             self.trainer._metrics["train"][f"headrace/out/stream/{reason}_total"].append(float(number))
-        if out != self._logged and self.allowed is None:  # forget samples that are two versions too old
+        if self.allowed is None:  # forget samples that are two versions too old
             oldest = self.assembler.version - self.trainer.args.max_staleness - 1
             young = {row: each for row, each in self._samples.items() if each.model_version >= oldest}
             self._samples = young

@@ -70,6 +70,14 @@ def test_a_torchrl_history_is_used_if_there_is_no_other_text():
     assert report.texts["response"] == ["0", "1"]
 
 
+def test_the_history_of_several_rows_is_not_shown_as_one_conversation():
+    history = pytest.importorskip("torchrl.data.llm").History
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    rows = history.from_chats([turns, turns])
+    assert message_lines(rows) is None
+    assert message_lines(rows[0]) == "user: 1+1?\nassistant: 2"
+
+
 # -- texts out of tokens -----------------------------------------------------------------------------------
 
 

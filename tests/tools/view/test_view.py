@@ -592,6 +592,8 @@ def test_failed_steps_and_their_reasons_are_beside_the_rows(tmp_path):
             (run,) = client.ask("runs")["runs"]
             assert run["failed"] == []
             assert "failed_steps.json: " in run["problems"][0]
+        os.truncate(file, 2**24 + 1)
+        assert "at most 16,777,216 bytes" in client.ask("runs")["runs"][0]["problems"][0]
     file.write_text('[[0, "earlier"], [5, "later"]]')
     resumed = ReportFolder(tmp_path / "run", every=None, existing="resume")
     resumed.add(report_of_step(2))
