@@ -56,7 +56,7 @@ def with_places(
         if name in (order or ()):
             raise ValueError(
                 f"{option}.{name}={other} places a stage that pipeline.order names, too. Take {name!r} "
-                f"out of the order, or set pipeline.{option}.{name}=null (in Python None)"
+                f"out of the order, or set pipeline.{option}.{name}=null"
             )
     if twice := [name for name in before if name in after]:
         name = twice[0]

@@ -13,7 +13,7 @@ from torch.utils.data import Sampler
 
 from headrace.pipeline.collect import stamp_ids
 from headrace.transforms.split import stream_seed
-from headrace.transforms.table.options import describe_options, takes_options
+from headrace.transforms.table.options import at_least, describe_options, takes_options
 
 
 @takes_options
@@ -65,11 +65,10 @@ class RepeatSampler(Sampler[int]):
         rank: int = 0,
         ranks: int = 1,
     ):
-        self.prompts = prompts if isinstance(prompts, int) else len(prompts)
-        self.group_size, self.prompts_per_batch, self.repeats = group_size, prompts_per_batch, repeats
-        names = ("prompts", "group_size", "prompts_per_batch", "repeats")
-        if low := [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) < 1]:
-            raise ValueError(f"{', '.join(names)} must be ≥ 1; got {', '.join(low)}")
+        self.prompts = at_least("prompts", prompts if isinstance(prompts, int) else len(prompts), 1)
+        self.group_size = at_least("group_size", group_size, 1)
+        self.prompts_per_batch = at_least("prompts_per_batch", prompts_per_batch, 1)
+        self.repeats = at_least("repeats", repeats, 1)
         over = self.prompts % prompts_per_batch
         if remainder == "raise" and over:
             raise ValueError(

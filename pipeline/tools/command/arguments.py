@@ -9,7 +9,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import NoReturn
 
@@ -207,6 +207,11 @@ def _has_several_values(argument: str) -> bool:
         return "=" in argument
 
 
+def _is_closed(text: str) -> bool:
+    """Whether each bracket of an argument is closed."""
+    return len(re.findall(r"[\[{]", text)) == len(re.findall(r"[\]}]", text))
+
+
 def _of_bare_word(argument: str, arguments: Sequence[str], at: int) -> str:
     """Return a message for an argument without a value, with what may be meant.
 
@@ -233,8 +238,11 @@ def _of_bare_word(argument: str, arguments: Sequence[str], at: int) -> str:
         if before.rstrip("=") and before.endswith("="):  # `pipeline= grpo`
             known = f"{before}{argument}"
         return f"{said} (did you mean {known}?)"
-    if "[" in before and argument.endswith("]"):
-        return f"{said}: a value with spaces goes in quotes (did you mean '{before}{argument}'?)"
+    for start in range(at):  # the shell cuts `columns={group: id, reward: r}` at its spaces
+        pieces = accumulate(arguments[start:], "{} {}".format)
+        whole = next((piece for piece in pieces if _is_closed(piece)), "")
+        if not _is_closed(arguments[start]) and whole:
+            return f"{said}: a value with spaces goes in quotes (did you mean {shlex.quote(whole)}?)"
     if _may_be_dump(argument):
         if any(other.startswith("source.path=") for other in arguments):
             return (

@@ -33,6 +33,12 @@ def missing_path(path: str | Path) -> str:
     return f"{path}: no file matches this pattern{has or suggest(folder.name, names_in(folder.parent))}"
 
 
+def newest_run(folder: str | Path) -> Path | None:
+    """Return the run below a folder whose rows were written last; None if there is none."""
+    below = [each for each in Path(folder).glob("*/**/rollouts") if any(each.glob("step_*.*"))]
+    return max(below, key=lambda each: each.stat().st_mtime).parent if below else None
+
+
 def names_in(folder: Path) -> list[str]:
     """The first names in a folder, in order; none if it cannot be read."""
     return [each.name for each in sorted(folder.iterdir())[:NAMES]] if folder.is_dir() else []

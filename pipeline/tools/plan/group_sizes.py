@@ -262,7 +262,7 @@ def advised(sizes: Sequence[int], chances: Sequence[float], bound: Sequence[str]
 
     Example:
         >>> advised([2, 4, 8, 16], [0.65, 0.37, 0.19, 0.19], ["", "", "", "≤"])  # doctest: +ELLIPSIS
-        'What to do: set the group size between 2, ... (one for 5.7 rollouts), and 8, ... (81%).'
+        'What to do: set the group size from 2 to 8. Groups of 2 need ... (5.7). Groups of 8 have ... (81%).'
     """
     if min(chances) == 1:
         return (
@@ -273,14 +273,14 @@ def advised(sizes: Sequence[int], chances: Sequence[float], bound: Sequence[str]
     needed = [round(number, digits) for number in needed]  # as the table shows them
     few = max(at for at, number in enumerate(needed) if number == min(needed))
     number = f"{'at most ' * bool(bound[few])}{needed[few]:,.{digits}f}"
-    words = f"with the most informative groups (one for {number} rollouts)"
+    words = f"Groups of {sizes[few]} need the fewest rollouts for each informative group ({number})."
     most = list(chances).index(min(chances))
     if sizes[most] <= sizes[few]:
-        return f"What to do: set the group size to {sizes[few]}, {words}."
+        return f"What to do: set the group size to {sizes[few]}. {words}"
     share = f"{'at least ' * bool(bound[most])}{1 - chances[most]:.0%}"
     return (
-        f"What to do: set the group size between {sizes[few]}, {words}, and {sizes[most]}, with the most "
-        f"rollouts in informative groups ({share})."
+        f"What to do: set the group size from {sizes[few]} to {sizes[most]}. {words} Groups of {sizes[most]} "
+        f"have the greatest share of rollouts in informative groups ({share})."
     )
 
 

@@ -26,6 +26,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from headrace.pipeline.composing.compose import ConfigError
+from headrace.pipeline.tools.dumps.paths import newest_run
 from headrace.pipeline.tools.report import FAILED, FailedStep, prompt_label, read_failed, read_recipe
 from headrace.pipeline.wording import printable
 
@@ -193,9 +194,7 @@ class StoredRun:
         for name, (holds, then) in OF_TASKS.items():
             if (self.folder / name).is_file():
                 return f"{folder} holds {holds}, {name}, and no rows. {then}"
-        below = [each.parent for each in folder.glob("*/**/rollouts") if any(each.glob("step_*.parquet"))]
-        if below:
-            newest = max(below, key=lambda each: (each / "rollouts").stat().st_mtime)
+        if newest := newest_run(folder):
             words = ["headrace", "view", str(newest)]
             return f"{folder} is no run, and holds some. The newest: {shlex.join(words)}"
         words = ["headrace", "task=replay", f"source.path={folder}", "hydra.run.dir=FOLDER"]

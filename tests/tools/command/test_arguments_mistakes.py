@@ -107,6 +107,10 @@ MISTAKES = {
     "~pipeline.stages.weight": "Set aggregation='token_mean' on GRPOLoss",
     "+stage@pipeline.stages.signs=signs": "it lacks 'signs'. Place it, as in pipeline.after.signs=advantage",
     # -- values
+    "group_size=0": "sampler.group_size must be an integer ≥ 1; got 0",
+    f"{REPLAY} source.columns={{group: id, reward: r}} seed=1": (
+        "a value with spaces goes in quotes (did you mean 'source.columns={group: id, reward: r}'?)"
+    ),
     "train.steps=-1": "train.steps must be an integer ≥ 1; got -1",
     "seed=[1,": "'seed=[1,' is not NAME=VALUE",
     "pipeline.stages.advantage.scale=stdev": "must be one of 'group', 'leave_one_out'",
@@ -116,7 +120,7 @@ MISTAKES = {
     f"{REPLAY} source.group_by=prompts": "did you mean 'prompt'?",
     f"{REPLAY} source.format=velr": "format must be auto or one of atropos, headrace, nemo_gym",
     f"{REPLAY} source.tokenizer=Qwen/Qwen3-8B": "tokenizer must be a tokenizer.json, or a folder",
-    "task=compare source.path=dump pipelines=[as/verl, grpo]": "did you mean 'pipelines=[as/verl,grpo]'?",
+    "task=compare source.path=dump pipelines=[as/verl, grpo]": "did you mean 'pipelines=[as/verl, grpo]'?",
     "task=compare source.path=dump pipelines=[grpo,grpo]": "such as 'pipelines=[as/verl,grpo]'; got",
     "task=compare source.path=dump pipelines=[rloo,grpo] pipeline.stages.overlong.cache=3": (
         "'pipeline.stages.overlong.cache': pipeline=rloo has no stage 'overlong'; it has gate, collapse"

@@ -278,7 +278,7 @@ def test_the_plan_by_hand(make_batch, tmp_path):
     assert "They have 2 rollouts each." in text
     assert "all numbers: plan.json. A plan has no page" in text
     assert "* upper bounds: a prompt has too few rollouts for an estimate." in text
-    assert re.search(r"What to do: set the group size to 2, .*\(one\s+for\s+6\s+rollouts\)", text, re.S)
+    assert re.search(r"What to do: set the group size to 2\. .*\(6\)", text, re.S)
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["ranges"][-1]["chance_of_equal"]["4"] == {
         "at_most": pytest.approx(2 / 3),
@@ -289,18 +289,21 @@ def test_the_plan_by_hand(make_batch, tmp_path):
     assert "tokens" in found
 
 
-def test_the_advised_group_sizes_have_the_most_informative_groups_and_the_most_rollouts_in_them():
+def test_advised_group_sizes_need_the_fewest_rollouts_and_have_the_greatest_informative_share():
     """Groups of G need G / (1 − chance) rollouts for each informative group, here by hand."""
 
     def said(*chances, bound=("", "", "")):
         words = advised([2, 4, 8], chances, bound)
-        return re.findall(r"\d+(?=, with)|(?<=\()[^)]*", words)
+        return re.findall(r"(?<=of )\d+|(?<=\()[^)]*", words)
 
-    assert said(2 / 3, 0.6, 0.5) == ["2", "one for 6 rollouts", "8", "50%"]
-    assert said(0.75, 0.5, 0.5) == ["4", "one for 8 rollouts"]  # 2 / 0.25 = 4 / 0.5
-    assert said(0.7, 0.44, 0.44) == ["2", "one for 6.7 rollouts", "4", "56%"]  # 2 / 0.3 = 6.7, 4 / 0.56 = 7.1
-    assert said(2 / 3, 0.5, 0.4, bound=("", "", "≤")) == ["2", "one for 6 rollouts", "8", "at least 60%"]
-    assert said(1.0, 1.0, 0.2, bound=("", "≤", "≤")) == ["8", "one for at most 10 rollouts"]
+    assert said(2 / 3, 0.6, 0.5) == ["2", "6", "8", "50%"]
+    assert said(0.75, 0.5, 0.5) == ["4", "8"]  # 2 / 0.25 = 4 / 0.5
+    assert said(0.7, 0.44, 0.44) == ["2", "6.7", "4", "56%"]  # 2 / 0.3 = 6.7, 4 / 0.56 = 7.1
+    assert said(2 / 3, 0.5, 0.4, bound=("", "", "≤")) == ["2", "6", "8", "at least 60%"]
+    assert said(1.0, 1.0, 0.2, bound=("", "≤", "≤")) == ["8", "at most 10"]
+    assert advised([2, 4, 8], [2 / 3, 0.6, 0.5], [""] * 3).startswith(
+        "What to do: set the group size from 2 to 8. "
+    )
     assert "no group size helps" in advised([2, 4], [1.0, 1.0], ["", "≤"])
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
 
 import dumps
@@ -14,7 +16,6 @@ from hydra.core.hydra_config import HydraConfig
 from headrace.pipeline import ConfigError
 from headrace.pipeline.tools.command.perform import check_types, perform
 from headrace.pipeline.tools.dumps.readers import SourceError, open_dump
-from headrace.pipeline.tools.view.stored_run import StoredRun
 from headrace.transforms import BatchError
 
 pytestmark = pytest.mark.slow
@@ -194,35 +195,42 @@ def test_of_an_unknown_format_the_nearest_is_named_with_the_keys_that_differ(tmp
         open_dump(path)
 
 
-def test_of_an_unknown_format_the_error_ends_with_the_options_of_a_file_of_your_own(tmp_path):
-    """If you fill in the names of the file's columns and the number of rollouts, the second command runs."""
-    rows = [{"problem": i // 2, "metrics": {"score": 1 - i % 2}, "said": "4"} for i in range(4)]
+@pytest.mark.parametrize(
+    ("row", "left"),
+    [
+        (
+            {"case": 0, "metrics": {"score": 0}, "said": "4"},
+            {"ID": "case", "NUMBER": "metrics.score", "TEXT": "said"},
+        ),
+        ({"question": 0, "score": 0, "said": "4"}, {"TEXT": "said"}),
+        ({"completion": "4", "uid": 0, "prompt": "2+2?", "reward": 0}, {}),
+    ],
+)
+def test_for_an_unknown_format_the_error_ends_with_the_options_of_a_file_of_your_own(row, left, tmp_path):
+    """Columns with usual names are filled in. With the other names and the group size, the command runs."""
+    group, reward, *_ = (key for key, value in row.items() if not isinstance(value, str))
+    rewards = [{"score": 1 - i % 2} if reward == "metrics" else 1 - i % 2 for i in range(4)]
+    rows = [row | {group: i // 2, reward: rewards[i]} for i in range(4)]
     dumps.write_lines(tmp_path / "mine" / "a.jsonl", rows)
     words = ["task=replay", f"source.path={tmp_path / 'mine'}"]
     with pytest.raises(SourceError) as raised:
         replayed(configure("config", *words), tmp_path / "out")
     line = str(raised.value).splitlines()[-1]
-    for placeholder, name in (
-        ("ID", "problem"),
-        ("NUMBER", "metrics.score"),
-        ("TEXT", "said"),
-        ("ROLLOUTS", "2"),
-    ):
-        assert line.count(placeholder) == 1
+    assert re.findall(r"[A-Z]{2,}", line) == [*left, "ROLLOUTS"]
+    for placeholder, name in (left | {"ROLLOUTS": "2"}).items():
         line = line.replace(placeholder, name)
     trained, _ = told(replayed, configure("config", *words, *shlex.split(line)), tmp_path / "out")
     assert trained == 4
+    with pytest.raises(SourceError, match=", ".join(sorted(map(repr, row)))) as raised:
+        open_dump(tmp_path / "mine")
+    assert len(re.findall(r"[A-Z]{2,}", str(raised.value).splitlines()[-1])) == 1 + len(left)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("compare.json", "holds a comparison of two recipes, .*both advantages"),
-        ("plan.json", "holds the numbers of task=plan, .*has no page"),
-        ("audit.json", "holds the findings of an audit, .*report.html"),
-    ],
-)
-def test_the_viewer_says_what_the_folder_of_another_task_holds(name, said, tmp_path):
-    (tmp_path / name).write_text("{}")
-    with pytest.raises(ConfigError, match=f"{said}.*task=replay source.path=DUMP"):
-        StoredRun(tmp_path)
+def test_the_newest_run_of_a_folder_of_runs_is_named(tmp_path):
+    slime(tmp_path / "dump")
+    words = ("task=replay", "source.group_size=2", f"source.path={tmp_path / 'dump'}")
+    for at, name in enumerate(("b", "a")):
+        told(replayed, configure("config", *words), tmp_path / "outputs" / name)
+        os.utime(tmp_path / "outputs" / name / "rollouts", (at, at))
+    with pytest.raises(SourceError, match=rf"outputs is no run.* newest is {tmp_path}/outputs/a$"):
+        open_dump(tmp_path / "outputs")

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from tensordict import TensorDictBase
 
-from headrace.pipeline.tools.dumps.paths import missing_path
+from headrace.pipeline.tools.dumps.paths import missing_path, newest_run
 from headrace.pipeline.wording import for_python, said_in_python
 from headrace.transforms.table.options import at_least, takes_options
 
@@ -34,6 +34,11 @@ OWN_FILE = "'source.columns={group: ID, reward: NUMBER, response: TEXT}' source.
 IN_PYTHON = {
     "tasks": "source={'columns': {'group': ID, 'reward': NUMBER, 'response': TEXT}, 'group_size': ROLLOUTS}",
     "open_dump": "columns={'group': ID, 'reward': NUMBER, 'response': TEXT}, group_size=ROLLOUTS",
+}
+USUAL = {  # common names of the columns that OWN_FILE asks for
+    "ID": ("group_id", "prompt_id", "uid", "prompt", "question", "problem"),
+    "NUMBER": ("reward", "score"),
+    "TEXT": ("response", "completion", "output"),
 }
 
 
@@ -114,8 +119,7 @@ def open_dump(
         if value is not None and option not in kind.options:
             known = ", ".join(kind.options) or "none"
             raise ValueError(
-                f"the format {name} does not read {option}; it reads {known}. Leave {option} out, or, if you "
-                "write the reader, add it to `options` of its FORMAT"
+                f"the format {name} does not read {option}; it reads {known}. Leave {option} out"
             )
     keys = (reward_key,) if isinstance(reward_key, str) else tuple(reward_key or ())
     if len(keys) > 1 and kind.reward_keys == "one":
@@ -460,6 +464,8 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
     # If a format needs all keys of another and more keys, it is the more exact one.
     needed = {name: READERS[name].keys or frozenset() for name in fitting}
     fitting = [name for name in fitting if not any(needed[name] < keys for keys in needed.values())]
+    if not (fitting or seen) and (newest := newest_run(path)):
+        raise SourceError(f"{path} is no run, and holds some. The newest is {newest}")
     if len(fitting) != 1:
         said = ""
         if nearest and not fitting:
@@ -468,13 +474,16 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
                 f" The nearest format is {name}, which has the "
                 f"key{'s' * (len(nearest[name]) > 1)} {quote_some(sorted(nearest[name]))}, too."
             )
-        own = bool(seen and not fitting)
+        own = IN_PYTHON.get(for_python(), OWN_FILE) if seen and not fitting else ""
+        for word, names in USUAL.items():
+            for name in [each for each in names if any(each in keys for keys in keys_of.values())][:1]:
+                own = own.replace(word, repr(name) if for_python() else name)
         raise SourceError(
             f"{path}: the format must be clear from the suffix and the first record; found "
             f"{' and '.join(fitting) if fitting else seen or NO_FILE}.{said} Set "
             f"{'' if for_python() else 'source.'}format to one of {', '.join(READERS)}"
             + ". For a file of your own, add options with the names of its columns, such as:"
-            * own,
-            to_type=IN_PYTHON.get(for_python(), OWN_FILE) * own,
+            * bool(own),
+            to_type=own,
         )
     return fitting[0]
