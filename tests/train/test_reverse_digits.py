@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
-from torchrl.envs import check_env_specs
 
-from headrace.pipeline.reverse import ReverseEnv, digits
+from headrace.pipeline.reverse import digits
 from headrace.pipeline.train import RepeatSampler
 
 
@@ -39,7 +39,12 @@ def test_an_answer_is_the_prompt_backwards_and_only_it_is_graded_with_1():
     assert digits.graded(one_two[None], two_one[None]).item() == torch.tensor(1 / 3).item()
 
 
+@pytest.mark.torchrl
 def test_specs_of_the_environment_fit_its_rows():
     """Half of the rollouts are revised, so all columns of both turns are compared with the specs."""
+    from torchrl.envs import check_env_specs
+
+    from headrace.pipeline.reverse import ReverseEnv
+
     sampler = RepeatSampler(len(digits.STRINGS), prompts_per_batch=3, group_size=4)
     check_env_specs(ReverseEnv(sampler, revised=0.5))
