@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 import os
 import signal
 import threading
@@ -19,11 +20,19 @@ from processes import quick_starts
 from ray_here import Stored, ray_here
 
 from headrace.pipeline import RepeatSampler, RolloutStream, assembled, informative
+from headrace.pipeline.collect.reading import HeardQueue, HeldPipe
 from headrace.transforms import GroupAssembler, StalledError
 
 torchrl, slow = pytest.mark.torchrl, pytest.mark.slow
 PATIENCE = 0.5  # seconds
 SAID = "worker 1 has not answered {}"
+
+
+def test_a_copy_of_a_queue_or_pipe_of_workers_reads_the_same_one():
+    """While it is copied, it has no queue yet, and asks itself for one."""
+    queue, pipe = Queue[int](), Queue[int]()
+    assert copy.copy(HeardQueue(queue, 1, True)).full == queue.full
+    assert copy.copy(HeldPipe(pipe, None)).empty == pipe.empty
 
 
 # -- worker processes -------------------------------------------------------------------------------------

@@ -182,6 +182,19 @@ def test_balancing_keeps_budget_and_items_and_empties_no_bin(items):
     assert max(sum(cost[item] for item in members) for members in bins) <= before
 
 
+@given(st.lists(st.integers(0, 99), min_size=2, max_size=9), st.integers(1, 8))
+def test_no_move_and_no_swap_would_level_two_bins_further(cost, first):
+    """The budget is never reached. All moves and swaps are tried by hand."""
+    bins = [[*range(len(cost))][:first], [*range(len(cost))][first:]]
+    even_out(bins, [1] * len(cost), cost, 100, 0.0)
+    heavy, light = sorted(bins, key=lambda items: -sum(cost[item] for item in items))
+    gap = sum(cost[item] for item in heavy) - sum(cost[item] for item in light)
+    for gives, takes in product(heavy, [None, *light]):
+        if takes is not None or len(heavy) > 1:
+            moved = cost[gives] - (0 if takes is None else cost[takes])
+            assert abs(gap - 2 * moved) >= gap
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -188,11 +188,11 @@ def test_a_pointer_of_git_lfs_is_called_so(name, tmp_path):
 
 
 def test_of_an_unknown_format_the_nearest_is_named_with_the_keys_that_differ(tmp_path):
-    path = dumps.write_lines(tmp_path / "a.jsonl", [{"input": "a", "output": "b", "reward": 1}])
-    with pytest.raises(
-        SourceError, match=r"'input', 'output', 'reward'\. The nearest format is verl, .*'score', 'step', too"
-    ):
-        open_dump(path)
+    row, nearest = {"input": "a", "output": "b", "reward": 1}, "The nearest format is verl, which has the "
+    for more, lacks in (({}, "keys 'score', 'step', too"), ({"step": 1}, "key 'score', too")):
+        path = dumps.write_lines(tmp_path / f"{len(more)}.jsonl", [row | more])
+        with pytest.raises(SourceError, match=f"'input', 'output', 'reward'.* {nearest}{lacks}"):
+            open_dump(path)
 
 
 @pytest.mark.parametrize(

@@ -84,3 +84,12 @@ def test_the_tables_of_a_report_have_the_columns_of_the_schema(make_batch):
         render_page(run)
         for table, schema in (("groups", Groups), ("rows", ShownRows)):
             assert list(run["steps"][0][table]) == list(schema.__annotations__)
+
+
+def test_rows_of_the_page_have_the_reasons_of_the_ledger(make_batch):
+    """A trained row has an empty reason. The batch has rows of four fates."""
+    run = Pipeline(stages()).run(busy_batch(make_batch))
+    rows = page_data([make_report(run)], title="real")["steps"][0]["rows"]
+    reason_of = {each["row"]: name for name in run.ledger.counts() for each in run.ledger.rows(name)}
+    assert len(set(reason_of.values())) > 3
+    assert rows["reason"] == [reason_of[row].replace("trained", "") for row in rows["row"]]

@@ -28,6 +28,7 @@ from headrace.pipeline.tools.report import (
 from headrace.transforms import (
     CompletenessGate,
     FanOutCollapse,
+    Finite,
     GroupRelativeAdvantage,
     LossWeight,
     SampleFilter,
@@ -88,6 +89,25 @@ def test_a_report_breaks_no_word(reports, width):
     assert_whole(text, said, str(2**62 - 9), str(2**62 - 8), "completeness_of_groups: incomplete ×2")
     assert "Write" not in text  # a prompt is left out before a word is broken
     assert "Write 314159" in printed(120, show_report, reports[0])
+
+
+def test_columns_of_the_groups_leave_one_after_the_other(make_batch):
+    """The number of compared rollouts leaves first, then the prompt, and then the number of rows."""
+    batch = make_batch([0.0, 1, float("inf")], [0, 0, 0])
+    batch["prompt_text"] = ["Write 314159 backwards."] * 3
+    excludes = SampleFilter(criterion=Finite(), action="exclude")
+    report = make_report(Pipeline({"finite": excludes, "advantage": GroupRelativeAdvantage()}).run(batch))
+    found = []
+    for width in range(100, 25, -1):
+        lines = printed(width, show_report, report).splitlines()
+        head = next(line.split() for line in lines if "left" in line.split())
+        found.append(tuple(name for name in ("rows", "prompt", "compared") if name in head))
+    assert list(dict.fromkeys(found)) == [
+        ("rows", "prompt", "compared"),
+        ("rows", "prompt"),
+        ("rows",),
+        (),
+    ]
 
 
 @WIDTHS

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 import signal
 import socket
@@ -411,6 +412,18 @@ def test_every_response_forbids_foreign_scripts_and_declares_its_type(client):
         assert {rules["script-src"], rules["style-src"], rules["connect-src"]} == {"'self'"}
         assert rules["frame-ancestors"] == "'none'"
         assert "unsafe" not in headers["Content-Security-Policy"]
+
+
+def test_all_files_that_the_viewer_refers_to_are_served(client):
+    """From its first page on, through the files that it loads."""
+    left, seen = [""], set()
+    while left:
+        seen.add(path := left.pop())
+        status, _, body = client.send(client.path + path)
+        assert status == 200, path
+        named = re.findall(r'(?:src="|href="|from "\./)(\w+\.\w+)"', body.decode())
+        left += {*named} - seen - {*left}
+    assert {"page.css", "view.css", "view_rows.js", "numbers.js"} <= seen
 
 
 class Touch:
