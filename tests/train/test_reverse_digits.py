@@ -48,3 +48,19 @@ def test_specs_of_the_environment_fit_its_rows():
 
     sampler = RepeatSampler(len(digits.STRINGS), prompts_per_batch=3, group_size=4)
     check_env_specs(ReverseEnv(sampler, revised=0.5))
+
+
+@pytest.mark.torchrl
+def test_a_slot_has_two_turns_so_the_turns_of_a_group_are_even():
+    """A revised rollout has two turns, any other has one."""
+    from headrace.pipeline.reverse import ReverseEnv
+
+    for size in (2, 3, 4):
+        sampler = RepeatSampler(len(digits.STRINGS), prompts_per_batch=3, group_size=size)
+        for revised in range(size + 1):
+            turns = size + revised
+            if turns % 2:
+                with pytest.raises(ValueError, match=rf"must be even.*got {size} \+ {revised}$"):
+                    ReverseEnv(sampler, revised=revised / size)
+            else:
+                assert 2 * ReverseEnv(sampler, revised=revised / size).batch_size[0] == 3 * turns
