@@ -489,6 +489,78 @@ def test_torchtitan_gets_its_own_numbers_and_the_failures(monkeypatch, recipe):
     assert estimator(group)[2] == pytest.approx((rewards[2] - mean) / std, abs=2e-6)
 
 
+# -- Trinity-RFT, OpenRLHF ---------------------------------------------------------------------------------
+
+
+def test_trinity_gets_its_own_numbers_of_runs_with_several_steps(monkeypatch, recipe):
+    """The advantage of a run, which counts once, is in the mask of each of its steps."""
+    foreign.trinity_operator(monkeypatch)
+    recipe(None, "pipeline.stages.gate.group_size=4")
+    operator = adapter("trinity").RecipeOperator()
+    for seed in range(5):
+        rng = random.Random(seed)
+        rewards = {f"{task}/{run}": rng.choice([0.0, 1.0, 0.25]) for task in range(3) for run in range(4)}
+        experiences = [
+            foreign.trinity_experience(
+                run[0], run, step, reward, torch.tensor([rng.random() < 0.7 for _ in range(5)])
+            )
+            for run, reward in rewards.items()
+            for step in range(rng.randint(1, 3))
+        ]
+        rng.shuffle(experiences)
+        found, metrics = asyncio.run(operator.process(experiences))
+        assert [id(each) for each in found] == [id(e) for e in experiences if e.action_mask.any()]
+        assert metrics["headrace/rows/trained"] == len(found)
+        for each in found:
+            group = [reward for run, reward in rewards.items() if run[0] == each.eid.tid]
+            expected = (each.reward - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6)
+            assert each.advantages.tolist() == pytest.approx((each.action_mask * expected).tolist(), abs=1e-5)
+            assert torch.equal(each.returns, each.advantages)
+            assert each.returns is not each.advantages
+    assert asyncio.run(operator.process([])) == ([], {})
+    last = experiences[-1]
+    last.truncate_status = "response_truncated"
+    truncated = "criterion@pipeline.stages.filter.criterion=not_truncated"
+    recipe("grpo", "pipeline.stages.gate.group_size=4", truncated)
+    found, _ = asyncio.run(adapter("trinity").RecipeOperator().process(experiences))
+    assert found
+    assert last.eid.rid not in {each.eid.rid for each in found}
+
+
+def test_openrlhf_gets_its_own_numbers_with_its_kl(monkeypatch, recipe):
+    """The rollouts of three prompts are in four experiences in any order; one text is drawn twice."""
+    maker = foreign.openrlhf_maker(monkeypatch, group_size=4, kl=0.1)
+    recipe()
+    adapter("openrlhf").replace_advantages()
+    for seed in range(5):
+        rng = random.Random(seed)
+        order, prompts = rng.sample(range(12), 12), ["a", "b", "a"]
+        rewards = [rng.choice([0.0, 1.0, 0.25]) for _ in range(12)]
+        experiences = []
+        for start in range(0, 12, 3):
+            rows = order[start : start + 3]
+            mask = torch.tensor(
+                [[at < length for at in range(5)] for length in rng.choices(range(1, 6), k=3)]
+            )
+            given = torch.tensor([rewards[row] for row in rows]), mask, torch.rand(3, 5) * mask
+            experiences.append(foreign.openrlhf_experience(rows, [prompts[row // 4] for row in rows], *given))
+        terms = [each.kl for each in experiences]
+        found = maker.compute_advantages_and_returns(experiences)
+        for each, kl in zip(found, terms, strict=True):
+            for at, row in enumerate(each.index):
+                group = rewards[row // 4 * 4 : row // 4 * 4 + 4]
+                shaped = (rewards[row] - statistics.fmean(group)) / (statistics.stdev(group) + 1e-9)
+                length, penalty = int(each.action_mask[at].sum()), (0.1 * kl[at]).tolist()
+                returns = [shaped - sum(penalty[token:]) for token in range(length)] + [0.0] * (5 - length)
+                assert each.advantages[at].tolist() == pytest.approx(returns, abs=1e-4)
+                assert each.info["return"][at].item() == pytest.approx(shaped - sum(penalty), abs=1e-4)
+            assert torch.equal(each.returns, each.advantages)
+            assert each.kl is None
+    experiences[0].prompts[0] = "another"
+    with pytest.raises(IncompleteGroupsError, match="of 4"):
+        maker.compute_advantages_and_returns(experiences)
+
+
 def test_names_in_the_pages_configurations_exist():
     text = "\n".join(page.read_text() for page in PAGES)
     paths = set(re.findall(r"headrace\.adapters\.(\w+)(?:\.(\w+)| import (\w+))?", text))

@@ -98,6 +98,13 @@ def test_first_fit_never_needs_fewer_bins(lengths, budget, multiple):
         assert bins_within(column(lengths), budget, multiple_of=multiple) <= needed
 
 
+def test_first_fit_in_the_given_order_counts_where_it_needs_fewer_bins_than_decreasing():
+    """6 + 2 + 2 and 3 + 5 + 2 fill two bins of 10. Longest first, 6 + 3 and 5 + 2 + 2 leave a 2 over."""
+    given = [6, 2, 3, 5, 2, 2]
+    assert len(plain_first_fit(sorted(given, reverse=True), 10)) == 3
+    assert bins_within(column(given), 10) == 2
+
+
 @pytest.mark.parametrize("falling", [True, False])
 def test_many_items_need_the_fewest_bins_possible_where_first_fit_needs_more(falling):
     """4 + 3 + 3 = 10 fills a bin. First fit puts two long items or three short items together."""

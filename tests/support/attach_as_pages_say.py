@@ -261,21 +261,13 @@ def trinity(blocks: list[str]) -> None:
     """Trinity-RFT 0.6.0: the class that `algorithm.advantage_fn` names is an `ExperienceOperatorV1`."""
     from yaml import safe_load
 
-    operators = foreign.module_of(
-        PATCH, "trinity.buffer.operators", {"ExperienceOperatorV1": type("V1", (), {})}
-    )
+    base = foreign.trinity_operator(PATCH)
     set_environment(blocks[1])
     operator = imported(safe_load(blocks[0])["algorithm"]["advantage_fn"])
-    assert issubclass(operator, operators.ExperienceOperatorV1)
+    assert issubclass(operator, base)
     mask = torch.ones(2, dtype=torch.bool)
     experiences = [
-        SimpleNamespace(
-            eid=SimpleNamespace(tid="0/0", rid=f"0/0/{at}", step=0),
-            truncate_status=None,
-            reward=reward,
-            action_mask=mask,
-        )
-        for at, reward in enumerate(REWARDS)
+        foreign.trinity_experience("0/0", f"0/0/{at}", 0, reward, mask) for at, reward in enumerate(REWARDS)
     ]
     found, metrics = asyncio.run(operator(**operator.default_args()).process(experiences))
     is_centred([each.advantages[0] for each in found], scaled=True)
@@ -284,43 +276,14 @@ def trinity(blocks: list[str]) -> None:
 
 def openrlhf(blocks: list[str]) -> None:
     """OpenRLHF 0.11.2: Ray calls the hook in each process that it starts, with these variables."""
-
-    class RemoteExperienceMaker:
-        strategy = SimpleNamespace(
-            args=SimpleNamespace(
-                rollout=SimpleNamespace(n_samples_per_prompt=8), reward=SimpleNamespace(clip_range=None)
-            )
-        )
-        kl_ctl = SimpleNamespace(value=0.0)
-
-        def compute_advantages_and_returns(self, experiences):
-            raise AssertionError("OpenRLHF's own function")
-
-        def get_cumulative_returns(self, rewards, action_mask, gamma):
-            return rewards.flip(1).cumsum(1).flip(1) * action_mask
-
-    def compute_reward(r, kl_coef, kl, action_mask=None, reward_clip_range=None):
-        return torch.nn.functional.pad(r.unsqueeze(1), (action_mask.shape[1] - 1, 0))
-
-    utils = "openrlhf.trainer.ppo_utils"
-    foreign.module_of(PATCH, f"{utils}.experience_maker", {"RemoteExperienceMaker": RemoteExperienceMaker})
-    foreign.module_of(PATCH, f"{utils}.length_penalty", {"apply_length_penalties": lambda *_: None})
-    foreign.module_of(PATCH, "openrlhf.models.utils", {"compute_reward": compute_reward})
+    maker = foreign.openrlhf_maker(PATCH, group_size=8)
     words = shlex.split("\n".join(blocks))
     environment = json.loads(words[words.index("--runtime-env-json") + 1])
     for name, value in environment["env_vars"].items():
         PATCH.setenv(name, value)
     imported(environment["worker_process_setup_hook"])()
-    experience = SimpleNamespace(
-        index=list(range(8)),
-        prompts=["p"] * 8,
-        rewards=torch.tensor(REWARDS),
-        action_mask=torch.ones(8, 2, dtype=torch.bool),
-        truncated=torch.zeros(8),
-        kl=None,
-        info={},
-    )
-    (found,) = RemoteExperienceMaker().compute_advantages_and_returns([experience])
+    rows = foreign.openrlhf_experience(range(8), ["p"] * 8, torch.tensor(REWARDS), torch.ones(8, 2).bool())
+    (found,) = maker.compute_advantages_and_returns([rows])
     is_centred(found.advantages[:, -1])
 
 

@@ -316,3 +316,63 @@ def torchtitan_group(rewards: Sequence[float], status: Sequence[TorchtitanStatus
         for at, (reward, each) in enumerate(zip(rewards, status, strict=True))
     ]
     return SimpleNamespace(group_id=7, rollouts=rollouts)
+
+
+# -- Trinity-RFT and OpenRLHF -----------------------------------------------------------------------------
+
+
+def trinity_operator(monkeypatch: pytest.MonkeyPatch) -> type:
+    """The base class of its operators."""
+    stand_in = {"ExperienceOperatorV1": type("ExperienceOperatorV1", (), {})}
+    base: type = module_of(monkeypatch, "trinity.buffer.operators", stand_in).ExperienceOperatorV1
+    return base
+
+
+def trinity_experience(
+    task: str, run: str, step: int, reward: float, mask: torch.Tensor, truncated: str | None = None
+) -> SimpleNamespace:
+    eid = SimpleNamespace(tid=task, rid=run, step=step)
+    return SimpleNamespace(eid=eid, reward=reward, action_mask=mask, truncate_status=truncated)
+
+
+def openrlhf_maker(monkeypatch: pytest.MonkeyPatch, group_size: int, kl: float = 0.0) -> Any:
+    """Its maker of experiences, without a penalty of lengths, and with its formulas of reward and returns."""
+
+    class RemoteExperienceMaker:
+        strategy = SimpleNamespace(
+            args=SimpleNamespace(
+                rollout=SimpleNamespace(n_samples_per_prompt=group_size),
+                reward=SimpleNamespace(clip_range=None),
+            )
+        )
+        kl_ctl = SimpleNamespace(value=kl)
+
+        def compute_advantages_and_returns(self, experiences):
+            raise AssertionError("OpenRLHF's own function")
+
+        def get_cumulative_returns(self, rewards, action_mask, gamma):
+            return (rewards * action_mask).flip(1).cumsum(1).flip(1) * action_mask
+
+    def compute_reward(r, kl_coef, kl, action_mask=None, reward_clip_range=None):
+        """-β · KL for each token, and the reward at the last token in the loss."""
+        found = -kl_coef * (torch.zeros(action_mask.shape) if kl is None else kl)
+        for row, mask in enumerate(action_mask):
+            found[row, int(mask.nonzero().max())] += r[row]
+        return found
+
+    utils = "openrlhf.trainer.ppo_utils"
+    module_of(monkeypatch, f"{utils}.experience_maker", {"RemoteExperienceMaker": RemoteExperienceMaker})
+    module_of(monkeypatch, f"{utils}.length_penalty", {"apply_length_penalties": lambda *_: None})
+    module_of(monkeypatch, "openrlhf.models.utils", {"compute_reward": compute_reward})
+    return RemoteExperienceMaker()
+
+
+def openrlhf_experience(
+    places: Sequence[int],
+    prompts: Sequence[str],
+    rewards: torch.Tensor,
+    mask: torch.Tensor,
+    kl: torch.Tensor | None = None,
+) -> SimpleNamespace:
+    rows = {"index": [*places], "prompts": [*prompts], "rewards": rewards, "action_mask": mask, "kl": kl}
+    return SimpleNamespace(**rows, truncated=torch.zeros(len(mask)), info={})

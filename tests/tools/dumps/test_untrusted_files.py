@@ -185,6 +185,14 @@ def test_a_step_in_two_formats_is_refused_with_both_files(dump, tmp_path, other)
     assert_refused(r"b.*parquet: a step is in one file.*a.*jsonl", f"{tmp_path}/[ab]/*")
 
 
+def test_a_malformed_record_does_not_hide_that_its_step_is_in_two_files(tmp_path):
+    line = json.dumps(verl_row("a_0_0", 1.0))
+    for name, first in (("6", line), ("7", "{")):
+        (tmp_path / f"{name}.jsonl").write_text(f"{first}\n{line}\n")
+    with pytest.raises(SourceError, match=r"7\.jsonl: a step is in one file; found step 7 in .*6\.jsonl"):
+        [*open_dump(tmp_path).outcomes()]
+
+
 # -- claims of memory --------------------------------------------------------------------------------
 
 
