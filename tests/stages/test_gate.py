@@ -282,4 +282,6 @@ def test_the_error_has_both_sizes_and_what_to_do():
     renamed = batch.rename_key_("expected_rollouts", "size")
     with pytest.raises(BatchError, match=r"the column 'size' \(expected_key\)"):
         CompletenessGate(group_size=4, expected_key="size")(renamed)
+    with pytest.raises(BatchError, match=r"and the column 'expected_rollouts' must give"):  # an argument
+        incomplete_groups([7] * 4, [0, 1, 2, 3], group_size=4, expected_rollouts=[5] * 4)
     assert len(CompletenessGate(group_size=5, on_incomplete="drop")(torch.cat([renamed, renamed[:0]]))) == 0

@@ -710,8 +710,8 @@ class Rows:
         if not option and isinstance(role, str) and role in has_option:
             option = f"{role}_key"
         key = self.key(role)
-        if key is None and self.table.batch is None and role in COLUMNS:  # an argument of a function
-            key = COLUMNS[role].default
+        if self.table.batch is None and role in COLUMNS:  # an argument of a function
+            key = default if isinstance(default := COLUMNS[role].default, str) else role
         facts = facts_of(self.table.batch, key, option, self.reader)
         return facts | {"role": role if isinstance(role, str) and role in COLUMNS else ""}
 

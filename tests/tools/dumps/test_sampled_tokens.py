@@ -12,6 +12,7 @@ from dumps import (
     COLUMNS,
     assert_refused,
     episode,
+    gym_row,
     hosted_row,
     in_order,
     node,
@@ -369,6 +370,15 @@ def test_the_mask_of_a_chat_template_decides_and_the_page_says_so(letters, tmp_p
     unmarked = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     _, plain = chat_folder(letters, tmp_path / "plain", unmarked)
     assert trained(read_one(path, tokenizer=plain)) == [4, 11 + 1, 6]
+
+
+def test_a_prompt_that_is_a_text_is_one_message_of_the_user(letters, tmp_path):
+    _, folder = chat_folder(letters, tmp_path / "model", TEMPLATE)
+    row, other = gym_row(0, 0, 1.0), gym_row(0, 1, 1.0)
+    row["responses_create_params"]["input"] = "2+2?"
+    batch = read_one(write_lines(tmp_path / "rollouts.jsonl", [row, other]), tokenizer=folder)
+    assert batch["tokens", "full"].unique(dim=0).shape[0] == 1
+    assert batch[MASK].unique(dim=0).shape[0] == 1
 
 
 def test_a_chat_template_writes_no_text_twice(letters, tmp_path):
