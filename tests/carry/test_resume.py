@@ -145,6 +145,17 @@ def test_a_batch_of_equal_size_and_rollout_ids_may_differ(change, message, ragge
     assert rows_of(restored.minibatches(sixteen())) == rest
 
 
+@pytest.mark.parametrize("place", [0, 5, ROWS - 1])
+def test_a_column_of_one_row_that_no_stage_reads_does_not_stop_the_run(place):
+    """It is no part of what the batch is recognised by, whichever row has it."""
+    rows = [*sixteen().unbind(0)]
+    rows[place]["tool_calls"] = torch.tensor(2)
+    state, rest = left_in_the_middle(lazy_stack(rows))
+    again = make()
+    again.load_state_dict(state)
+    assert rows_of(again.minibatches(lazy_stack(rows))) == rest
+
+
 def test_recomputed_rewards_may_differ_in_their_last_digits():
     state, rest = left_in_the_middle(sixteen())
     restored, again = make(), sixteen()

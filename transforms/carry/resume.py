@@ -145,7 +145,10 @@ def identifying_columns(table: Table, numbers: Tensor, reward_key: NestedKey) ->
                 column = column if len(numbers) == table.size else column.index_select(0, numbers)
                 found[str(key)] = column if is_reward else column.long()
         elif value is not None and (is_reward or (value.numel() == each and not value.is_floating_point())):
-            value = column_of(batch, key)
+            try:
+                value = column_of(batch, key)
+            except BatchError:  # a column that no stage reads may be on some rows only
+                continue
             if isinstance(value, Tensor):  # not a column of rows with different shapes
                 at = table.batch_rows(numbers).to(value.device) if at is None else at
                 value = value.detach().reshape(-1) if value.numel() == len(batch) else value.detach()
