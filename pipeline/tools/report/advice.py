@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
+from headrace.pipeline.composing.compose import compose_config, for_hydra
+from headrace.pipeline.composing.nodes import complete_stages
 from headrace.pipeline.wording import shown_reason
 from headrace.transforms.table import listing
 
@@ -380,7 +382,7 @@ class Remedy(NamedTuple):
     """The overrides to type after ``headrace``; empty: the remedy needs none."""
 
     def under(self, setup: Setup | None) -> Remedy | None:
-        """Leave out overrides of options that a run lacks. None: the run has all values already.
+        """Leave out overrides of options that a run lacks. None: the run has all values or parts already.
 
         Args:
             setup: the setup of the run. None (in Python): the remedy stays unchanged.
@@ -402,12 +404,44 @@ class Remedy(NamedTuple):
             for each, path in paths.items()
         ):
             return None
-        if {"task", "pipeline"} & {*paths.values()} or "@" in self.overrides:
+        if (added := added_parts(self.overrides)) and added <= words_of(setup.config):
+            return None
+        if {"task", "pipeline"} & {*paths.values()}:
             return self
         known = all(
             OmegaConf.select(setup.config, path, default=ABSENT) is not ABSENT for path in paths.values()
         )
         return self if known else self._replace(overrides="")
+
+
+@cache
+def added_parts(overrides: str) -> frozenset[tuple[str, str, str]]:
+    """The words of the parts that ``grpo`` has not; of a recipe without such parts, all its own words.
+
+    Example:
+        >>> sorted(added_parts("pipeline.stages.filter.also=not_truncated"))
+        [('headrace.transforms.NotTruncated', '_target_', 'headrace.transforms.NotTruncated')]
+        >>> added_parts("pipeline.stages.filter.action=drop")  # an option of a part that grpo has
+        frozenset()
+    """
+    typed = [each for each in overrides.split() if each.startswith("pipeline")]
+    added = words_of(compose_config("load", *for_hydra(typed))) - words_of(compose_config("load"))
+    new = {word for word in added if (word[0], "_target_", word[0]) in added}
+    return frozenset(new or (added if overrides.startswith("pipeline=") else ()))
+
+
+def words_of(config: DictConfig) -> set[tuple[str, str, str]]:
+    """The options of all stages, criteria and terms that are words: class, option and value of each."""
+    stages = OmegaConf.select(config, "pipeline.stages")
+    complete_stages(pipeline := OmegaConf.create({"stages": stages}, flags={"allow_objects": True}))
+
+    def words(node: Any) -> Iterator[tuple[str, str, str]]:
+        for key, value in node.items() if isinstance(node, dict) else ():
+            yield from words(value)
+            if isinstance(value, str) and "_target_" in node and "${" not in value:
+                yield node["_target_"], key, value
+
+    return set(words(OmegaConf.to_container(pipeline)))
 
 
 class Symptom(NamedTuple):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from headrace import decide
 from headrace.pipeline import Pipeline, build_pipeline, make_report
-from headrace.pipeline.composing.compose import compose_config
+from headrace.pipeline.composing.compose import compose_config, for_hydra
 from headrace.pipeline.tools.plan.group_sizes import groups_seen
 from headrace.pipeline.tools.report import Advisory, advise, show_advisories, symptoms, unchecked, verdict
 from headrace.pipeline.tools.report.advice import Setup
@@ -350,13 +350,50 @@ def test_an_advisory_on_the_terminal_ends_with_its_first_remedy_and_its_options(
     assert seen > 3
 
 
-def test_what_a_run_has_already_is_not_advised():
-    config = compose_config("config", "pipeline=dapo")
-    setup = Setup(config, ["pipeline=dapo"])
-    advised = [remedy.under(setup) for _, remedy in FIRED]
-    assert not any(each and each.overrides == "pipeline=dapo" for each in advised)
-    assert config.pipeline.stages.weight.unit == "token"
-    assert not any(each and each.overrides == "pipeline.stages.weight.unit=token" for each in advised)
+def is_advised(line: str, *typed: str) -> bool:
+    """Whether a run with these overrides, of which it knows only the configuration, gets this advice."""
+    setup = Setup(compose_config("config", *for_hydra(typed)))
+    return next(each for _, each in FIRED if each.overrides == line).under(setup) is not None
+
+
+@pytest.mark.parametrize(
+    "line", sorted({each.overrides for _, each in FIRED} - {"task=plan source.path=FOLDER"})
+)
+def test_what_a_run_does_already_is_not_advised(line):
+    assert not is_advised(line, *line.split())
+
+
+@pytest.mark.parametrize(
+    ("typed", "does", "lacks"),
+    [
+        (
+            "pipeline.stages.second=filter pipeline.after.second=filter "
+            "pipeline.stages.second.criterion=not_truncated",
+            "pipeline.stages.filter.also=not_truncated",
+            "pipeline=dapo",
+        ),
+        (
+            "pipeline.stages.filter.criterion=not_truncated",
+            "pipeline.stages.filter.also=not_truncated",
+            "pipeline.stages.weight.unit=group",
+        ),
+        (
+            "pipeline.stages.long=overlong pipeline.stages.long.max_length=9 pipeline.stages.long.cache=2 "
+            "pipeline.after.long=collapse",
+            "pipeline=dapo",
+            "pipeline=gr3",
+        ),
+        (
+            "pipeline=as/verl pipeline.stages.weight.unit=group",
+            "pipeline.stages.weight.unit=group",
+            "pipeline=tis",
+        ),
+        ("pipeline=tis", "pipeline=tis", "pipeline=icepop"),
+    ],
+)
+def test_a_part_under_another_name_follows_the_advice(typed, does, lacks):
+    assert not is_advised(does, *typed.split())
+    assert is_advised(lacks, *typed.split())
 
 
 # -- some of many ----------------------------------------------------------------------------------------
