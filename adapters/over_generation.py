@@ -11,7 +11,7 @@ from headrace.pipeline import Pipeline
 from headrace.pipeline.halves import before_the_split, part_of
 from headrace.transforms import Criterion, SampleFilter
 from headrace.transforms.table import Rows
-from headrace.transforms.table.options import fits
+from headrace.transforms.table.annotations import fits
 
 STAGE = "over_generation"
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import headrace.transforms as transforms
 from headrace.pipeline.tools.dumps.readers import READERS
 from headrace.transforms.table import COLUMNS
-from headrace.transforms.table.options import annotations_of
+from headrace.transforms.table.annotations import annotations_of
 
 CONF = Path(__file__).parent.parent / "conf"
 # Nodes that are not named after their class.

@@ -20,14 +20,8 @@ from omegaconf import DictConfig, OmegaConf, flag_override, open_dict, read_writ
 
 from headrace.pipeline.wording import for_python
 from headrace.spelling import suggest
-from headrace.transforms.table.options import (
-    PYTHON,
-    annotations_of,
-    closest_value,
-    described,
-    fits,
-    is_default,
-)
+from headrace.transforms.table.annotations import PYTHON, annotations_of, closest_value, described, fits
+from headrace.transforms.table.options import is_default
 
 from .compose import PARTS, ConfigError, example_of, known_parts, usual_stage
 

@@ -40,7 +40,7 @@ MODULES = {name: path for path, name in NAMES.items()}
 # The modules that users, tests, benchmarks and examples import from, by their `__all__`.
 FACES = {path for path in OURS if path.name == "__init__.py" and ast.get_docstring(TREES[path])}
 PUBLIC_MODULES = {
-    *(f"transforms.table.{name}" for name in ("options", "schema", "tensordicts", "tokens")),
+    *(f"transforms.table.{name}" for name in ("annotations", "options", "schema", "tensordicts", "tokens")),
     "adapters.environment",
     *("adapters.nemo_rl", "adapters.openrlhf", "adapters.slime"),
 }

@@ -18,7 +18,7 @@ from headrace.pipeline.composing.compose import compose_config, recipes
 from headrace.pipeline.composing.recipe_names import Recipe
 from headrace.pipeline.load import KEYWORDS, PipelineOptions, settings_of
 from headrace.transforms import LengthWithin, NotTruncated, RewardShaping, SampleFilter, SignFactors
-from headrace.transforms.table.options import annotations_of
+from headrace.transforms.table.annotations import annotations_of
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from headrace.pipeline.composing.compose import TASKS, compose_config, leaves
 from headrace.pipeline.composing.nodes import build_node, misfit
 from headrace.pipeline.tools.command.perform import TYPES, check_types
 from headrace.transforms import CompletenessGate, Status
-from headrace.transforms.table.options import annotations_of
+from headrace.transforms.table.annotations import annotations_of
 
 pytestmark = pytest.mark.slow
 

@@ -15,31 +15,26 @@ import pytest
 import torch
 from public import public
 from recipes import of
-from tensordict import TensorDict
 
 import headrace
 import headrace.pipeline
 import headrace.transforms
-from headrace.pipeline import Checkpoint, ConfigError, Pipeline, RepeatSampler, StampIds, load_pipeline
+from headrace.pipeline import ConfigError, RepeatSampler, StampIds, load_pipeline
 from headrace.transforms import (
     BatchTransform,
     CompletenessGate,
     Diverged,
-    FanOutCollapse,
     GroupAssembler,
     GroupRelativeAdvantage,
     LossWeight,
-    OverlongPunishment,
     RolloutCorrection,
-    SampleFilter,
     ScoreRows,
     ShuffleSplit,
     TurnAdvantage,
     group_relative_advantage,
     importance_weight,
-    weighted_loss,
 )
-from headrace.transforms.table.options import annotations_of
+from headrace.transforms.table.annotations import annotations_of
 
 # Objects that functions return and no user constructs, and functions that pass their options to stages.
 RESULTS = {"Run", "StepReport", "load_pipeline", "decide", "Decider", "replay", "audit", "compare", "plan"}
@@ -339,86 +334,3 @@ def test_the_options_that_pages_set_later_may_be_set_again():
         for value in ([3], [4]):
             setattr(stage, option, value)
             assert getattr(stage, option) == value
-
-
-@pytest.mark.parametrize(
-    ("call", "meant"),
-    [
-        (lambda: GroupRelativeAdvantage(scale="std"), "'group'"),
-        (lambda: GroupRelativeAdvantage(baseline="loo"), "'leave_one_out'"),
-        (lambda: SampleFilter(criterion="rewards_vary"), r"RewardsVary\(\)"),
-        (lambda: SampleFilter("rewards_vary"), r"RewardsVary\(\)"),
-        (lambda: ShuffleSplit(num_minibatches=2), "'minibatches'.*"),
-        (lambda: CompletenessGate(expected_rollouts=2), "'group_size'"),
-        (lambda: load_pipeline("grpo", normalize=False), "'scale'"),
-    ],
-)
-def test_a_wrong_value_or_option_is_answered_with_the_nearest_one(call, meant):
-    with pytest.raises((ValueError, TypeError), match=rf" \(did you mean {meant}\?\)"):
-        call()
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda: FanOutCollapse("sum"), "Collapse takes its options by name: FanOutCollapse(reward='sum')"),
-        (lambda: FanOutCollapse("average"), "FanOutCollapse(reward='average') (did you mean 'mean'?)"),
-        (lambda: FanOutCollapse("score"), "by name: FanOutCollapse(reward_key='score')"),
-        (lambda: CompletenessGate(8), "by name: CompletenessGate(group_size=8)"),
-        (lambda: CompletenessGate(8, group_size=4), "by name: CompletenessGate(min_rollouts=8)"),
-        (lambda: ShuffleSplit(4), "by name: ShuffleSplit(minibatches=4)"),
-        (lambda: OverlongPunishment(buffer=4), "has no option 'buffer' (did you mean 'cache'?); its options"),
-        (lambda: OverlongPunishment(cache=4), "needs max_length: OverlongPunishment(max_length=…, cache=…)"),
-        (lambda: SampleFilter(5), "SampleFilter takes its options by name: criterion, also, "),
-        (lambda: SampleFilter(), "SampleFilter needs criterion: SampleFilter(criterion=…)"),
-        (lambda: LossWeight(per="token"), "LossWeight has no option 'per' (did you mean 'unit'?); its"),
-        (lambda: RepeatSampler(), "needs prompts and group_size: RepeatSampler(prompts, group_size=…)"),
-        (lambda: StampIds(workr=2), "StampIds has no option 'workr' (did you mean 'worker' or 'workers'?)"),
-        (lambda: headrace.compare("dump", "grpo"), "compare needs second: compare(path, first, second)"),
-        (lambda: headrace.compare("dump", ["grpo"]), "first must be a string; got ['grpo']"),
-        (lambda: Pipeline("grpo"), "(headrace.load_pipeline takes the name of a recipe); got 'grpo'"),
-        (lambda: Pipeline(gate=len), "Pipeline needs stages: Pipeline({'gate': …})"),
-        (lambda: Checkpoint("x", Pipeline({})), "takes its parts by name: Checkpoint(pipeline=…)"),
-        (
-            lambda: Checkpoint("x"),
-            "Checkpoint(folder, policy=policy, optimizer=optimizer, pipeline=pipeline)",
-        ),
-        (
-            lambda: weighted_loss({}, torch.ones(2)),
-            "and then the minibatch, a TensorDict; got a Tensor as the",
-        ),
-        (lambda: weighted_loss(torch.ones(2), TRAINS), "weighted_loss({'loss_policy': loss}, minibatch)"),
-        (lambda: Pipeline([repr]), "(headrace.load_pipeline takes the name of a recipe); got [<built-in"),
-    ],
-)
-def test_a_call_that_does_not_fit_the_signature_is_answered_with_one_that_does(call, said):
-    with pytest.raises((TypeError, ValueError), match=re.escape(said)) as refused:
-        call()
-    assert ("did you mean" in str(refused.value)) == ("did you mean" in said)
-
-
-TRAINS = TensorDict({"loss_weight": torch.ones(2)}, batch_size=[2])
-
-
-def test_a_call_of_the_base_class_that_does_not_fit_names_the_base_class():
-    class Sized(ShuffleSplit):
-        def __init__(self):
-            super().__init__(4)
-
-    with pytest.raises(TypeError, match=r"^ShuffleSplit takes its options by name: ShuffleSplit\("):
-        Sized()
-
-
-def test_an_error_inside_of_a_call_that_fits_the_signature_is_raised_as_it_is():
-    class Sums(BatchTransform):
-        def __init__(self, *, low: float = 0.0):
-            super().__init__()
-            self.low = low + "1"
-
-    with pytest.raises(TypeError, match="unsupported operand"):
-        Sums(low=1.0)
-
-
-def test_a_value_that_is_near_no_other_gets_no_guess():
-    with pytest.raises(ValueError, match=r"criterion must be a callable; got 'qqq'$"):
-        SampleFilter(criterion="qqq")

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict, cast
 
 from tensordict import NestedKey
 
-from .options import nested_key, no_option, option_names, takes_options
+from .calls import no_option
+from .options import nested_key, option_names, takes_options
 from .schema import DONE, EXPECTED_SEGMENTS, INIT, MINIBATCH, RETURN, REWARD
 
 

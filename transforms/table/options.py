@@ -7,33 +7,23 @@ options.
 from __future__ import annotations
 
 import inspect
-import os
-import sys
-import types
-from collections import abc
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum
+from collections.abc import Callable, Sequence
 from functools import cache, wraps
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar
 
 import torch
-from tensordict.utils import NestedKey
 
-from headrace.faces import exported
-from headrace.spelling import closest, suggest
+from .annotations import BY_PLACE, annotations_of, described, fits, value_meant
+from .calls import call_meant
 
 __all__ = [
     "INF",
     "LowerBound",
     "UpperBound",
     "above_zero",
-    "annotations_of",
     "as_dtype",
     "at_least",
-    "closest_value",
     "describe_options",
-    "described",
-    "fits",
     "has_effect",
     "is_default",
     "nested_key",
@@ -83,236 +73,25 @@ def takes_options(thing: T) -> T:
         hints = annotations_of(thing) if kwargs or len(args) > is_method else {}
         for name, value in (dict(zip(by_place, args, strict=False)) | kwargs).items():  # most are defaults
             if value is not defaults.get(name) and not fits(value, hints.get(name, Any)):
-                needed = described(hints[name]) + _meant(value, hints[name])
+                needed = described(hints[name]) + value_meant(value, hints[name])
                 raise ValueError(f"{name} must be {needed}; got {value!r:.200}")
         try:
             return thing(*args, **kwargs)
         except TypeError:
-            if (meant := _call_meant(thing, args, kwargs)) is None:  # the call is as the signature says
+            if (meant := call_meant(thing, args, kwargs)) is None:  # the call is as the signature says
                 raise
             raise TypeError(meant) from None
 
     return checked  # type: ignore[return-value]
 
 
-@cache
-def annotations_of(thing: Callable[..., Any]) -> dict[str, Any]:
-    """The types of the parameters of a class or function, by name; Any if a type cannot be resolved."""
-    function = inspect.unwrap(thing.__init__ if inspect.isclass(thing) else thing)
-    module = sys.modules.get(getattr(function, "__module__", ""), types.SimpleNamespace())
-    names = {"NestedKey": NestedKey, **vars(module)}  # signatures list the keys of columns as NestedKey
-    found = {}
-    for name, parameter in inspect.signature(thing).parameters.items():
-        annotation = parameter.annotation
-        if annotation is parameter.empty or parameter.kind in (
-            parameter.VAR_KEYWORD,
-            parameter.VAR_POSITIONAL,
-        ):
-            continue
-        try:
-            found[name] = eval(annotation, dict(names)) if isinstance(annotation, str) else annotation
-        except Exception:  # a name that is only imported for type checkers
-            found[name] = Any
-    return found
+SCALARS = (bool, int, float, str)
 
 
 def is_default(parameter: inspect.Parameter, value: Any) -> bool:
     """Whether a plain value is the default of an option, which needs no check."""
     default = parameter.default
     return value is default or (type(value) is type(default) and type(value) in SCALARS and value == default)
-
-
-SCALARS = (bool, int, float, str)
-PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
-OPAQUE = ("headrace", "torch", "torchrl", "tensordict")  # no plain value stands for their classes
-NAMED = ("device", "dtype")  # except these, by name
-BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-PYTHON = {bool: "True or False", str: "a string", type(None): "None"}
-ANY_TEXT = {str, NestedKey, Any}
-NUMBERS = {int: "an integer", float: "a finite number"}
-
-
-def fits(value: Any, hint: Any) -> bool:
-    """Whether a value fits a type annotation. An object fits, unless a number, word or bool is needed.
-
-    A node of a configuration with a ``_target_`` fits any type.
-
-    Example:
-        >>> fits(True, int), fits(2, int | None), fits("sum", Literal["sum", "mean"])
-        (False, True, True)
-    """
-    origin, inner = get_origin(hint), get_args(hint)
-    is_union = origin in (Union, types.UnionType)
-    if not isinstance(value, str) and (hint is torch.Tensor or (is_union and torch.Tensor in inner)):
-        return True  # data
-    if isinstance(value, Mapping) and "_target_" in value:
-        return True
-    if getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
-        value = value.item()
-    if is_union:
-        return any(fits(value, each) for each in inner)
-    if hint in NUMBERS or origin is Annotated:
-        return _is_number(value, hint)
-    if origin is Literal:
-        return any(type(value) is type(each) and value == each for each in inner)
-    if hint in (bool, type(None), None):
-        return isinstance(value, type(None) if hint is None else hint)
-    if hint is str:
-        return isinstance(value, str | os.PathLike)
-    if origin is abc.Sequence and not isinstance(value, str | Mapping) and hasattr(value, "__len__"):
-        return all(fits(each, inner[0]) for each in value)  # also the numbers of an array
-    if Callable in (origin, hint):
-        return callable(value)
-    if not isinstance(value, PLAIN):
-        return True
-    if hint is NestedKey:
-        return isinstance(value, str) or (
-            isinstance(value, list | tuple) and bool(value) and all(fits(name, str) for name in value)
-        )
-    kind = origin or hint
-    if inspect.isclass(kind) and issubclass(kind, Mapping):
-        return isinstance(value, Mapping)
-    if _is_opaque(hint):
-        return isinstance(value, str) and getattr(hint, "__name__", "") in NAMED
-    if kind is tuple and inner and inner[-1] is not Ellipsis:
-        return isinstance(value, list | tuple) and len(value) == len(inner) and all(map(fits, value, inner))
-    abstract = inspect.isclass(kind) and kind.__module__ == "collections.abc"
-    if (abstract and issubclass(kind, Iterable)) or kind in (list, tuple):
-        return isinstance(value, list | tuple) and all(fits(each, inner[0]) for each in value if inner)
-    return isinstance(value, kind) if abstract else True
-
-
-def described(hint: Any, words: Mapping[Any, str] = PYTHON) -> str:
-    """Describe a type annotation for a message.
-
-    Args:
-        hint: the annotation.
-        words: names of bool, str and None, which YAML writes in another way than Python.
-
-    Example:
-        >>> described(Literal["sum", "mean"] | None)
-        "one of 'sum', 'mean' or None"
-    """
-    origin, inner = get_origin(hint), get_args(hint)
-    if hint in words or hint in NUMBERS:
-        return words.get(hint) or NUMBERS[hint]
-    if origin in (Union, types.UnionType):
-        listed = [each for each in inner if str not in inner or get_origin(each) is not Literal]
-        return " or ".join(dict.fromkeys(described(each, words) for each in listed))
-    if origin is Annotated:
-        return f"a number or {inner[1]}"
-    if origin is Literal:
-        return "one of " * (len(inner) > 1) + ", ".join(map(repr, inner))
-    if hint is NestedKey:
-        return "a column, as a name or a list of names"
-    if Callable in (origin, hint) or _is_opaque(hint):
-        named = getattr(hint, "__name__", "") in NAMED
-        return words[str] if named else "a callable" if words is PYTHON else "a node with a _target_"
-    if inspect.isclass(origin) and issubclass(origin, Mapping):
-        return "a mapping, as {'name': value}" if words is PYTHON else "names and values in braces"
-    of = f" of {len(inner)}" if origin is tuple and inner and inner[-1] is not Ellipsis else ""
-    return f"a list{of}" + (f" (each {described(inner[0], words)})" if inner else "")
-
-
-def _parts(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def _is_callable(hint: Any) -> bool:
-    return any(Callable in (get_origin(part), part) for part in _parts(hint))
-
-
-def _meant(value: Any, hint: Any) -> str:
-    """Suggest the listed value that a word probably means, or the call that makes the needed object."""
-    if get_origin(hint) is abc.Mapping and _is_callable(get_args(hint)[1]):
-        return " (headrace.load_pipeline takes the name of a recipe)"
-    if isinstance(value, str) and _is_callable(hint):
-        classes = [name for name in exported("headrace.transforms") if name[0].isupper()]
-        return "".join(f" (did you mean {name}()?)" for name in closest(value, classes, 1, 0.7))
-    return closest_value(value, hint)
-
-
-def closest_value(value: Any, hint: Any) -> str:
-    """Suggest the listed word that a value probably means, or two bounds for a number.
-
-    Example:
-        >>> closest_value("men", Literal["sum", "mean"]), closest_value(5, Sequence[float | None] | None)
-        (" (did you mean 'mean'?)", ' (did you mean [-5, 5]?)')
-    """
-    if Sequence[float | None] in _parts(hint) and type(value) in NUMBERS and value > 0:
-        return f" (did you mean [{-value}, {value}]?)"
-    listed = [get_args(part) for part in _parts(hint) if get_origin(part) is Literal]
-    words = [str(each) for words in listed for each in words]
-    return suggest(str(value), words) if isinstance(value, str | bool) else ""
-
-
-def no_option(owner: str, name: str, options: Iterable[str]) -> str:
-    """The message for an option that a class or function does not have."""
-    return f"{owner} has no option {name!r}{suggest(name, options)}; its options are {', '.join(options)}"
-
-
-def _call_meant(thing: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """What is wrong with a call, and which options are probably meant; None if it fits the signature."""
-    try:
-        inspect.signature(thing).bind(*args, **kwargs)
-        return None
-    except TypeError as err:
-        said = str(err)
-    if thing.__name__ == "__init__":  # perhaps of a base class, which a subclass calls
-        thing = next(kind for kind in type(args[0]).__mro__ if _unwrapped_init(kind) is inspect.unwrap(thing))
-        args = args[1:]
-    name, parameters = thing.__name__, inspect.signature(thing).parameters
-    by_place = [each for each, it in parameters.items() if it.kind in BY_PLACE]
-    options = {each: it for each, it in parameters.items() if it.kind is it.KEYWORD_ONLY}
-    unknown = [each for each in kwargs if each not in parameters]
-    if unknown and not args and by_place and _is_mapping(thing, by_place[0]):
-        return f"{name} needs {by_place[0]}: {name}({{{', '.join(f'{each!r}: …' for each in unknown)}}})"
-    if unknown and len(by_place) + len(options) == len(parameters):
-        return no_option(name, unknown[0], parameters)
-    hints = dict.fromkeys(parameters, Any) | annotations_of(thing)
-    if more := args[len(by_place) :]:
-        free = [each for each in options if each not in kwargs]
-        of_text = [each for each in free if not ANY_TEXT.isdisjoint(_parts(hints[each]))]
-        fit = [each for each in free if fits(more[0], hints[each])]
-        near = [each for each in free if _meant(more[0], hints[each])]
-        fit = [*(each for each in fit if each not in of_text), *near, *fit]
-        said = repr(more[0]).partition("\n")[0]
-        call = f"{name}({fit[0]}={said:.60})" if fit else ", ".join(free)
-        if not isinstance(more[0], PLAIN) and _takes_any_name(parameters, hints):
-            return f"{name} takes its parts by name: {name}({type(more[0]).__name__.lower()}=…)"
-        call += _meant(more[0], hints[fit[0]]) if fit and not fits(more[0], hints[fit[0]]) else ""
-        return f"{name} takes its options by name: {call}"
-    needed = [each for each in [*by_place, *options] if parameters[each].default is inspect.Parameter.empty]
-    call = ", ".join(each if each in by_place else f"{each}=…" for each in needed)
-    lacking = [each for each in needed if each not in {*by_place[: len(args)], *kwargs}]
-    return f"{name} needs {' and '.join(lacking)}: {name}({call})" if lacking else said
-
-
-def _takes_any_name(parameters: Mapping[str, inspect.Parameter], hints: Mapping[str, Any]) -> bool:
-    return any(it.kind is it.VAR_KEYWORD and hints[each] is Any for each, it in parameters.items())
-
-
-def _is_mapping(thing: Callable[..., Any], name: str) -> bool:
-    return get_origin(annotations_of(thing).get(name)) is abc.Mapping
-
-
-def _unwrapped_init(kind: type) -> Any:
-    return inspect.unwrap(vars(kind).get("__init__", object))
-
-
-def _is_opaque(hint: Any) -> bool:
-    # A plain value stands for an enumeration's member, and a list for a torch.Size.
-    return (
-        inspect.isclass(hint)
-        and hint.__module__.split(".")[0] in OPAQUE
-        and not issubclass(hint, Enum | tuple)
-    )
-
-
-def _is_number(value: Any, kind: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
-        return False
-    return -INF < value < INF or (get_origin(kind) is Annotated and value == get_args(kind)[1])
 
 
 def at_least(option: str, value: Any, low: int) -> Any:

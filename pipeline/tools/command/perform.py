@@ -25,7 +25,7 @@ from headrace.pipeline.tools.report import ReportFolder
 from headrace.pipeline.tools.xray import measure_trainer
 from headrace.pipeline.train import Packed
 from headrace.transforms import BatchError
-from headrace.transforms.table.options import annotations_of, described
+from headrace.transforms.table.annotations import annotations_of, described
 
 from .job import train
 

@@ -36,7 +36,8 @@ from headrace.transforms.table import (
     listing,
     stage_parts,
 )
-from headrace.transforms.table.options import fits, nested_key
+from headrace.transforms.table.annotations import fits
+from headrace.transforms.table.options import nested_key
 from headrace.transforms.table.schema import FLOAT, ROW, STATUS_KEYS, Status, has_key
 from headrace.transforms.table.tensordicts import (
     ELSEWHERE,

@@ -10,7 +10,8 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.table import BatchError, Rows, few
-from headrace.transforms.table.options import described, fits, nested_key, within
+from headrace.transforms.table.annotations import described, fits
+from headrace.transforms.table.options import nested_key, within
 from headrace.transforms.table.schema import LOSS_WEIGHTS, PADDING, component_names, has_key
 from headrace.transforms.table.tensordicts import ATTENTION, check_mask, column_of, loss_mask_of
 from headrace.transforms.table.tokens import read_mask, tokens_in_loss, write_tokens
