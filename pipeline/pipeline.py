@@ -53,7 +53,7 @@ from .halves import Half, check_half, check_place, make_halves
 from .order import Places, arrange, check_column_names, check_comparison, check_order, index_of_split
 from .report_notes import note_advantage, note_carried, note_collected, texts_with_carried
 from .run import LastRun, Run
-from .stage import StageError, Stages
+from .stage import StageError, Stages, check_callable
 from .wording import printable
 
 __all__ = ["Pipeline"]
@@ -149,10 +149,9 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         for name, stage in arranged.items():
             try:
                 check_kind(stage, "stage", name)
+                check_callable(stage)
             except ValueError as err:
                 raise ValueError(f"stage {name!r}: {err}") from err
-            if not callable(stage):
-                raise ValueError(f"stage {name!r} must be a transform or a callable; got {stage!r}")
             if isinstance(stage, Pipeline):
                 raise ValueError(f"stage {name!r} is a pipeline: put its stages into this one instead")
         check_order(arranged)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from tensordict import TensorDictBase
 from torch import nn
 
+from headrace.transforms.stages.shaping import TO_WRITE
 from headrace.transforms.table import BatchTransform
+from headrace.transforms.table.calls import accepts
 
 __all__ = ["StageError"]
 
@@ -59,6 +62,21 @@ class Stages(nn.ModuleDict):
 CONSTRUCT = (
     "Construct a new pipeline: load_pipeline(..., stages={...}, after={...}), where None removes a stage"
 )
+
+
+def check_callable(stage: Any) -> None:
+    """Refuse a stage that cannot be called with a batch.
+
+    Raises:
+        ValueError: it is no callable, or a function that does not take one argument.
+    """
+    if not callable(stage):
+        raise ValueError(f"a stage must be a transform or a callable; got {stage!r}")
+    if not isinstance(stage, nn.Module) and not accepts(stage, "batch"):
+        raise ValueError(
+            "a function as a stage takes one argument, the batch, and returns it; this one takes "
+            f"{inspect.signature(stage)}. If it changes rewards: {TO_WRITE}"
+        )
 
 
 def as_module(stage: Any) -> nn.Module:

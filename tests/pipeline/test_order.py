@@ -167,7 +167,7 @@ def test_stages_with_an_effect_are_accepted():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"x": 3}, "stage 'x' must be a transform or a callable"),
+        ({"x": 3}, "stage 'x': a stage must be a transform or a callable; got 3"),
         ({"x": FanOutCollapse}, r"stage 'x': a stage is an object; got the class FanOutCollapse: give Fan"),
         ({"x": Pipeline({})}, "stage 'x' is a pipeline"),
     ],

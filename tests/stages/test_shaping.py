@@ -130,13 +130,58 @@ def test_a_reward_that_becomes_nan_is_refused_with_its_stage_and_rollout():
             chain(batch_of([1.0, 1.0, reward], [0, 0, 0], [4, 4, 5]))
 
 
-def test_a_class_without_shape_is_refused_with_its_methods():
-    class Odd(RewardShaping):
-        def shap(self, reward, rollouts):
-            return reward
+class Misspelt(RewardShaping):
+    def shap(self, reward, rollouts):
+        return reward
 
-    with pytest.raises(TypeError, match=r"^Odd must define shape\(reward, rollouts\); it defines shap$"):
-        Odd()
+
+class Alone(RewardShaping):
+    def shape(self, reward):
+        return reward
+
+
+def doubled(reward, rollouts):
+    return 2 * reward
+
+
+TO_WRITE = """a RewardShaping needs a method shape(self, reward, rollouts). Give an object of a subclass:
+
+class Mine(RewardShaping):
+    def shape(self, reward, rollouts):  # (V,) float64: a reward for each rollout
+        return 2 * reward"""
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda: RewardShaping(), ""),
+        (lambda: RewardShaping(doubled), ""),
+        (lambda: RewardShaping(shape=doubled), ""),
+        (lambda: Misspelt(), "Misspelt defines shap(self, reward, rollouts); "),
+        (lambda: Alone(), "Alone defines shape(self, reward); "),
+        (lambda: Pipeline({"mine": doubled}), "takes (reward, rollouts). If it changes rewards: "),
+    ],
+)
+def test_a_shaping_without_a_fitting_method_is_answered_with_the_class_to_write(make, found):
+    with pytest.raises((TypeError, ValueError)) as refused:
+        make()
+    said = str(refused.value)
+    assert said.endswith(found + TO_WRITE)
+    assert found or said == TO_WRITE
+
+
+def test_the_class_to_write_doubles_the_rewards():
+    written = {"RewardShaping": RewardShaping}
+    exec(TO_WRITE.partition("\n\n")[2], written)
+    assert written["Mine"]()(FanOutCollapse()(batch_of([1.0, 0.5], [0, 0])))[REWARD].tolist() == [2.0, 1.0]
+
+
+def test_a_shaping_that_is_given_an_option_by_place_is_told_its_name():
+    """It has a method `shape`, so it needs no class to write."""
+    with pytest.raises(TypeError, match=r"^Bonus takes its options by name: Bonus\(by=2.0\)$"):
+        Bonus(2.0)
+    with pytest.raises(TypeError, match=r"^RewardShaping takes its options by name: RewardShaping\("):
+        Seen("uid")
 
 
 def test_a_class_that_does_not_call_its_base_class_is_told_the_call():

@@ -74,6 +74,12 @@ def test_a_call_that_does_not_fit_the_signature_is_answered_with_one_that_does(c
     assert ("did you mean" in str(refused.value)) == ("did you mean" in said)
 
 
+def test_a_function_in_c_without_a_signature_is_accepted_as_a_stage():
+    assert Pipeline({"most": max, "size": len}).order == ["most", "size"]
+    with pytest.raises(ValueError, match=r"stage 'same'.* takes one argument, the batch, .*takes \(obj, "):
+        Pipeline({"same": isinstance})
+
+
 TRAINS = TensorDict({"loss_weight": torch.ones(2)}, batch_size=[2])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -12,11 +13,17 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from headrace.transforms.table import BatchError, BatchTransform, ColumnNames, Ids, Rows
+from headrace.transforms.table.calls import accepts
 from headrace.transforms.table.ids import add_up
 from headrace.transforms.table.options import INF, LowerBound, UpperBound, takes_options, within
 from headrace.transforms.table.schema import REWARD
 
 Form = Literal["bonus", "rescale"]
+TO_WRITE = """a RewardShaping needs a method shape(self, reward, rollouts). Give an object of a subclass:
+
+class Mine(RewardShaping):
+    def shape(self, reward, rollouts):  # (V,) float64: a reward for each rollout
+        return 2 * reward"""
 
 
 @takes_options
@@ -165,6 +172,7 @@ class RewardShaping(BatchTransform, columns=("rollout",)):
     """
 
     reads: tuple[NestedKey, ...] = ()
+    _to_write = TO_WRITE
 
     def __init_subclass__(cls, columns: Sequence[str] | None = None, **others: Any) -> None:
         own = None if columns is None else [*dict.fromkeys(["rollout", *columns])]
@@ -172,11 +180,12 @@ class RewardShaping(BatchTransform, columns=("rollout",)):
 
     def __init__(self, **names: Unpack[ColumnNames]):
         kind = type(self)
-        if kind.shape is RewardShaping.shape:
-            has = ", ".join(name for name, each in vars(kind).items() if callable(each) and name[0] != "_")
-            raise TypeError(
-                f"{kind.__name__} must define shape(reward, rollouts); it defines {has or 'no method'}"
-            )
+        if kind is RewardShaping:
+            raise TypeError(TO_WRITE)
+        if kind.shape is RewardShaping.shape or not accepts(self.shape, "reward", "rollouts"):
+            methods = {name: each for name, each in vars(kind).items() if inspect.isfunction(each)}
+            has = [f"{name}{inspect.signature(each)}" for name, each in methods.items() if name[0] != "_"]
+            raise TypeError(f"{kind.__name__} defines {', '.join(has) or 'no method'}; {TO_WRITE}")
         self.name_columns(names)
         own = [getattr(self, f"{role}_key") for role in self._columns]
         super().__init__([REWARD, *own, *self.reads], [REWARD])

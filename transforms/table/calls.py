@@ -17,6 +17,20 @@ def no_option(owner: str, name: str, options: Iterable[str]) -> str:
     return f"{owner} has no option {name!r}{suggest(name, options)}; its options are {', '.join(options)}"
 
 
+def accepts(function: Callable[..., Any], *args: Any) -> bool:
+    """Whether a callable takes these arguments by place.
+
+    Example:
+        >>> accepts(lambda batch: batch, 1), accepts(lambda reward, rollouts: reward, 1)
+        (True, False)
+    """
+    try:
+        inspect.signature(function).bind(*args)
+    except (TypeError, ValueError) as err:  # ValueError: a function in C, whose signature is not known
+        return isinstance(err, ValueError)
+    return True
+
+
 def call_meant(thing: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """What is wrong with a call, and which options are probably meant; None if it fits the signature."""
     try:
@@ -26,6 +40,8 @@ def call_meant(thing: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
         said = str(err)
     if thing.__name__ == "__init__":  # perhaps of a base class, which a subclass calls
         thing = next(kind for kind in type(args[0]).__mro__ if _unwrapped_init(kind) is inspect.unwrap(thing))
+        if (to_write := vars(type(args[0])).get("_to_write")) is not None:  # a base class
+            return to_write
         args = args[1:]
     name, parameters = thing.__name__, inspect.signature(thing).parameters
     by_place = [each for each, it in parameters.items() if it.kind in BY_PLACE]

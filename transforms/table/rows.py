@@ -853,7 +853,7 @@ def stages_of_values(stage: Any) -> Mapping[Any, Any]:
 
 def column_keys(stage: Any) -> dict[str, NestedKey | None]:
     """The key of each column that a stage names, by role: the values of its options ``<role>_key``."""
-    attributes = vars(stage)
+    attributes = getattr(stage, "__dict__", {})  # a function in C has none
     known = type(stage), tuple(attributes)
     if known not in _OPTIONS:
         _OPTIONS[known] = [name for name in attributes if name.endswith("_key")]
