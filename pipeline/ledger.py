@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.faces import AnswersGuesses
 from headrace.transforms.table.fates import TRAINED
 
 from .conversations import labels_of_ids
@@ -19,7 +20,7 @@ __all__ = ["Ledger"]
 
 
 @dataclass(eq=False, repr=False)
-class Ledger:
+class Ledger(AnswersGuesses):
     """The outcome of each input row: a view of the table.
 
     Attributes:

@@ -17,6 +17,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from headrace.faces import answer_to
 from headrace.transforms.split import ShuffleSplit
 from headrace.transforms.table import (
     AHEAD,
@@ -220,15 +221,15 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         return self.run(batch, epochs=epochs).minibatches()
 
     def __getitem__(self, name: object) -> Any:
-        raise TypeError(f"a pipeline has no items; a stage is pipeline.stages[{name!r}]")
+        raise TypeError(f"a pipeline has no items: a stage is pipeline.stages[name]; {self.stages.named()}")
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
-        except AttributeError:
+        except AttributeError as err:
             if name in self.__dict__.get("_modules", {}).get("stages", ()):
                 raise AttributeError(f"the stage {name!r} is pipeline.stages[{name!r}]") from None
-            raise
+            raise AttributeError(f"{err}{answer_to(f'pipeline.{name}')}", name=name, obj=self) from None
 
     @property
     def weighs(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 from headrace.faces import FOLDER, exported
@@ -49,6 +50,20 @@ def spelt(name: str) -> str:
     return name.replace("_", "").lower()
 
 
+@cache
+def all_answers() -> dict[str, str]:
+    """The answers of `guesses.txt`, by guess."""
+    lines = (FOLDER / "pipeline" / "guesses.txt").read_text(encoding="utf-8").splitlines()
+    pairs = [line.partition(": ")[::2] for line in lines[1:]]
+    return {guess: answer for guesses, answer in pairs for guess in guesses.split()}
+
+
+def answer_to(*guesses: str) -> str:
+    """The answer of `guesses.txt` to the first of these guesses that it has; empty if it has none."""
+    found = (all_answers().get(spelt(guess)) for guess in guesses)
+    return next((f": use {answer}" for answer in found if answer), "")
+
+
 def hint(name: str) -> str:
     """Say where a missing name is, or which name is meant; empty for names that Python itself looks up."""
     if name.startswith("_"):
@@ -61,10 +76,8 @@ def hint(name: str) -> str:
             return f": it is a recipe, headrace.load_pipeline({path.stem!r}){loss}"
     if other or name in HOMES:  # a name of HOMES was asked of a package that lacks it
         return f": it is {other or f'headrace.{name}'}"
-    for line in (FOLDER / "pipeline" / "guesses.txt").read_text(encoding="utf-8").splitlines():
-        guesses, _, answer = line.partition(": ")
-        if own in guesses.split():
-            return f": use {answer}"
+    if answer := answer_to(own):
+        return answer
     for package in INNER:
         if name in exported(f"headrace.{package}"):
             return f": it is headrace.{package}.{name}"

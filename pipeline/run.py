@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from headrace.faces import AnswersGuesses
 from headrace.transforms.table import Rows
 from headrace.transforms.table.fates import TRAINED
 from headrace.transforms.table.table import Lacking
@@ -27,7 +28,7 @@ __all__ = ["LastRun", "Run"]
 log = logging.getLogger(__name__)
 
 
-class Run:
+class Run(AnswersGuesses):
     """The result of one batch. Later batches do not change it.
 
     Rows are gathered when you read them, from the memory of the input batch: do not change its columns in
@@ -98,8 +99,9 @@ class Run:
         is left, there is no minibatch.
         """
         if self._steps is not None:
-            return iter(self._steps)
-        return (shallow_copy(self.ungathered) for _ in range(self._epochs if len(self.ungathered) else 0))
+            return Minibatches(iter(self._steps))
+        times = self._epochs if len(self.ungathered) else 0
+        return Minibatches(shallow_copy(self.ungathered) for _ in range(times))
 
     @property
     def has_steps(self) -> bool:
@@ -209,6 +211,16 @@ class Run:
 
     def _repr_html_(self) -> str:
         return self.ledger._repr_html_()
+
+
+class Minibatches(AnswersGuesses, Iterator[TensorDictBase]):
+    """The iterator of :meth:`Run.minibatches`."""
+
+    def __init__(self, gathered: Iterator[TensorDictBase]):
+        self._gathered = gathered
+
+    def __next__(self) -> TensorDictBase:
+        return next(self._gathered)
 
 
 # -- the last run of a pipeline --------------------------------------------------------------------------

@@ -43,6 +43,15 @@ class Stages(nn.ModuleDict):
         for name, stage in stages.items():
             self.add_module(name, as_module(stage))
 
+    def named(self) -> str:
+        """The names of the stages, for a message."""
+        return f"the stages are {', '.join(self)}"
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(f"no stage has the name {name!r}; {self.named()}")
+        return super().__getitem__(name)
+
     def __setitem__(self, name: str, stage: nn.Module) -> None:
         raise ValueError(f"a pipeline's stages are fixed; cannot set {name!r}. {CONSTRUCT}")
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from headrace.transforms import BatchError, pack, split_microbatches, weighted_loss
-from headrace.transforms.table import resolve_group
+from headrace.transforms.table import BatchTransform, resolve_group
 from headrace.transforms.table.options import above_zero, nested_key, takes_options
 from headrace.transforms.table.schema import (
     LOSS_WEIGHTS,
@@ -98,7 +98,7 @@ def optimise(
             ones, are not checked.
 
     Raises:
-        TypeError: `minibatches` is a single TensorDict.
+        TypeError: `minibatches` is a single TensorDict, or a pipeline.
         ValueError: `max_grad_norm` is not above 0; or `transform` is an unknown word.
         BatchError: the gradient is not finite (raised before the step); or a minibatch contains several
             minibatches; or its rows are not those of one weighted step, as in a sample of a replay buffer; or
@@ -106,9 +106,9 @@ def optimise(
         MissingKeyError: the weights (see `reduce`) or the loss mask are missing.
     """
     above_zero("max_grad_norm", max_grad_norm)
-    if isinstance(minibatches, TensorDictBase):
+    if isinstance(minibatches, TensorDictBase | BatchTransform):
         raise TypeError(
-            "optimise needs an iterable of minibatches; got one TensorDict. Give it "
+            f"optimise needs an iterable of minibatches; got one {type(minibatches).__name__}. Give it "
             "pipeline.minibatches(collected), or split_minibatches(batch) of a batch that a pipeline has "
             "processed"
         )

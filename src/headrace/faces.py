@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.installed import lacking
 
@@ -45,6 +45,32 @@ def hint(name: str) -> str:
     `headrace` imports that module before any other, so no package has to import it.
     """
     return sys.modules["headrace.pipeline.public_names"].hint(name)
+
+
+def answer_to(*guesses: str) -> str:
+    """The answer of that module to a guessed attribute, `run.mask`, item, `run[]`, or argument."""
+    return sys.modules["headrace.pipeline.public_names"].answer_to(*guesses)
+
+
+class AnswersGuesses:
+    """Base class of results. Its errors about a guessed attribute or item say what there is instead.
+
+    Without ``__iter__``, a loop asks for the item 0.
+    """
+
+    if not TYPE_CHECKING:  # a type checker would take any name
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property, whose own error says what is missing
+                return object.__getattribute__(self, name)
+            answer = answer_to(*(f"{kind.__name__}.{name}" for kind in type(self).__mro__))
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}{answer}", name=name, obj=self
+            )
+
+        def __getitem__(self, item: Any) -> Any:
+            answer = answer_to(*(f"{kind.__name__}[]" for kind in type(self).__mro__))
+            raise TypeError(f"{type(self).__name__!r} object has no items{answer}")
 
 
 def lazy(

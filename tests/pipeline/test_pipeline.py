@@ -301,8 +301,12 @@ def test_the_stages_of_a_pipeline_are_fixed(change, make_batch):
 
 def test_a_stage_that_is_read_like_an_item_or_an_attribute_is_answered_with_where_it_is():
     pipeline = Pipeline({"advantage": GroupRelativeAdvantage()})
-    with pytest.raises(TypeError, match=r"pipeline.stages\['advantage'\]"):
-        pipeline["advantage"]
+    for item in ("advantage", 0):
+        with pytest.raises(TypeError, match=r"a stage is pipeline.stages\[name\]; the stages are advantage$"):
+            pipeline[item]
+    for name in ("advantages", 0):
+        with pytest.raises(KeyError, match=f"no stage has the name {name!r}; the stages are advantage"):
+            pipeline.stages[name]
     with pytest.raises(AttributeError, match=r"pipeline.stages\['advantage'\]"):
         pipeline.advantage  # noqa: B018
     assert not hasattr(pipeline, "nothing")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import pickle
 import re
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import headrace
 import headrace.pipeline
 import headrace.transforms
 from headrace.faces import FOLDER, exported
-from headrace.pipeline.public_names import BY_TASK, INNER, OF_OTHERS, PACKAGES, hint
+from headrace.pipeline.public_names import BY_TASK, INNER, OF_OTHERS, PACKAGES, all_answers, hint
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = {*headrace.pipeline.__all__, *headrace.transforms.__all__}
@@ -245,9 +246,55 @@ def test_each_answer_to_a_guess_names_what_there_is():
 
 def test_each_guess_of_the_file_is_answered_by_its_line():
     """No earlier rule, such as the rule for recipe names, answers instead."""
-    for line in (FOLDER / "pipeline" / "guesses.txt").read_text().splitlines()[1:]:
-        guesses, _, answer = line.partition(": ")
-        assert {guess for guess in guesses.split() if answer not in hint(guess)} == set(), line
+    assert {guess for guess, answer in all_answers().items() if hint(guess) != f": use {answer}"} == set()
+
+
+def objects() -> dict[str, object]:
+    """An object of each class that has guesses, by the name that answers give it."""
+    columns = {"group_id": [1, 1], "rollout_id": [4, 5], "reward": [0.0, 1.0], "tokens": [5, 5]}
+    decider = headrace.Decider("rloo", group_size=2)
+    decision = decider.decide(columns)
+    run, pipeline = decision.run, decider.pipeline
+    made = {"run": run, "decision": decision, "decider": decider, "pipeline": pipeline}
+    return made | {"ledger": run.ledger, "minibatches": run.minibatches()}
+
+
+def test_a_guess_about_an_object_is_answered_with_what_it_has():
+    made, seen = objects(), set()
+    for guess, answer in all_answers().items():
+        kind, _, name = guess.removesuffix("[]").partition(".")
+        if kind not in made or kind == guess:
+            continue
+        seen.add(kind)
+        assert not hasattr(made[kind], name or guess), guess
+        with pytest.raises((AttributeError, TypeError), match=re.escape(f": use {answer}") + "$"):
+            getattr(made[kind], name) if name else made[kind][0]
+        for owner, known in re.findall(r"\b(\w+)\.(\w+)", answer):
+            assert owner not in made or hasattr(made[owner], known), answer
+    assert seen == made.keys()
+
+
+def test_a_loop_over_a_run_is_answered_with_its_minibatches():
+    with pytest.raises(TypeError, match=r"^'Run' object has no items: use a loop over run.minibatches\(\)"):
+        list(objects()["run"])
+
+
+def test_a_guess_about_a_class_of_ones_own_is_answered_as_about_its_base_class():
+    class Mine(headrace.Run):
+        def __init__(self):
+            pass
+
+        @property
+        def broken(self):
+            return self.qqq
+
+    with pytest.raises(AttributeError, match=r"^'Mine' object has no attribute 'mask': use run.ledger"):
+        _ = Mine().mask
+    for name in ("qqq", "broken"):  # the error of a property says what is missing inside
+        with pytest.raises(AttributeError, match=r"^'Mine' object has no attribute 'qqq'$") as refused:
+            getattr(Mine(), name)
+        assert refused.value.name == "qqq"  # from which Python itself suggests a near name
+    assert vars(pickle.loads(pickle.dumps(objects()["decision"].ledger))).keys() >= {"reason", "names"}
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
+import pytest
+import torch
+from tensordict import TensorDict
+
+from headrace.pipeline import advantages_of, load_pipeline, optimise
 from headrace.transforms import GroupRelativeAdvantage, SampleFilter
+
+ROWS = TensorDict({"group_id": [0, 0]}, batch_size=[2])
 
 
 @pytest.mark.parametrize(
@@ -24,3 +31,28 @@ def test_a_wrong_value_is_answered_with_the_nearest_one(call, meant):
 def test_a_value_that_is_near_no_other_gets_no_guess():
     with pytest.raises(ValueError, match=r"criterion must be a callable; got 'qqq'$"):
         SampleFilter(criterion="qqq")
+
+
+INSTEAD = ": use headrace.decide(columns, recipe).advantage for plain columns; advantages_of("
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: advantages_of([1, 1], [0.0, 1.0]), f"pipeline must be a Pipeline; got [1, 1]{INSTEAD}"),
+        (lambda: advantages_of([1, 1], [4, 5], [0.0, 1.0]), f"must be a Pipeline; got [1, 1]{INSTEAD}"),
+        (lambda: advantages_of("rloo", ROWS), f"pipeline must be a Pipeline; got 'rloo'{INSTEAD}"),
+        (lambda: advantages_of(ROWS, ROWS), f"pipeline must be a Pipeline; got a TensorDict{INSTEAD}"),
+        (lambda: advantages_of(torch.ones(2), ROWS), "must be a Pipeline; got tensor([1., 1.])" + INSTEAD),
+        (lambda: advantages_of(load_pipeline("rloo"), {}), "batch must be a TensorDict; got {}" + INSTEAD),
+        (
+            lambda: optimise(load_pipeline("rloo"), ROWS),
+            "loss must be a callable; got a TensorDict: use optimise(pipeline.run(rows).minibatches(), loss,",
+        ),
+        (lambda: optimise([ROWS], len, 0.1), "optimizer must be an Optimizer; got 0.1"),
+    ],
+)
+def test_a_wrong_argument_is_named_in_one_line_with_what_to_use(call, said):
+    with pytest.raises(ValueError, match=re.escape(said)) as refused:
+        call()
+    assert "\n" not in str(refused.value)

@@ -7,7 +7,7 @@ import torch
 from rollouts import make_collector, make_env, make_pipeline, make_policy
 from torchrl.objectives.llm import GRPOLoss
 
-from headrace.pipeline import TokenGRPOLoss, optimise, total_loss
+from headrace.pipeline import Pipeline, TokenGRPOLoss, optimise, total_loss
 from headrace.transforms import (
     BatchError,
     LengthWithin,
@@ -203,10 +203,11 @@ def test_each_term_of_grpo_loss_may_have_a_mean_of_its_own(scene):
         torch.testing.assert_close(each, expected, rtol=1e-10, atol=1e-14)
 
 
-def test_a_batch_instead_of_minibatches_is_refused(scene):
+def test_a_batch_or_a_pipeline_instead_of_minibatches_is_refused(scene):
     policy, batch = scene
-    with pytest.raises(TypeError, match=r"needs an iterable of minibatches.*split_minibatches\(batch\)"):
-        optimise(batch, total_loss, torch.optim.SGD(policy.parameters(), lr=0.0))
+    for given, name in ((batch, "TensorDict"), (Pipeline({}), "Pipeline")):
+        with pytest.raises(TypeError, match=rf"needs .*; got one {name}\..*split_minibatches\(batch\)"):
+            optimise(given, total_loss, torch.optim.SGD(policy.parameters(), lr=0.0))
 
 
 def test_several_steps_in_one_batch_are_refused(scene):

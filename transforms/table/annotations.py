@@ -14,13 +14,14 @@ from math import inf
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import torch
-from tensordict.utils import NestedKey
+from tensordict import NestedKey, TensorDictBase
 
 from headrace.faces import exported
 from headrace.spelling import closest, suggest
 
 __all__ = ["annotations_of", "closest_value", "described", "fits"]
 
+DATA = (torch.Tensor, TensorDictBase)
 PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
 OPAQUE = ("headrace", "torch", "torchrl", "tensordict")  # no plain value stands for their classes
 NAMED = ("device", "dtype")  # except these, by name
@@ -82,23 +83,36 @@ def fits(value: Any, hint: Any) -> bool:
         return all(fits(each, inner[0]) for each in value)  # also the numbers of an array
     if Callable in (origin, hint):
         return callable(value)
+    if isinstance(value, DATA) and _is_opaque(hint):
+        return issubclass(hint, DATA)
     if not isinstance(value, PLAIN):
         return True
     if hint is NestedKey:
         return isinstance(value, str) or (
             isinstance(value, list | tuple) and bool(value) and all(fits(name, str) for name in value)
         )
+    if _is_opaque(hint):
+        return isinstance(value, str) and getattr(hint, "__name__", "") in NAMED
     kind = origin or hint
     if inspect.isclass(kind) and issubclass(kind, Mapping):
         return isinstance(value, Mapping)
-    if _is_opaque(hint):
-        return isinstance(value, str) and getattr(hint, "__name__", "") in NAMED
     if kind is tuple and inner and inner[-1] is not Ellipsis:
         return isinstance(value, list | tuple) and len(value) == len(inner) and all(map(fits, value, inner))
     abstract = inspect.isclass(kind) and kind.__module__ == "collections.abc"
     if (abstract and issubclass(kind, Iterable)) or kind in (list, tuple):
         return isinstance(value, list | tuple) and all(fits(each, inner[0]) for each in value if inner)
     return isinstance(value, kind) if abstract else True
+
+
+def in_one_line(value: Any) -> str:
+    """A value for a message: in one line, or the name of its class."""
+    text = f"{value!r:.200}"
+    return _named(type(value)) if "\n" in text else text
+
+
+def _named(kind: type) -> str:
+    name = kind.__name__.removesuffix("Base")
+    return f"a{'n' * (name[0] in 'AEIOU')} {name}"
 
 
 def described(hint: Any, words: Mapping[Any, str] = PYTHON) -> str:
@@ -125,8 +139,10 @@ def described(hint: Any, words: Mapping[Any, str] = PYTHON) -> str:
     if hint is NestedKey:
         return "a column, as a name or a list of names"
     if Callable in (origin, hint) or _is_opaque(hint):
-        named = getattr(hint, "__name__", "") in NAMED
-        return words[str] if named else "a callable" if words is PYTHON else "a node with a _target_"
+        if getattr(hint, "__name__", "") in NAMED:
+            return words[str]
+        in_python = _named(hint) if _is_opaque(hint) else "a callable"
+        return in_python if words is PYTHON else "a node with a _target_"
     if inspect.isclass(origin) and issubclass(origin, Mapping):
         return "a mapping, as {'name': value}" if words is PYTHON else "names and values in braces"
     of = f" of {len(inner)}" if origin is tuple and inner and inner[-1] is not Ellipsis else ""

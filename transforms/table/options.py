@@ -13,7 +13,9 @@ from typing import Annotated, Any, TypeVar
 
 import torch
 
-from .annotations import BY_PLACE, annotations_of, described, fits, value_meant
+from headrace.faces import answer_to
+
+from .annotations import BY_PLACE, annotations_of, described, fits, in_one_line, value_meant
 from .calls import call_meant
 
 __all__ = [
@@ -74,7 +76,8 @@ def takes_options(thing: T) -> T:
         for name, value in (dict(zip(by_place, args, strict=False)) | kwargs).items():  # most are defaults
             if value is not defaults.get(name) and not fits(value, hints.get(name, Any)):
                 needed = described(hints[name]) + value_meant(value, hints[name])
-                raise ValueError(f"{name} must be {needed}; got {value!r:.200}")
+                found = in_one_line(value) + answer_to(f"{thing.__name__}.{name}")
+                raise ValueError(f"{name} must be {needed}; got {found}")
         try:
             return thing(*args, **kwargs)
         except TypeError:

@@ -14,6 +14,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from headrace.faces import AnswersGuesses
 from headrace.pipeline.composing.recipe_names import Recipe
 from headrace.pipeline.halves import before_the_split, part_of
 from headrace.pipeline.ledger import Ledger
@@ -37,7 +38,7 @@ from headrace.transforms.table import (
     stage_parts,
 )
 from headrace.transforms.table.annotations import fits
-from headrace.transforms.table.options import nested_key
+from headrace.transforms.table.options import nested_key, takes_options
 from headrace.transforms.table.schema import FLOAT, ROW, STATUS_KEYS, Status, has_key
 from headrace.transforms.table.tensordicts import (
     ELSEWHERE,
@@ -62,7 +63,7 @@ MEANS = {
 EXAMPLE = "{'group_id': ['a', 'a'], 'rollout_id': [0, 1], 'reward': [1.0, 0.0]}"
 
 
-class Decision:
+class Decision(AnswersGuesses):
     """The outcome of each row, in the order of the input.
 
     Attributes:
@@ -273,7 +274,7 @@ class _PlainNames(ErrorNames):
         return "Workers need their own ids"
 
 
-class Decider:
+class Decider(AnswersGuesses):
     """Run a recipe on plain columns, batch after batch. Use it for recipes with a state.
 
     The state is running baselines, the seed of the next permutation, and rows that are carried over.
@@ -720,6 +721,7 @@ class RowAdvantages(NamedTuple):
     """The run, with ledger, metrics and report."""
 
 
+@takes_options
 def advantages_of(pipeline: Pipeline, batch: TensorDictBase) -> RowAdvantages:
     """Run the stages before the split, and return advantages and masks for all rows in input order.
 
