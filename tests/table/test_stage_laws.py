@@ -194,6 +194,61 @@ def test_a_column_as_an_attribute_is_answered_with_its_name():
         Attribute()(batch_of([1.0, 2, 3], [0, 0, 0]))
 
 
+def writing(write, writes=("tone",)):
+    """A user's own stage that writes, and the columns that it declares to write."""
+
+    class Notes(BatchTransform, columns=("reward",)):
+        def __init__(self, **names):
+            self.name_columns(names)
+            super().__init__([self.reward_key], writes)
+
+        def decide(self, rows):
+            write(rows, rows["reward"])
+
+    return Notes()
+
+
+@pytest.mark.parametrize("name", ["reward", "tone"])
+def test_an_attribute_that_is_set_on_rows_is_answered_with_the_method_that_writes(name):
+    batch, stage = batch_of([1.0, 2, 3], [0, 0, 0]), writing(lambda rows, r: setattr(rows, name, r))
+    with pytest.raises(
+        AttributeError, match=rf"^rows.{name} = … writes no column: call rows.put\('{name}', "
+    ):
+        stage(batch)
+    assert writing(lambda rows, r: rows.put("tone", 2 * r))(batch)["tone"].tolist() == [2.0, 4.0, 6.0]
+
+
+def test_a_column_is_written_once_it_is_declared():
+    batch, put = batch_of([1.0, 2, 3], [0, 0, 0]), lambda rows, r: rows.put(("next", "reward"), 2 * r)
+    said = (
+        r"^stage 'mine', Notes\(\) writes \('next', 'reward'\) and does not declare it, .* in its out_keys$"
+    )
+    for chain in ({"mine": writing(put)}, {"collapse": FanOutCollapse(), "mine": writing(put)}):
+        with pytest.raises(BatchError, match=said):
+            Pipeline(chain)(batch)
+    declared = writing(put, [("next", "reward")])
+    assert Pipeline({"mine": declared})(batch)["next", "reward"].flatten().tolist() == [2.0, 4.0, 6.0]
+    with pytest.raises(ValueError, match=r"stage 'collapse' reads .* which 'mine' writes later"):
+        Pipeline({"collapse": FanOutCollapse(), "mine": declared})
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ([1.0, 2, 3], "a list"),
+        (1.0, "a float"),
+        (torch.ones(2), r"shape \(2,\)"),
+        (torch.ones(()), r"shape \(\)"),
+    ],
+)
+def test_a_column_is_written_with_one_entry_for_each_row(values, found):
+    stage = writing(lambda rows, r: rows.put("tone", values))
+    with pytest.raises(BatchError, match=rf"^Notes must write 'tone' .* each of 3 rows; found {found}$"):
+        stage(batch_of([1.0, 2, 3], [0, 0, 0]))
+    some = writing(lambda rows, r: rows.where(r > 1).put("tone", torch.ones(2)))
+    assert some(batch_of([1.0, 2, 3], [0, 0, 0]))["tone"].tolist()[1:] == [1.0, 1.0]
+
+
 def test_each_stage_that_needs_an_id_checks_it():
     batch = batch_of([1.0, 2, 3, 4], [-1, -1, -1, -1], [0, -1, 2, 3])
     with pytest.raises(BatchError, match=r"rollout_id ≥ 0; found -1 at row 1"):

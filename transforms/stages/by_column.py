@@ -184,6 +184,7 @@ class _Part(Rows):
     """The rows of one value, as the stage of this value and its criterion see them."""
 
     value: str
+    _own = (*Rows._own, "value")
 
     @classmethod
     def seeing(cls, rows: Rows, index: Tensor, value: str, stage: Any, name: str = "") -> _Part:

@@ -132,6 +132,8 @@ class Rollouts(Rows):
     A column has the value of this row. `lengths` are those of the whole rollout.
     """
 
+    _own = (*Rows._own, "rows")
+
     def __init__(self, rows: Rows):
         one = rows.voters
         super().__init__(one.table, one.names, one.reader, one.stage, one.index, one.declared)

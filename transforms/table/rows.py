@@ -159,6 +159,8 @@ class Rows:
         self.declared, self.all_count = declared, all_count
 
     reads: tuple[Any, Collection[Any]] | None = None  # the reader, and the keys it may read; None: any
+    # The attributes of a view. No other can be set: it would look like a column.
+    _own: tuple[str, ...] = ("table", "names", "reader", "stage", "index", "declared", "all_count", "reads")
 
     # -- columns -------------------------------------------------------------------------------------------
 
@@ -193,6 +195,11 @@ class Rows:
             if hasattr(type(self), name):  # a property, whose own error says what is missing
                 return object.__getattribute__(self, name)
             raise AttributeError(f"there is no rows.{name}; a column is rows[{name!r}]; {OF_TOKENS_IS}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self._own:
+            raise AttributeError(f"rows.{name} = … writes no column: call rows.put({name!r}, values)")
+        super().__setattr__(name, value)
 
     def number(self, role: Any) -> Tensor:
         """(M,): a column of one number per row.
@@ -294,8 +301,31 @@ class Rows:
             ndim: number of dimensions of the column in the batch. None: as many as it already has, else as
                 `values`.
             fill: value of a new column on rows outside of this view. None: NaN, or 0 for integers and bools.
+
+        Raises:
+            BatchError: `values` is not a tensor with one entry for each row; or the column is not in the
+                `out_keys` of the stage.
         """
         table, key = self.table, cast(NestedKey, self.key(role))
+        if not isinstance(values, Tensor) or values.shape[:1] != (len(self),):
+            found = (
+                f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+            )
+            raise BatchError(
+                "{reader} must write {key} as a tensor, one entry for each of {count} rows; found {found}",
+                reader=self.reader,
+                key=repr(key),
+                count=len(self),
+                found=found,
+            )
+        writes = () if self.reads is None else (LENGTH, *getattr(self.reads[0], "out_keys", ()))
+        if self.reads is not None and key not in map(nested_key, writes):
+            raise BatchError(
+                "{reader} writes {key} and does not declare it, so a pipeline could not refuse a stage that "
+                "reads it earlier. Declare it: {key} must be in its out_keys",
+                reader=type(self.reads[0]).__name__,
+                key=repr(key),
+            )
         column, written = table.columns.get(key), table.written.get(key)
         # 1. Dtype and dimensions in the batch: as written before, else as it came, else those of the values.
         if dtype is None:
