@@ -229,7 +229,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         except AttributeError as err:
             if name in self.__dict__.get("_modules", {}).get("stages", ()):
                 raise AttributeError(f"the stage {name!r} is pipeline.stages[{name!r}]") from None
-            raise AttributeError(f"{err}{answer_to(f'pipeline.{name}')}", name=name, obj=self) from None
+            raise AttributeError(f"{err}{answer_to(f'pipeline.{name}')}") from None
 
     @property
     def weighs(self) -> bool:

@@ -64,9 +64,7 @@ class AnswersGuesses:
             if hasattr(type(self), name):  # a property, whose own error says what is missing
                 return object.__getattribute__(self, name)
             answer = answer_to(*(f"{kind.__name__}.{name}" for kind in type(self).__mro__))
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}{answer}", name=name, obj=self
-            )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{answer}")
 
         def __getitem__(self, item: Any) -> Any:
             answer = answer_to(*(f"{kind.__name__}[]" for kind in type(self).__mro__))
