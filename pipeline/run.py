@@ -99,9 +99,8 @@ class Run(AnswersGuesses):
         is left, there is no minibatch.
         """
         if self._steps is not None:
-            return Minibatches(iter(self._steps))
-        times = self._epochs if len(self.ungathered) else 0
-        return Minibatches(shallow_copy(self.ungathered) for _ in range(times))
+            return iter(self._steps)
+        return (shallow_copy(self.ungathered) for _ in range(self._epochs if len(self.ungathered) else 0))
 
     @property
     def has_steps(self) -> bool:
@@ -211,16 +210,6 @@ class Run(AnswersGuesses):
 
     def _repr_html_(self) -> str:
         return self.ledger._repr_html_()
-
-
-class Minibatches(AnswersGuesses, Iterator[TensorDictBase]):
-    """The iterator of :meth:`Run.minibatches`."""
-
-    def __init__(self, gathered: Iterator[TensorDictBase]):
-        self._gathered = gathered
-
-    def __next__(self) -> TensorDictBase:
-        return next(self._gathered)
 
 
 # -- the last run of a pipeline --------------------------------------------------------------------------

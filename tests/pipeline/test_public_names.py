@@ -256,7 +256,7 @@ def objects() -> dict[str, object]:
     decision = decider.decide(columns)
     run, pipeline = decision.run, decider.pipeline
     made = {"run": run, "decision": decision, "decider": decider, "pipeline": pipeline}
-    return made | {"ledger": run.ledger, "minibatches": run.minibatches()}
+    return made | {"ledger": run.ledger}
 
 
 def test_a_guess_about_an_object_is_answered_with_what_it_has():
