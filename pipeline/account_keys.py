@@ -43,8 +43,8 @@ OPTIONS = {
     "importance_weight": "importance_key",
     "loss_weight": "weight_key",
 }
-OF_TOKENS = "advantage of tokens"  # (N, 2): the mean of a row's advantages, and the sum of their sizes
-OF_VERSIONS = "versions of tokens"  # (N, 4): the oldest, newest, sum and number, if versions are per token
+OF_TOKENS = "advantage of tokens"  # (N, 2): mean of a row's advantages, and sum of their absolute values
+OF_VERSIONS = "versions of tokens"  # (N, 4): oldest, newest, sum and number of a row's versions per token
 TEXTS = (
     *("prompt", "response", "response_parts", "ground_truth", "other_columns"),
     *("group_label", "rollout_label"),
@@ -64,9 +64,9 @@ class Keys:
         loss_mask: the loss mask.
         log_prob: log-probabilities; non-finite ones are out of the loss. None: not read.
         weight: loss weights.
-        units: the ids of ``rollouts`` and ``groups``, for the units that are counted.
-        found: the keys for each value that a report shows, by its name; a report reads the first key that
-            exists.
+        units: the ids of ``rollouts`` and ``groups``, if these are counted.
+        found: the keys of each value that a report shows, by its name. The report reads the first that the
+            batch has.
         reward_weights: weights of the sum of several rewards; None: not known.
     """
 
@@ -92,7 +92,7 @@ class Keys:
             stages: the stages, in order.
             loss_mask: key of the loss mask.
             log_prob: key of the log-probabilities. None: not read.
-            ids: keys of ``rollouts`` and ``groups``. None: not counted.
+            ids: keys of ``rollouts`` and ``groups``. A unit whose key is None is not counted.
             report: the pipeline's `report_keys`, which override the keys of the stages.
         """
         stages = list(stages)
@@ -114,7 +114,7 @@ class Keys:
 
     @property
     def read_first(self) -> list[NestedKey]:
-        """The keys of columns whose values before all stages are kept for the report."""
+        """The keys of columns whose values on arrival are kept for the report."""
         return [*self.units.values(), *(key for name in NUMBERS for key in self.found[name])]
 
 

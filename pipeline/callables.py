@@ -26,12 +26,12 @@ def run_callable(name: str, stage: Callable[[TensorDictBase], Any], rows: Rows) 
 
     Args:
         name: name of the stage.
-        stage: a callable from batch to batch. On a rank without rows it is not called.
+        stage: a callable from batch to batch. It is not called on a rank without rows.
         rows: the rows that have not left, with columns under the names of the pipeline.
 
     Raises:
-        BatchError: the stage returns something other than some of its rows in their order, or changes rewards
-            after the last stage that reads them.
+        BatchError: the stage does not return some or all of its rows in their order, or changes rewards after
+            the last stage that reads them.
     """
     # 1. Run the stage, and find out which rows it has returned.
     table = rows.table
@@ -51,14 +51,14 @@ def run_callable(name: str, stage: Callable[[TensorDictBase], Any], rows: Rows) 
         numbers = table.of_this_rank(table.every)[places]
     if bool((numbers[1:] < numbers[:-1]).any()):
         raise BatchError(
-            "a stage must keep the order of the rows: segments and permutations depend on it. It "
+            "a stage must keep the order of the rows: segments and permutations depend on it. The stage "
             f"returned rows {few(numbers)}. Sort the batch before the pipeline"
         )
     found, times = numbers.unique(return_counts=True)
     if len(found) < len(numbers):
         twice = listing(map(str, found[times > 1].tolist()))
         raise BatchError(f"a stage may drop rows but not repeat them; it repeated rows {twice}")
-    # 2. Remove the rows that it did not return, on all ranks.
+    # 2. Remove the rows that the stage did not return, on all ranks.
     every = table.ranks.gather_objects((numbers, describe_columns(batch) if len(batch) else None))
     stays = torch.cat([each for each, _ in every])
     known = next((columns for _, columns in every if columns is not None), None)
@@ -74,14 +74,14 @@ def run_callable(name: str, stage: Callable[[TensorDictBase], Any], rows: Rows) 
             now, old = table.columns[key], before[key]
             if now.shape != old.shape or bool(((now != old) & ((now == now) | (old == old))).any()):
                 raise BatchError(
-                    f"a stage changes {key!r}, from which the rewards of the rollouts have been made, so it "
-                    f"would have no effect. Change {REWARD!r}, as a RewardShaping does, or put it before the "
-                    "collapse"
+                    f"a stage changes {key!r} after the rewards of the rollouts were made from it, so the "
+                    f"change would have no effect. Change {REWARD!r}, as a RewardShaping does, or put the "
+                    "stage before the collapse"
                 )
 
 
 def reread(table: Table, batch: TensorDictBase, numbers: Tensor) -> None:
-    """Update a table from a batch that a user's code made from the result of :meth:`Table.write`.
+    """Update a table from a batch. A user's code has made the batch from the result of :meth:`Table.write`.
 
     Values that did not change keep the precision of the table.
 

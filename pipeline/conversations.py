@@ -81,7 +81,7 @@ def message_parts(message: Mapping[str, Any]) -> list[Part]:
     ==================================================== ================================================
     ``reasoning_content``, ``reasoning``, ``thinking``,   reasoning: a text, or a list of parts
     ``thinking_blocks``, ``reasoning_details``
-    ``content``                                           a text, null, or a list of typed parts: text,
+    ``content``                                           a text, null, or a list of typed parts: texts,
                                                           thinking, calls, images and other media
     ``tool_calls``, ``function_call``                     calls: name and arguments, which may be a
                                                           string or an object; a call may be JSON
@@ -133,8 +133,8 @@ Calls = list[tuple[Any, Part | None, bool]]
 def _read(message: Mapping[str, Any]) -> tuple[list[Part], Thoughts, Calls]:
     """Read the parts of the content, the text of each reasoning field, and each call with its part.
 
-    If a field of reasoning is a copy of another text in the message, its text is empty. If a call is a copy,
-    its part is None. The last value says whether the copied text is in the content.
+    If a field of reasoning copies another text of the message, the text of the field is empty. If a call
+    copies another call, its part is None. The last value of both says whether the content has the original.
     """
     _refuse_unknown(message)
     content = list(_content(message.get("content"), sampled=message.get("role") == "assistant"))
@@ -176,7 +176,7 @@ def _bare(text: str) -> str:
 
 
 def _thoughts_of(texts: str) -> list[str]:
-    """Each reasoning block of a text, of which the last may be cut off, and then all blocks joined."""
+    """Each reasoning block of a text, and then all blocks joined. The last block may be cut off."""
     *closed, last = THOUGHT_ENDS.split(texts)
     found = [THOUGHT_BEGINS.split(text)[-1] for text in closed]
     found += THOUGHT_BEGINS.split(last)[1:]
@@ -193,7 +193,7 @@ def _calls_of(block: str) -> list[Part | str]:
 
 
 def _take(call: Part, others: list[Part | str]) -> bool:
-    """Whether a call is in `others`. If it is, remove it there, because each entry stands for one call."""
+    """Whether a call is in `others`. If so, remove its entry, because each entry stands for one call."""
     for at, other in enumerate(others):
         if _is_in(call, other):
             del others[at]
@@ -202,7 +202,7 @@ def _take(call: Part, others: list[Part | str]) -> bool:
 
 
 def _is_in(call: Part, other: Part | str) -> bool:
-    """Whether a call equals a part, or a text contains its name and all keys and values of its arguments."""
+    """Whether a call equals a part, or a text contains the call's name and all its keys and values."""
     name, arguments = call.texts[0], _plain(call.texts[1])
     if isinstance(other, Part):
         return name == other.texts[0] and arguments == _plain(other.texts[1])
@@ -295,7 +295,7 @@ def _content(content: Any, *, sampled: bool) -> Iterator[Part]:
             if text:
                 yield Part("text", (text,))
         elif sampled:
-            raise ValueError(f"a part of an assistant's 'content' has a known type; found {named!r}")
+            raise ValueError(f"a part of an assistant's 'content' must have a known type; found {named!r}")
         else:
             yield Part("shown", (f"[{named}]",))
 
@@ -337,7 +337,7 @@ def _json(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
-        raise ValueError(f"what JSON can hold is required; found {type(value).__name__}") from None
+        raise ValueError(f"a value must be one that JSON can hold; found {type(value).__name__}") from None
 
 
 def _decoded(value: Any, name: str) -> Any:
@@ -371,8 +371,8 @@ def message_text(message: Mapping[str, Any]) -> str:
 def as_messages(items: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return messages with a role, made of messages and of items of the Responses API.
 
-    An item ``reasoning`` or ``function_call`` belongs to the assistant's message that it is next to. A
-    ``function_call_output`` is a message of a tool.
+    Consecutive items of the assistant, such as ``reasoning``, ``function_call`` and a ``message``, become one
+    message. A ``function_call_output`` is a message of a tool.
 
     Raises:
         ValueError: an item has no role and an unknown type.
@@ -468,7 +468,7 @@ def _string(value: Any) -> str | None:
 
 
 def labels_of_ids(texts: Any, ids: Sequence[int]) -> Sequence[str] | None:
-    """Return a label for each of N ids. None: the labels are no texts, equal the ids, or differ for one id.
+    """Return a label for each of N ids; None if labels are no texts, equal the ids, or are not one per id.
 
     Example:
         >>> labels_of_ids(["a", "b", "a"], [5, 7, 5]), labels_of_ids(["5", "7"], [5, 7])

@@ -25,16 +25,14 @@ ON_THE_WAY_IN = (
 
 
 def make_halves(pipeline: Any) -> tuple[Any, Any]:
-    """Return a pipeline of the stages before the split, and one of the other stages.
+    """Return a pipeline of the stages before the split, and a pipeline of the other stages.
 
     Raises:
         ValueError: the pipeline has no split, or is a half itself.
     """
     at = index_of_split(pipeline.stages)
     if at is None or pipeline._half is not None:
-        raise ValueError(
-            f"halves() needs a whole pipeline with a ShuffleSplit, where it divides; got {pipeline!r}"
-        )
+        raise ValueError(f"halves() needs a pipeline with a ShuffleSplit, and not a half; got {pipeline!r}")
     first = part_of(pipeline, pipeline.order[:at], "first")
     return first, part_of(pipeline, pipeline.order[at:], "second")
 
@@ -51,7 +49,7 @@ def part_of(
     empty: Empty | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Return a pipeline of some stages and of `more`. Its options are those of the whole, except `empty`."""
+    """Return a pipeline of some stages and of `more`, with the options of `pipeline`, except `empty`."""
     part = type(pipeline)(
         {name: pipeline.stages[name] for name in names} | dict(more or {}),
         loss_mask_key=pipeline.loss_mask_key,
@@ -74,8 +72,8 @@ def check_half(batch: TensorDictBase, half: Half | None) -> TensorDictBase:
     """Check that rows for a second half are output of the first half, and prepare them.
 
     Raises:
-        BatchError: the first half has not processed them.
-        ProcessedTwiceError: the second half has already processed them.
+        BatchError: the first half has not processed the rows.
+        ProcessedTwiceError: the second half has already processed some of the rows.
     """
     if half != "second" or not isinstance(batch, TensorDictBase) or not batch.shape.numel():
         return batch
@@ -94,7 +92,8 @@ def check_half(batch: TensorDictBase, half: Half | None) -> TensorDictBase:
 def check_place(batch: TensorDictBase, half: Half | None) -> TensorDictBase:
     """Check that a replay buffer's transform is the right half for this direction.
 
-    A buffer calls this for rows that are written, unless the transform was appended with ``invert=True``.
+    A buffer calls this for the rows that are written to it, unless the transform was appended with
+    ``invert=True``.
 
     Raises:
         TypeError: the pipeline is at the wrong place of the buffer.

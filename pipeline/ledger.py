@@ -24,13 +24,13 @@ class Ledger(AnswersGuesses):
     """The outcome of each input row: a view of the table.
 
     Attributes:
-        reason: (N,) int64, a code for each row. 0 means trained; `names` has the meaning of the others.
+        reason: (N,) int64, a code for each row. 0 means trained; `names` explains the other codes.
         names: ``stage/reason`` by code.
         actions: ``masked``, ``excluded``, ``dropped`` or ``carried``, by code.
-        left: (N,) bool, True for rows that are no longer in the batch: ``dropped`` or ``carried``. If such a
-            row was masked before, its reason is the earlier one.
+        left: (N,) bool, True for rows that were ``dropped`` or ``carried``. If such a row was masked before,
+            it keeps that reason.
         ids: (N,) int64 ids for ``rollouts`` and ``groups``, if the batch has them.
-        labels: N labels of these ids, if they have labels.
+        labels: N labels of the ids, if the batch has labels.
     """
 
     reason: Tensor

@@ -105,11 +105,11 @@ def load_pipeline(
     """Load the pipeline of a recipe, and change it by keywords and Hydra overrides.
 
     Overrides are those of the ``headrace`` command. A keyword that you leave out, or give as ``...``, keeps
-    the recipe's value. None is a value of its own.
+    the recipe's value. None is a value like others.
 
     Args:
-        recipe: its name, such as ``"grpo"`` or ``"as/verl"``; or the first override.
-        overrides: ``"pipeline=grpo"`` chooses the recipe. The others change it:
+        recipe: name of the recipe, such as ``"grpo"`` or ``"as/verl"``; or the first override.
+        overrides: ``"pipeline=grpo"`` chooses the recipe. Other overrides change it:
             ``"pipeline.stages.advantage.scale=none"``, ``"~pipeline.stages.filter"``,
             ``"pipeline.stages.bonus=my.module.Bonus"`` with ``"pipeline.after.bonus=collapse"``,
             ``"pipeline.order=[...]"``, ``"hydra.searchpath=[pkg://my.conf]"``.
@@ -128,13 +128,14 @@ def load_pipeline(
         reward: option of the collapse: how the rewards of a rollout's segments become one: ``shared``,
             ``first``, ``last``, ``sum``, ``mean``, ``max``.
         baseline: option of the advantage, such as ``mean`` or ``leave_one_out``.
-        scale: option of the advantage: what it is divided by, such as ``group`` (its std) or ``none``.
+        scale: option of the advantage: what it is divided by, such as ``group`` (the std of the group's
+            rewards) or ``none``.
         minibatches: option of the split: number of optimiser steps per epoch.
         microbatches: option of the split: number of micro-batches per optimiser step.
         max_tokens: option of the split: tokens in a micro-batch.
         ranks: option of the split and of the weight: number of ranks that each hold the whole batch.
         shuffle: option of the split: whether the rows are in random order.
-        seed: option of the split: seed of this order.
+        seed: option of the split: seed of the random order.
         loss_unit: option `unit` of the weight: what the loss is a mean over, such as ``token`` or ``sample``.
         order: names of all stages, in the order of execution.
         after: new stages, each with the stage that it comes directly after: ``{"bonus": "collapse"}``.
@@ -206,7 +207,7 @@ def configured(
 
 
 def _refuse_null_stages(pipeline: DictConfig, removed: Collection[str]) -> None:
-    """Refuse an order of the caller that names a stage which the recipe sets to null. It would do nothing.
+    """Refuse an order of the caller that names a stage which the recipe sets to null. It would not run.
 
     Args:
         pipeline: the composed ``pipeline`` node.
@@ -251,7 +252,7 @@ def _is_override(text: str) -> bool:
 
 
 def build_pipeline(config: DictConfig) -> Pipeline:
-    """Instantiate a composed ``pipeline`` node. It may be at another path (``pipeline@algo.rl``).
+    """Instantiate a composed ``pipeline`` node, which may be at another path (``pipeline@algo.rl``).
 
     Raises:
         ConfigError: a stage without a ``_target_``, or an option that its class does not have. The message
@@ -297,7 +298,7 @@ OF_STAGES = {
     "advantage": ("baseline", "scale"),
     "split": ("minibatches", "microbatches", "max_tokens", "ranks", "shuffle", "seed"),
 }
-# The key below `pipeline` for each keyword. A keyword that is no option of a stage is one of the pipeline.
+# The key below `pipeline` for each keyword. Keywords that are no option of a stage belong to the pipeline.
 KEYWORDS = {word: word for word in PipelineOptions.__annotations__ if word not in ("rows", "stages")}
 KEYWORDS |= {word: f"stages.{stage}.{word}" for stage, words in OF_STAGES.items() for word in words}
 KEYWORDS |= {"loss_unit": "stages.weight.unit"}
@@ -342,7 +343,7 @@ def settings_of(
     for override in overrides:  # by key below `pipeline`; other keys get a slash, so that they never match
         key = override.partition("=")[0].lstrip("~+").rpartition("@")[2]
         key = key.removeprefix("pipeline.") if key.startswith("pipeline.") else f"/{key}"
-        known.setdefault(key, override.lstrip("+"))  # the first form is the typed one
+        known.setdefault(key, override.lstrip("+"))  # the first form is what the user typed
     for key, _, source in found:
         for other, override in known.items():
             if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):

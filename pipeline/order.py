@@ -30,11 +30,11 @@ def with_places(
     Args:
         stages: names of all stages.
         order: the stages that are not placed, in order; None: in the order of `stages`.
-        after: for each placed stage, the stage that it comes directly after; None: `after` does not place it.
-        before: for each placed stage, the stage that it comes directly before.
+        after: for each placed stage, the stage that it comes directly after. A stage with None is not placed.
+        before: the same, for the stage that it comes directly before.
 
     Raises:
-        ValueError: a name is unknown, or a stage has no position or two; the message names the option.
+        ValueError: a name is unknown, or a stage has no position or two positions.
 
     Example:
         >>> with_places([*"abxy"], ["a", "b"], {"x": "a"}, {"y": "b"})
@@ -92,7 +92,8 @@ def arrange(
     """Return the stages in the given order (:func:`with_places`), without those that are None.
 
     Raises:
-        ValueError: the order does not name a stage, or names an unknown stage; the message has a hint.
+        ValueError: a stage has a name that is not allowed; or the order lacks a stage, names it twice, or
+            names an unknown stage.
     """
     present = {name: stage for name, stage in stages.items() if stage is not None}
     if odd := [name for name in present if not str(name).isidentifier() or name == "pipeline"]:
@@ -166,7 +167,7 @@ def check_column_names(stages: Mapping[str, Any], columns: Mapping[str, Any], ow
                     )
 
 
-OF_THE_SAMPLER = ("log_prob", ("log_probs", "full"))  # stages may read these besides the loss's
+OF_THE_SAMPLER = ("log_prob", ("log_probs", "full"))  # stages may read it, also if the loss does not
 
 
 def check_comparison(stages: Mapping[str, Any]) -> None:
@@ -201,7 +202,7 @@ def check_comparison(stages: Mapping[str, Any]) -> None:
 
 
 def _first_place(name: str, stages: Mapping[str, Any], order: Sequence[str]) -> str:
-    """The first stage of an order after which a new stage may come; ``advantage`` if all are possible."""
+    """The first stage of an order after which a new stage may come; ``advantage`` if it may come anywhere."""
     fits = []
     for at, other in enumerate(order, 1):
         with suppress(ValueError):
@@ -220,8 +221,8 @@ def check_order(stages: Mapping[str, Callable]) -> None:
     - a stage that changes a column which an earlier stage has used as final (`final_keys`; the advantage uses
       rewards and groups);
     - a stage that writes the loss mask after another stage has masked rows in it;
-    - a pair of :data:`WRONG`;
-    - a stage whose output no stage reads before it is overwritten.
+    - a pair of stages that a function of :data:`WRONG` refuses;
+    - a stage whose output is overwritten before a stage reads it, or whose reward no advantage reads.
 
     Several stages may change one column, one after the other.
 
@@ -275,7 +276,7 @@ def _check_effect(name: str, stage: Callable, behind: Mapping[str, Callable]) ->
     """
     _, writes, _ = _keys(stage)
     takes_out = bool(getattr(stage, "reasons", ()))
-    # Removing rows is an effect, too. What a plain callable reads is not known.
+    # Removing rows is an effect, too. It is not known what a plain callable reads.
     if takes_out or not writes or not all(hasattr(each, "in_keys") for each in behind.values()):
         return
     left = set(writes)
@@ -327,7 +328,7 @@ class Named(NamedTuple):
     stage: Callable
 
     def has(self, trait: str) -> Any:
-        """The value of a trait that the stage declares; None if it has none."""
+        """The value of a trait that the stage declares; None if the stage does not declare it."""
         return getattr(self.stage, trait, None)
 
     def keys(self, trait: str) -> set:

@@ -73,8 +73,8 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
     """Run named stages in order over a batch, and record what happens to each row.
 
     Each input row is trained, or has exactly one recorded reason why it is not. The pipeline marks the rows
-    that it returns as processed. A second pipeline, or a second pass, raises on them, so no row is filtered
-    twice. A pipeline is a transform itself: use it wherever you can use one of its stages.
+    that it returns as processed. A second pipeline, or a second pass, refuses these rows. So no row is
+    filtered twice. A pipeline is a transform itself: use it wherever you can use one of its stages.
 
     :meth:`run` returns a :class:`Run` with rows, ledger and metrics. A call and :meth:`minibatches` return
     rows alone. :attr:`metrics`, :attr:`ledger` and :meth:`report` describe the calling thread's last run. If
@@ -90,7 +90,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         before: stages that `order` does not name, each with the stage that it comes directly before.
         columns: other names of columns, by role (:data:`headrace.transforms.table.columns.COLUMNS`). A recipe
             passes them to its stages. Stages that you construct yourself need them as ``<role>_key``.
-        report_keys: other names of the columns that the report shows: ``reward``, ``status``,
+        report_keys: other names of columns that the report shows, such as ``reward``, ``status``,
             ``policy_version``, ``expected_rollouts``, ``advantage``, ``loss_weight``, ``prompt`` and
             ``response``.
         process_group: a group of ranks, or ``world``, that share one batch. Each rank has rows of its own,
@@ -102,7 +102,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         masked_log_prob: the value of `log_prob_key` for rows and tokens that are masked. ``nan``: NaN, which
             TorchRL's GRPOLoss excludes under each of its masking strategies. ``keep``: the original number,
             for a loss of your own that multiplies by the loss mask. ``keep`` also makes the token columns
-            that stages name finite outside the mask: NaN and infinite values become 0 there. It masks each
+            that stages name finite outside the mask, where NaN and infinite values become 0, and masks each
             token with a non-finite log-probability. A stage that runs without a pipeline writes NaN.
         empty: what to do with a rollout that has no token in the loss on input: leave it out of all
             statistics (``exclude``), count it in them (``count``), or refuse the batch (``raise``). If the
@@ -277,7 +277,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         return run
 
     def _same_on_all_ranks(self, epochs: int) -> str:
-        """A text of the options that must be equal on all ranks, one on each line."""
+        """The options that must be equal on all ranks, as a text with one option or stage on each line."""
         texts = [
             f"{name}: {stage.same_on_all_ranks() if isinstance(stage, BatchTransform) else repr(stage)}"
             for name, stage in self.stages.items()
@@ -328,11 +328,11 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
     def _decide(
         self, stages: dict[str, nn.Module], rows: Rows, epochs: int, locks: ExitStack, *, whole: bool
     ) -> tuple[Run, Callable[[], object]]:
-        """Run the stages. The split is locked until `locks` closes: it may carry rows to the next batch.
+        """Run the stages. The split may carry rows to the next batch, so it is locked until `locks` closes.
 
         Returns:
-            The run, and a function that changes the state of the split. Call it when no stage has refused the
-            batch.
+            The run, and a function that changes the state of the split. Call the function when no stage has
+            refused the batch.
         """
         table, keys, split_index = rows.table, self._keys, self._split_index
         texts = note_collected(rows, keys)
@@ -394,7 +394,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
             stages: all stages by name.
             rows: the table.
             names: names of the stages after the split.
-            places: minibatch, micro-batch and rank of each row of the table. The loss weight is added.
+            places: minibatch, micro-batch and rank of each row of the table. The row's loss weight is added.
         """
         table, weight_key = rows.table, self._keys.weight
         with table.restoring_columns():
@@ -428,8 +428,8 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
                 run_callable(name, stage, rows.seen_by(self))
             if after_split and len(table.fates) < before:
                 raise BatchError(
-                    f"a stage after the split must keep all {before} rows of the minibatches; it kept "
-                    f"{len(table.fates)}. Put it before the split"
+                    f"a stage after the split must keep all {before} rows of the minibatches; this stage "
+                    f"kept {len(table.fates)}. Put it before the split"
                 )
         table.metrics[f"time/{name}"] = table.metrics.get(f"time/{name}", 0.0) + perf_counter() - start
 
@@ -448,7 +448,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
             trains = torch.logical_and(trains, reduce(torch.logical_or, weights))
         masked = ~trains
         if table.masking.no_lengths and not bool((masked & (table.fates.reason == 0)).any()):
-            return  # unknown which rows have no token, so a count of 0 would be wrong
+            return  # it is unknown which rows have no token, so a reason with 0 rows would be wrong
         table.fates.note(masked, "pipeline/no_loss_tokens", "masked")
 
 
@@ -476,7 +476,7 @@ def name_reasons(rows: Rows, name: str, stage: Any) -> None:
 
 
 def refuse_nothing(stages: Mapping[str, nn.Module], batch: TensorDictBase) -> None:
-    """Run the stages' checks on a batch without rows, because a gate may expect groups."""
+    """Run the checks of all stages on a batch without rows, because a gate may expect groups."""
     for name, stage in stages.items():
         if isinstance(stage, BatchTransform):
             with stage_in_errors(name, stage):

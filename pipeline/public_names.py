@@ -10,11 +10,11 @@ from headrace.faces import FOLDER, exported
 from headrace.spelling import suggest
 
 PACKAGES = ("adapters", "conf", "pipeline", "transforms")
-# What `dir(headrace)` shows, by task. The other names are listed in their packages.
+# The names that `dir(headrace)` shows, by task. The packages list all names.
 BY_TASK = {
     "from a recipe to minibatches": ("recipes", "load_pipeline", "Pipeline", "Run"),
     "the same on plain columns": ("decide", "Decider", "Decision", "advantages_of"),
-    "ids and whole groups": ("StampIds", "stamp_ids", "RepeatSampler", "GroupAssembler", "assembled"),
+    "ids and complete groups": ("StampIds", "stamp_ids", "RepeatSampler", "GroupAssembler", "assembled"),
     "groups from workers": ("informative", "paced", "RolloutStream"),
     "optimiser steps": ("optimise", "weighted_loss", "TokenGRPOLoss", "PipelineHook", "Checkpoint"),
     "what happened to the rows": ("make_report", "ReportFolder", "log_report", "write_page"),
@@ -74,7 +74,7 @@ def hint(name: str) -> str:
         if spelt(path.stem) == own:
             loss = f"; the loss is {other}" if other else ""
             return f": it is a recipe, headrace.load_pipeline({path.stem!r}){loss}"
-    if other or name in HOMES:  # a name of HOMES was asked of a package that lacks it
+    if other or name in HOMES:  # a name of HOMES that was looked for elsewhere
         return f": it is {other or f'headrace.{name}'}"
     if answer := answer_to(own):
         return answer

@@ -36,7 +36,7 @@ def _collected(rows: Rows, keys: Keys) -> dict[str, Tensor]:
     for key in reversed(keys.found["reward"]):
         if key in columns:
             found["collected reward"] = columns[key]
-    # A version per token is read here, because a report also shows rows that leave the batch.
+    # Versions per token are read on arrival, because a report also shows rows that leave the batch later.
     key = next((key for key in keys.found["policy_version"] if rows.table.find(key) is not None), None)
     if key is not None and loss_mask_of(rows.table.batch, keys.loss_mask) is not None:
         versions = versions_of_rows(rows, key, keys.loss_mask)
@@ -58,7 +58,7 @@ def note_carried(rows: Rows, keys: Keys) -> None:
 def texts_with_carried(
     texts: Mapping[str, Any], carried: TensorDictBase | None, keys: Keys
 ) -> dict[str, Sequence[str]]:
-    """Append the texts of carried rows to columns of text. Columns that one of the two lacks are left out."""
+    """Append the texts of carried rows to columns of text. A column that either lacks is left out."""
     found: dict[str, Sequence[str]] = {}
     for name, text in texts.items():
         more = () if carried is None else _first_column(partial(column_of, carried), keys.found[name])

@@ -108,7 +108,7 @@ class Run(AnswersGuesses):
         return self._steps is not None
 
     def rows_of_steps(self) -> list[Tensor]:
-        """For each optimiser step of this rank: the indices, in :meth:`of_rank`, of its rows, in order."""
+        """For each optimiser step of this rank, the indices of its rows in the output of :meth:`of_rank`."""
         places = self.known_rows.table.row_numbers()
         return [places[rows] for rows in self._steps.rows()]
 
@@ -140,7 +140,7 @@ class Run(AnswersGuesses):
         return self.rows
 
     def of_rank(self, values: Tensor) -> Tensor:
-        """Select from (N, ...) values of the table those of this rank's rows and of rows carried to it."""
+        """Select from (N, ...) values of the table the values of this rank's rows, carried rows included."""
         return self.known_rows.table.of_this_rank(values)
 
     @cached_property
@@ -216,7 +216,7 @@ class Run(AnswersGuesses):
 
 
 class LastRun:
-    """Views of the calling thread's last run. If that thread has run no batch: of any thread's last run.
+    """Views of the last run of the calling thread or, if that thread has run no batch, of any thread.
 
     A copy has its own runs, and raises RuntimeError before its first batch. The original does not see the
     runs of a copy. For example, MultiAsyncCollector copies its `postproc` into worker processes.

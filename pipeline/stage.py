@@ -64,7 +64,7 @@ class Stages(nn.ModuleDict):
         raise ValueError(f"a pipeline's stages are fixed; cannot remove {name!r}. {CONSTRUCT}")
 
     def clear(self) -> None:
-        """Refuse, as removing one stage does."""
+        """Refuse to remove all stages."""
         raise ValueError(f"a pipeline's stages are fixed; cannot remove them. {CONSTRUCT}")
 
 

@@ -40,7 +40,7 @@ def said_in_python(of: str = "tasks") -> Iterator[None]:
 
 
 def for_python() -> str:
-    """The `of` of :func:`said_in_python`, if an error is raised within it; else an empty string."""
+    """The argument `of` of :func:`said_in_python` inside of that context; else an empty string."""
     return _in_python.get()
 
 
@@ -89,7 +89,7 @@ def shown_count(count: float | None) -> str:
 
 
 def shown_loss(count: float | None) -> str:
-    """Format a count of what left as a negative number, or as 0.
+    """Format a number of rows or groups that left, as a negative number or as 0.
 
     Example:
         >>> shown_loss(1234), shown_loss(0)

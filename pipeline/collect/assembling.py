@@ -55,11 +55,11 @@ def assembled(
             then counts as a put without rows, for `max_idle`. A MultiAsyncCollector is always read in a
             thread, so that no batch is lost (:class:`Reader`).
         worker_patience: seconds after which a worker without rows raises, while another worker sends rows
-            repeatedly. Needs the rows of :class:`StampIds`, which hold their worker. None: ten times the
-            longest pause of any worker so far, at least `patience`. A batch of a MultiSyncCollector has rows
-            of each worker, so this is also the limit for the batch. It is also the number of seconds that a
-            worker may take to answer a call. For this, None means: `patience`, or without it 600 s. An update
-            of a large model can take minutes, and NCCL waits as long.
+            repeatedly. The rows need the stamp of :class:`StampIds`, which names their worker. None: ten
+            times the worker's longest pause so far, and at least `patience`. A batch of a MultiSyncCollector
+            has rows of each worker, so this is also the limit for the batch. It is also the limit for the
+            answer of a worker to a call. For an answer, None means `patience`, or 600 s if that is None, too:
+            an update of a large model can take minutes, and NCCL waits as long.
         leftovers: what to do with whole groups that are too few for a batch when the source ends: ``yield``
             them, ``drop`` them, or ``raise``. Dropped rows and rows of incomplete groups are counted as
             ``unfinished``.
@@ -88,7 +88,7 @@ def assembled(
 
 @takes_options
 def check_patience(patience: float | None, worker_patience: float | None = None) -> float | None:
-    """Check both and return `patience`.
+    """Check both limits and return `patience`.
 
     Raises:
         ValueError: a value is not finite or not > 0.
@@ -221,7 +221,7 @@ class Assembled(OverSource):
         patience = self.patience if self.worker_patience is None else self.worker_patience
         self._calls = BoundedCalls(self.source, self.assembler, self._watch, patience)
         given = [each for each in (self.patience, self.worker_patience) if each is not None]
-        # A collector whose batches have rows of all workers is silent as long as one of them is.
+        # A collector whose batches have rows of all workers is silent as long as one worker is.
         self._silence = min(given, default=None) if in_step(self.source) else self.patience
         self._reader: Reader | None = None
 
@@ -270,7 +270,7 @@ class Assembled(OverSource):
             weakref.finalize(self, self._reader.close)
         reader, left = self._reader, self._silence
         while left is None or left > 0:
-            # Checked also while batches are queued: at most one per worker is queued, so no worker seems
+            # Check also while batches are queued. At most one batch per worker is queued, so no worker seems
             # silent by mistake.
             self._watch.check(self.assembler)
             asked = time.monotonic()

@@ -48,7 +48,7 @@ class Workers:
         """Begin to find out which workers answer."""
 
     def ended(self) -> dict[int, str]:
-        """How each worker that has ended did so, by its number."""
+        """The exit of each worker that has ended, by its number."""
         return {}
 
     def failed(self, error: Exception) -> dict[int, str]:
@@ -71,7 +71,7 @@ class WorkerProcesses(Workers):
 
     def __init__(self, source: Any):
         # The collector keeps a reference to this object. A reference back would be a cycle, and then TorchRL
-        # would not end the processes of a collector that nobody uses.
+        # would not end the processes of a collector that is no longer used.
         self.processes = source.procs
         self._queue = HeardQueue.of(source) if hasattr(source, "queue_out") else None
 
@@ -80,7 +80,7 @@ class WorkerProcesses(Workers):
         return self._failed() or {worker: f"exit code {code}" for worker, code in self._codes().items()}
 
     def failed(self, error: Exception) -> dict[int, str]:
-        """The workers that failed, if the error is about a closed process or a pipe, as TorchRL raises."""
+        """The workers that failed, if the error is one that TorchRL raises for a closed process or pipe."""
         if not isinstance(error, ValueError | OSError | EOFError):
             return {}
         end = time.monotonic() + (0.0 if isinstance(error, ValueError) else END)
@@ -113,7 +113,7 @@ class WorkerActors(Workers):
         self._asked: list[Any] = []
 
     def ask(self) -> None:
-        """Ask each actor. It answers after its earlier calls, and a dead one fails at once."""
+        """Ask each actor. An actor answers after its earlier calls. A dead actor fails at once."""
         self._asked = [actor.__ray_ready__.remote() for actor in self.actors]
 
     def ended(self) -> dict[int, str]:
@@ -131,7 +131,7 @@ class WorkerActors(Workers):
         """The actor that the error names; if it names none, the actors that are dead."""
         dead = getattr(error, "actor_id", None)
         found = [worker for worker, actor in enumerate(self.actors) if actor._actor_id.hex() == dead]
-        # After an error in its iteration, the collector has no actors any longer: it ended them all.
+        # After an error in its iteration, the collector has no actors, because it has ended them all.
         if found or isinstance(error, _ray().exceptions.RayTaskError) or not self._running:
             return {worker: type(error).__name__ for worker in found}
         self._wait()
@@ -195,7 +195,7 @@ class BoundedCalls:
     def __init__(
         self, source: Any, assembler: GroupAssembler, watch: WorkerWatch, patience: float | None = None
     ):
-        # A source may pass on the methods of a collector: then this is the collector.
+        # A source may pass on the methods of a collector. Then use this collector.
         source = getattr(getattr(source, "shutdown", None), "__self__", source)
         self.assembler, self.patience = assembler, ANSWER if patience is None else patience
         self.workers = workers_of(source)

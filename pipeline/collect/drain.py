@@ -22,8 +22,8 @@ COUNTER = 2**32  # a buffer counts its writes in 32 bits, so the count wraps aro
 def drained(buffer: ReplayBuffer, *, wait: float = 0.05, patience: float = 60.0) -> Drained:
     """Iterate over the rows that are written into a replay buffer. Each row is yielded once.
 
-    Each item is a batch of all rows written since the last one, in the order of writing, or None without new
-    rows. Use it as the source of :func:`assembled`; its `patience` ends the wait for silent writers.
+    Each item is a batch of all rows written since the last item, in the order of writing, or None without new
+    rows. Use it as the source of :func:`assembled`, whose `patience` ends the wait for silent writers.
     ``close()`` ends the iteration when no row is left. ``state_dict`` holds the number of rows read. Samplers
     and transforms of the buffer are not applied.
 
@@ -185,8 +185,8 @@ class Drained:
             size = buffer.storage._max_size_along_dim0()
             if unseen > size:
                 raise BatchError(
-                    f"{self.position} rows of the buffer were read, and {buffer.write_count} were written, "
-                    f"of which it holds {size}: rows were overwritten before they were read. Make the buffer "
+                    f"{self.position} rows of the buffer were read, and {buffer.write_count} were written; "
+                    f"it holds {size}, so rows were overwritten before they were read. Make the buffer "
                     "larger, or read more often. If it was emptied or is new, start a new drained(buffer)"
                 )
             rows = buffer.storage[(writer._cursor - unseen + torch.arange(unseen)) % size]
@@ -205,5 +205,5 @@ class Drained:
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the rows that were read. The buffer is the same one, or one with its state."""
+        """Continue after the rows that were read, with the same buffer or one with its state."""
         self.position = state["position"]

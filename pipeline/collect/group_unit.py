@@ -44,7 +44,7 @@ class GroupUnit(SampleUnit):
 
     Raises:
         BatchError: when sampled: a row has no id; the gate refuses a group; or no drawn group is left.
-        TypeError: when sampled: the sampler or the storage cannot keep groups whole.
+        TypeError: when sampled: the sampler or the storage cannot work with groups.
 
     Example:
         >>> from tensordict import TensorDict
@@ -162,7 +162,7 @@ class GroupUnit(SampleUnit):
         return rows.to(index.device), {**repeated, "anchor_index": anchors[places]}
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of times that each group was sampled. Save it separately: a buffer does not."""
+        """The number of times that each group was sampled. A buffer does not save it with its own state."""
         return {"groups": list(self.uses), "uses": list(self.uses.values())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

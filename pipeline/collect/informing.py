@@ -60,12 +60,12 @@ def informative(
         stages: transforms that filter, in order, such as the stages of the recipe up to its filter:
             ``[pipeline.stages[name] for name in ("gate", "collapse", "filter")]``. None: keep complete groups
             whose rewards differ; all rows of a rollout must have its reward.
-        max_batches: the most batches that are read for one batch, ≥ 1. When single groups are taken, the
-            limit is `max_batches` × `groups` groups.
+        max_batches: largest number of batches that are read for one batch, ≥ 1. When single groups are
+            taken, the limit is `max_batches` × `groups` groups.
         on_short: what to do when the limit is reached: ``raise``, or ``yield`` the groups that were found, if
             any.
         group_key: (N,) or (N, 1) int ≥ 0.
-        assembler: gets the ids of groups that are not informative, so that they use no capacity
+        assembler: is told how many groups are not informative, so that these use no capacity
             (:func:`paced`). None: the assembler of the source, if that is `assembled(…)` or a RayAssembler's
             `batches(…)`.
 
@@ -120,7 +120,7 @@ class Informative(OverSource):
         self.seen = self.found = 0
         self._waiting: dict[int, TensorDictBase] = {}  # the rows of each group
         self._closed = Intervals()  # ids of groups that were read
-        self._asked, self._before = 0, (0, 0)  # groups since the last batch; seen and found before
+        self._asked, self._before = 0, (0, 0)  # groups since the last batch; `seen` and `found` until then
 
     @property
     def ready(self) -> int:
@@ -170,7 +170,7 @@ class Informative(OverSource):
         seen, found = self.seen - self._before[0], self.found - self._before[1]
         asked = -(-self._asked // self.groups)
         return StalledError(
-            f"{asked} batches had {seen} groups, of which {found} are informative; a batch needs "
+            f"{asked} batches had {seen} groups, {found} of them informative; a batch needs "
             f"{self.groups}, and {self.ready} wait. Are the prompts too easy or too hard? Raise "
             "max_batches, or set on_short='yield'"
         )
@@ -191,7 +191,7 @@ class Informative(OverSource):
         return True
 
     def judge(self, batch: TensorDictBase) -> None:
-        """Hold the informative groups of a batch, and give the ids of all others to the assembler."""
+        """Hold the informative groups of a batch, and tell the assembler the number of the others."""
         before = self.seen - self.found
         self._add(batch)
         if self.assembler is not None:

@@ -43,7 +43,7 @@ class RayAssembler:
 
     Writers call :meth:`put`. It returns when the rows are taken in, and raises the errors of the assembler in
     the writer. A writer waits only while `max_ready` whole groups are not taken yet. It never waits for
-    incomplete groups, which may need its own rows. If the trainer needs more groups than there are, writers
+    incomplete groups, which may need its own rows. If the trainer needs more groups than are ready, writers
     continue. The trainer iterates over :meth:`batches`.
 
     ::
@@ -71,7 +71,7 @@ class RayAssembler:
             is None.
         actor: options of the actor for ``ray.remote``. By default it reserves no CPU, and with a `journal`
             runs on the node of this process, where the file is.
-        options: those of :class:`GroupAssembler`. Callables run in the actor.
+        options: options of :class:`GroupAssembler`. Callables run in the actor.
 
     Raises:
         ImportError: the extra `ray` is not installed.
@@ -205,7 +205,7 @@ class RayAssembler:
                 another worker puts rows repeatedly.
             leftovers: what to do with leftover groups when all writers have ended, as for :func:`assembled`.
             on_lost: what to do when a writer died or raised: ``raise``, or ``go_on`` with the others. The
-                groups that it had started do not become whole. If all writers are lost, this raises.
+                groups of the lost writer do not become whole. If all writers are lost, this raises.
 
         Raises:
             StalledError: a writer is lost; there was no put in time; all writers ended without a batch; or a
@@ -295,9 +295,9 @@ class RayAssembler:
     counts = _number("counts", "Number of rows that left without being taken, by reason.")
     blocked_by = _number("blocked_by", "The groups that the next step waits for.")
     restored = _number("restored", "Whether the assembler continues from a journal or a state.")
-    committed = _number("committed", "The step of the last :meth:`commit`; None: there was none with a step.")
+    committed = _number("committed", "The step of the last :meth:`commit` with a step, else None.")
     lost_groups = _number("lost_groups", "Number of groups that left without being taken, by reason.")
-    survivors = _number("survivors", "Counts of trained and lost groups, by latency, length and reward.")
+    survivors = _number("survivors", "Counts of trained and lost groups: :attr:`GroupAssembler.survivors`.")
     emitted = _number("emitted", "Number of groups that were taken.")
     ages = _number("ages", "Number of groups that were taken at each age, in steps, with `max_staleness`.")
 

@@ -33,7 +33,7 @@ class AssembleOnWrite(Transform):
     Append it with ``buffer.append_transform(AssembleOnWrite(assembler), invert=True)``. Rows wait in the
     assembler. Each ``extend`` writes the groups that became whole, or nothing. To run a pipeline on these
     groups first, append ``Compose(AssembleOnWrite(assembler), first)``, with the first of its
-    :meth:`Pipeline.halves`. Sampled rows are unchanged. The state is saved with that of the buffer. For a
+    :meth:`Pipeline.halves`. Sampled rows are unchanged. The buffer saves the state of this transform. For a
     buffer in a Ray actor see :func:`groups_on_write`.
 
     If rows are refused, ``extend`` raises the error. The writer may be a process whose errors are not shown,

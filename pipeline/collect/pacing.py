@@ -57,7 +57,7 @@ class Pacing:
 
     Args:
         draws: as for :func:`paced`.
-        assembler: gets the ids of the dispatched rollouts.
+        assembler: gets the ids of the groups that are dispatched.
         over: returns True if no further draw is wanted; called before each draw.
     """
 
@@ -114,7 +114,7 @@ class Pacing:
         return draw
 
     def _begin(self) -> Iterator[TensorDictBase]:
-        """Yield rollouts that an earlier process lost, then draws that the assembler does not know."""
+        """Ask for the rollouts that an earlier process lost, and return an iterator over the draws."""
         self._lost, self._skips = self.assembler.unfinished(), self.assembler.restored
         if not hasattr(self._source, "draws"):
             return iter(self._source)

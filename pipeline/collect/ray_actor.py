@@ -88,13 +88,13 @@ class RowStore:
         """Store rows, and call a method of the assembler's actor with references to them."""
         import ray
 
-        # The owner sends the references. If the writer did, its death would free the rows.
+        # If the writer sent the references, its death would free the rows. So their owner sends them.
         references = [ray.put(part) for part in packed]
         return await getattr(assembler, method).remote(references, *args)
 
 
 class AssemblerActor:
-    """Runs in the assembler's actor. Its methods are coroutines: another runs only while one awaits.
+    """Runs in the assembler's actor. Its methods are coroutines: one runs until it awaits.
 
     Args:
         max_ready: whole groups at which writers wait; None: no limit.
@@ -115,7 +115,7 @@ class AssemblerActor:
         self.saved: StoredGroups | None = None  # rows of the last state
 
     async def watch(self, patience: float | None, worker_patience: float | None) -> None:
-        """Watch the workers for silence. Groups that were not fetched for long may go to any taker."""
+        """Watch the workers for silence. Groups not fetched for `GONE` seconds may go to any taker."""
         old = time.monotonic() - GONE
         for ticket, handed in self.handed.items():
             if handed.at < old:
@@ -176,8 +176,8 @@ class AssemblerActor:
         Args:
             n: number of groups, as for :meth:`GroupAssembler.take`.
             patience: seconds to wait.
-            taker: name of the process that asks. If it has not fetched its last groups, it gets them again.
-            fetched: tickets of the groups that it has fetched, as for :meth:`confirm`.
+            taker: name of the thread that asks. If it has not fetched its last groups, it gets them again.
+            fetched: tickets of the groups that the taker has fetched, as for :meth:`confirm`.
         """
         await self.confirm(fetched)
         async with self.changed:
@@ -247,7 +247,7 @@ class AssemblerActor:
         async with self.changed:
             pieces = self.assembler._stream.pieces
             places = [(piece, arrival) for piece in pieces for arrival in piece.place]
-            # Held until the next state, because the caller fetches them later.
+            # Hold these rows until the next state, because the caller fetches them later.
             self.saved = self.assembler._joined(places, {}, None) if places else None
             return self.assembler.state_dict(), self.saved
 

@@ -21,7 +21,7 @@ def reads_ahead(source: Any) -> bool:
 
 
 def in_step(source: Any) -> bool:
-    """Whether each batch of a source has rows of all worker processes, as those of a MultiSyncCollector."""
+    """Whether each batch of a source has rows of all worker processes, as with a MultiSyncCollector."""
     return hasattr(source, "queue_out") and not reads_ahead(source)
 
 
@@ -56,7 +56,7 @@ class Reader:
         """The next batch, or `END`. Raises the errors of the source.
 
         Raises:
-            queue.Empty: no batch arrived in time. The next call waits for the same one.
+            queue.Empty: no batch arrived in time. The next call waits for the same batch.
         """
         if not self.thread.ident:
             self.thread.start()

@@ -26,10 +26,10 @@ class RolloutStream(OverSource):
 
     :meth:`draws` says what to dispatch now, :meth:`put` takes the rows in, and the stream yields batches of
     whole groups. Set :attr:`version` when the policy is updated. Each group that is dispatched is trained
-    exactly once, or counted once under a reason, whatever happens between.
+    exactly once, or counted once under a reason.
 
-    In one thread, :meth:`draws` and :meth:`take` return at once, with nothing if there is nothing. If other
-    threads dispatch and put, use ``draws(wait=True)`` there, and iterate over the stream to train.
+    In one thread, :meth:`draws` and :meth:`take` return at once, perhaps without a result. If other threads
+    dispatch and put, use ``draws(wait=True)`` there, and iterate over the stream to train.
 
     With ``assembler=RayAssembler``, rows are put from any process of the cluster: send ``stream.assembler``
     to the tasks that put, and give these tasks to :meth:`watch`.
@@ -38,8 +38,8 @@ class RolloutStream(OverSource):
         sampler: a :class:`RepeatSampler`. Its state need not be saved.
         assembler: the class that makes the groups: GroupAssembler or RayAssembler.
         source: an iterable of rows, such as a collector or a queue; or a function that gets this stream and
-            returns the source. It is called when rows are first needed, after a state is loaded. None: rows
-            are given to :meth:`put`.
+            returns the source. The function is called when rows are first needed, after a state is loaded.
+            None: rows are given to :meth:`put`.
         informative: True, or the stages that filter: yield only informative groups (:func:`informative`), and
             sample further groups until a batch is full.
         epochs: passes over the prompts, after which :meth:`draws` ends; None: endless.
@@ -148,7 +148,7 @@ class RolloutStream(OverSource):
     def draws(self, *, wait: bool = False, patience: float | None = None) -> Iterator[TensorDictBase]:
         """Yield prompts with ids that may be dispatched now. After a restart, lost rollouts come first.
 
-        An environment may use it. If the environment draws the next prompts before its rows are put, as in a
+        An environment may call this method. If it draws the next prompts before its rows are put, as in a
         collector, set ``steps_ahead=1`` or more, and `patience`.
 
         Args:
@@ -271,7 +271,7 @@ class RolloutStream(OverSource):
             super().load_state_dict(state)
 
     def own_state(self) -> dict[str, Any]:
-        """The state to save with the weights; with a journal, only how many of its groups were trained."""
+        """The state to save with the weights. With a journal, it has the number of taken groups, no rows."""
         assembler = self.assembler
         known: dict[str, Any] = {"version": assembler.version, "emitted": assembler.emitted}
         if assembler.journal is None:
@@ -282,14 +282,15 @@ class RolloutStream(OverSource):
         """Restore the output of :meth:`own_state`, before anything else happens.
 
         Raises:
-            ValueError: the journal does not belong to the weights; or the state has other options.
+            ValueError: draws() was called; the journal does not belong to the weights; or the state has
+                other options.
         """
         assembler = self.assembler
         if self._pacing.begun:
             raise ValueError(
-                "load the state before draws() is asked: rollouts of before would be lost. If a collector "
-                "draws, let the stream make it: RolloutStream(sampler, source=make), where make(stream) "
-                "returns the collector"
+                "load the state before draws() is called: rollouts that were drawn before would be lost. If "
+                "a collector draws, let the stream make it: RolloutStream(sampler, source=make), where "
+                "make(stream) returns the collector"
             )
         if assembler.journal is None:
             assembler.load_state_dict(state["assembler"])

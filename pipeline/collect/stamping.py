@@ -9,9 +9,9 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from headrace.transforms.table import BatchError, listing
+from headrace.transforms.table import BatchError, MissingKeyError, listing
 from headrace.transforms.table.options import at_least, describe_options, nested_key, takes_options
-from headrace.transforms.table.schema import ORIGIN, Origin, require
+from headrace.transforms.table.schema import ORIGIN, Origin, facts_of, has_key, require
 from headrace.transforms.table.torchrl_base import Transform
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def stamp_ids(
         TensorDict ``[N]`` of int64: ``prompt``, ``group_id``, ``rollout_id``, ``expected_rollouts``.
 
     Raises:
-        ValueError: `group_size` is below 1; or a prompt is not repeated `group_size` times in a row. The
-            message names the row.
+        ValueError: `group_size` is below 1; `first_rollout` is not a multiple of it; or a prompt is not
+            repeated `group_size` times in a row.
 
     Example:
         >>> stamp_ids([7, 7, 3, 3], group_size=2, first_rollout=10)["group_id"].tolist()
@@ -56,11 +56,10 @@ def stamp_ids(
     rows = torch.arange(len(prompts))
     broken = prompts != prompts[rows - rows % group_size]
     if len(prompts) % group_size or first_rollout % group_size or bool(broken.any()):
-        row = int(broken.nonzero()[0]) if bool(broken.any()) else len(prompts)
+        row = f", with another prompt at row {int(broken.nonzero()[0])}" if bool(broken.any()) else ""
         raise ValueError(
             f"each prompt must be repeated group_size={group_size} times in a row, and first_rollout must be "
-            f"a multiple of it; {len(prompts)} prompts after first_rollout={first_rollout} break that at row "
-            f"{row}"
+            f"a multiple of group_size; got {len(prompts)} prompts and first_rollout={first_rollout}{row}"
         )
     ids = _ids(rows, group_size, first_rollout // group_size, stride)
     return TensorDict({"prompt": prompts, **ids}, batch_size=[len(prompts)])
@@ -95,8 +94,8 @@ class StampIds(Transform):
     the same numbers, the gate and the assembler refuse their rollouts as duplicates.
 
     A collector may reset rows and never step them; LLMCollector does so with its first reset. If their number
-    is not a multiple of G, a group has lost rollouts and never becomes whole. The gate refuses or drops it,
-    and an assembler with a `timeout` closes it.
+    is not a multiple of G, a group has lost rollouts and never becomes complete. The gate refuses or drops
+    it, and an assembler with a `timeout` closes it.
 
     After ``load_state_dict`` the environment continues with the next group.
 
@@ -152,7 +151,7 @@ class StampIds(Transform):
     def _restart(self, dispatched: int) -> None:
         self._dispatched = dispatched  # number of rollouts
         self._prompt: Any = None  # the prompt of the last rollout
-        self._numbers = torch.empty(0, dtype=torch.int64)  # rollout of each row in dispatch order; −1: none
+        self._numbers = torch.empty(0, dtype=torch.int64)  # number of each row's rollout; −1: none
         self._stepped = torch.empty(0, dtype=torch.bool)  # whether the rollout of the row has taken a step
         self._steps = torch.empty(0, dtype=torch.int32)  # steps of the rollout of the row
         self._waiting: frozenset[int] = frozenset()  # groups without a step and without a lost rollout
@@ -161,8 +160,8 @@ class StampIds(Transform):
     def draws(self) -> TensorDict:
         """The rollouts of the groups that have started since the last call.
 
-        A group starts with the first step of any of its rollouts. A group that lost a rollout before is left
-        out.
+        A group starts with the first step of any of its rollouts. A group that lost a rollout before that
+        step is left out.
 
         Returns:
             TensorDict ``[N]`` of (N,) int64 ids, for ``GroupAssembler.announce``.
@@ -199,7 +198,12 @@ class StampIds(Transform):
                 "does; or load the state of the environment before you construct the collector"
             )
         for key in self.out_keys:
-            ids = require(tensordict, key, reader=type(self).__name__, option="stamped when it was reset")
+            if not has_key(tensordict, key):
+                facts = facts_of(tensordict, key, "", type(self).__name__)
+                raise MissingKeyError(
+                    "{reader} {missing}. It is stamped by reset(): step its output", **facts
+                )
+            ids = tensordict.get(key)
             if key == ORIGIN:
                 ids = ids + torch.tensor([1, 0, 0, 0, 0], dtype=ids.dtype, device=ids.device)
                 self._steps = ids[..., 0].flatten().cpu()
@@ -277,8 +281,8 @@ class StampIds(Transform):
         """Check the environment's transforms that repeat prompts.
 
         Raises:
-            ValueError: a transform does not repeat prompts `repeats` times, or comes after this one, which
-                would then not see the resets.
+            ValueError: a transform does not repeat prompts `repeats` times, or draws prompts after this
+                transform.
         """
         environment = self.container
         chain = getattr(environment, "transform", None)
@@ -299,7 +303,7 @@ class StampIds(Transform):
         """Check that the rollouts of a group have the same prompt.
 
         Raises:
-            BatchError: they have different prompts. The message lists the rows.
+            BatchError: rollouts of a group have different prompts. The message lists the rows.
         """
         key = self.prompt_key
         if key is not None:

@@ -20,7 +20,7 @@ from headrace.transforms.streams import RowPiece
 from headrace.transforms.table.tensordicts import take_rows
 
 MOST_PARTS = 16  # largest number of parts of one put
-LEAST_BYTES = 2**18  # smallest size of a part; a smaller one costs the same
+LEAST_BYTES = 2**18  # smallest size of a part; a smaller part costs the same
 STORED = ("headrace", "stored")  # (N, 2) int64: the index of a row's part, and of the row in its part
 
 

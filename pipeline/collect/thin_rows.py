@@ -39,7 +39,7 @@ class ColumnsRead(NamedTuple):
         """Collect the columns that assemblers and pipelines read.
 
         Raises:
-            TypeError: an object is neither.
+            TypeError: an object is neither an assembler nor a pipeline.
         """
         keys: list[Any] = []
         counts: list[TokenCount] = []

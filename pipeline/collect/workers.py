@@ -12,8 +12,8 @@ from tensordict import TensorDictBase
 
 from headrace.transforms.table.schema import ORIGIN, Origin, has_key
 
-TIMES = 3  # times that another worker must have sent rows before a worker counts as silent
-FACTOR = 10  # a pause may be this many times as long as the longest one before
+TIMES = 3  # a worker counts as silent only if another has sent rows this many times since
+FACTOR = 10  # a pause may be this many times as long as the worker's longest pause before
 
 
 @dataclass
@@ -34,8 +34,8 @@ class WorkerWatch:
     Args:
         patience: lower bound in seconds for the default of `worker_patience`. If both are None, workers are
             not watched.
-        worker_patience: seconds after which a worker is silent for too long; None: ten times its longest
-            pause so far, its start included, and at least `patience`.
+        worker_patience: seconds for which a worker may be silent; None: ten times its longest pause so far,
+            its start included, and at least `patience`.
         workers: number of workers, if it is known. Then a worker that never sends a row is detected, too.
     """
 
@@ -90,7 +90,7 @@ class WorkerWatch:
                 )
 
     def numbered(self, workers: Sequence[int]) -> tuple[int, int] | None:
-        """The worker by whose number group ids are made, and the number of workers; None: not known."""
+        """(w, W) if `workers` is the one worker w and the rows are stamped with its number; else None."""
         if len(workers) == 1 and 0 < self._numbered == self.workers:
             return workers[0], self._numbered
         return None

@@ -1,4 +1,4 @@
-"""Compose a configuration from overrides, and build objects from it. Names listed here need no torch."""
+"""Compose a configuration from overrides, and build objects from it. The names below need no torch."""
 
 from .compose import (
     TASKS,

@@ -45,10 +45,10 @@ TASKS = ("train", "replay", "compare", "plan", "audit", "certify", "xray")
 GROUPS = ("pipeline", "experiment", "task", "report", "rows", "xray")  # Hydra groups, which choose a file
 ABSENT: Any = object()
 DOTTED = re.compile(r"[+~]*\w+(\.\w+)+(=|$)")  # an override of a value, such as train.steps=2
-# The options of a stage that have nodes of their own, and the folder of conf/ with these nodes.
+# The options of a stage that take nodes, and the folder of conf/ with these nodes.
 PARTS = {"criterion": "criterion", "also": "criterion", "term": "term"}
 NODE = re.compile(rf"\+*(pipeline\.stages\.\w+(?:\.(?:{'|'.join(PARTS)}))?)=(.*)", re.DOTALL)
-OF_HYDRA = ("hydra.run.dir", "hydra.sweep.dir", "hydra.searchpath", "hydra.verbose")  # only the useful ones
+OF_HYDRA = ("hydra.run.dir", "hydra.sweep.dir", "hydra.searchpath", "hydra.verbose")  # the useful ones
 # Names that other libraries use for options of headrace.
 ALIASES = {
     "recipe": "pipeline",
@@ -68,12 +68,12 @@ class ConfigError(ValueError):
 
 
 def for_hydra(given: Sequence[str]) -> list[str]:
-    """Return the overrides by which Hydra does what overrides of headrace mean.
+    """Translate overrides of headrace into overrides of Hydra.
 
     ``~pipeline.stages.NAME`` sets the stage to null, because a recipe's `order` may still name it. A name, as
     in ``pipeline.stages.second=filter``, or a node with a ``_target_`` replaces a stage, a criterion or a
-    term, and is not merged with it. Other overrides set options of the new one, even if they come first. A
-    new stage and its position need no ``+``: a stage that the order lacks is refused later.
+    term, and takes no options from it. Other overrides set options of the new part, even if they come first.
+    A new stage and its position need no ``+``: a stage that the order lacks is refused later.
 
     Example:
         >>> for_hydra(["~pipeline.stages.filter", "pipeline=grpo", "pipeline.after.bonus=collapse"])
@@ -89,7 +89,7 @@ def for_hydra(given: Sequence[str]) -> list[str]:
         override = re.sub(r"^~(pipeline\.stages\.\w+)$", r"\1=null", override)
         key, value = "", ABSENT
         if found := NODE.fullmatch(override):
-            with suppress(HydraException):  # Hydra raises it again, and says where
+            with suppress(HydraException):  # Hydra raises it again later, with the place
                 key, value = found[1], OverridesParser.create().parse_override(override).value()
         if isinstance(value, str) and re.fullmatch(r"[\w.]+", value):
             value, override = {"_target_": value}, f"{key}={{_target_: {value}}}"
@@ -119,7 +119,7 @@ def compose_config(config_name: str, *overrides: str) -> DictConfig:
     try:
         composed = _from_known(config_name, overrides) or _composed(config_name, overrides)
     except (HydraException, OmegaConfBaseException) as err:
-        raise ConfigError(explain_composition(err, overrides, config_name)) from None  # not 80 lines of Hydra
+        raise ConfigError(explain_composition(err, overrides, config_name)) from None  # Hydra's has 80 lines
     refuse_parts_of_no_stage(composed, overrides)
     return composed
 
@@ -143,8 +143,8 @@ _known = cache(_composed)  # by the overrides that choose files: reading these t
 def _from_known(config_name: str, overrides: Sequence[str]) -> DictConfig | None:
     """Set values in a copy of a configuration composed of the same files; None if Hydra must compose.
 
-    An override with a dotted key chooses no file. If one cannot be applied, Hydra composes again and raises
-    its own error.
+    An override with a dotted key chooses no file. If such an override cannot be applied, Hydra composes again
+    and raises its own error.
     """
     values = [each for each in overrides if DOTTED.match(each)]
     files = tuple(each for each in overrides if each not in values)
@@ -183,7 +183,7 @@ def no_stage(name: str, options: Collection[str], stages: Collection[str]) -> st
 
 
 def _to_add(name: str, options: Collection[str]) -> str:
-    """Say how to add a stage with this name and these options; empty if the name is that of a usual stage."""
+    """Say how to add a stage with this name and these options; empty if a usual stage has this name."""
     if usual_stage(name) is not None:
         return ""
     kinds = [each for each in known_parts("stage") if {*options} <= {*(usual_stage(each) or ())}][:1] or [
@@ -271,7 +271,7 @@ def explain_composition(error: Exception, overrides: Sequence[str] = (), config_
 
 
 def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> str | None:
-    """Return a message with the options that may be meant; None if the rest does not compose either.
+    """Return a message with the options that may be meant; None if the other overrides do not compose.
 
     Args:
         path: the dotted path that Hydra did not find.
@@ -283,7 +283,7 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
         (each for each in split if f"{each[0]}.".startswith(f"{path}.")), (path, "", "")
     )
     chooses_file = re.compile(rf"({'|'.join(GROUPS)}|[\w/]+@[\w.]+)=[\w/]+")
-    # Compose without the option itself, because no configuration has it.
+    # Compose without the option itself, because the configuration does not have it.
     groups = [each for each in overrides if chooses_file.fullmatch(each) and each.partition("=")[0] != typed]
     try:
         base = compose_config(config_name, *groups)
@@ -296,7 +296,7 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
         found = [typed.replace("-", "_")]
     stages = [name for name, node in (OmegaConf.select(base, "pipeline.stages") or {}).items() if node]
     of_stage = re.match(r"(?:pipeline\.)?(?:stages\.)?(\w+)(\.[\w.]+)?", typed)
-    if of_stage and of_stage[1] not in base and of_stage[2]:  # `sorce.path`, nearer to `score` by its letters
+    if of_stage and of_stage[1] not in base and of_stage[2]:  # `sorce` is nearer to `score` than to `source`
         for name in closest(of_stage[1], dict.fromkeys(["source", *map(str, base)]), 1, 0.75):
             near = f"{name}{of_stage[2]}"
             if OmegaConf.select(base, near, default=ABSENT) is not ABSENT:
@@ -353,7 +353,7 @@ def _has_option(path: str, overrides: Sequence[str]) -> bool:
 
 
 def options_meant(name: str, config: DictConfig) -> list[str]:
-    """Find the options that a name without its path may mean, or a name that other libraries use.
+    """Find the options that are meant by a name without its path, or by a name from other libraries.
 
     Example:
         >>> options_meant("filter", compose_config("load")), options_meant("recipe", compose_config("load"))

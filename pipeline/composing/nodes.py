@@ -44,8 +44,7 @@ OF_SIBLINGS = re.compile(r"\$\{(\.+)([\w.]+)\}")  # such as ${...columns.reward}
 def resolved(config: DictConfig) -> Any:
     """Convert a node to dictionaries and lists, with interpolations resolved.
 
-    It does what :func:`OmegaConf.to_container` does in a quarter of the time, because OmegaConf parses each
-    interpolation.
+    It takes a quarter of the time of :func:`OmegaConf.to_container`, which parses each interpolation.
 
     Raises:
         OmegaConfBaseException: an interpolation is invalid, or a value is missing.
@@ -77,9 +76,9 @@ def build_node(config: Any, path: str, plain: Any = None, **given: Any) -> Any:
 
     Args:
         config: the node.
-        path: its path in the configuration, such as ``pipeline`` or ``train.transform``.
+        path: path of the node in the configuration, such as ``pipeline`` or ``train.transform``.
         plain: the node as dictionaries and lists, with interpolations resolved; None: computed here.
-        given: further arguments of its ``_target_``.
+        given: further arguments of the node's ``_target_``.
 
     Raises:
         ConfigError: the ``_target_`` does not take a value; the message begins with the option's path.
@@ -92,7 +91,7 @@ def build_node(config: Any, path: str, plain: Any = None, **given: Any) -> Any:
 
 
 def _made(node: Any, path: str, given: Mapping[str, Any] | None = None) -> Any:
-    """Instantiate plain values like Hydra, in a fifth of the time. Errors name the path.
+    """Instantiate plain values as Hydra does, in a fifth of the time. Errors name the path.
 
     Raises:
         ConfigError: the ``_target_`` does not take a value; the message begins with the option's path.
@@ -116,7 +115,7 @@ def _made(node: Any, path: str, given: Mapping[str, Any] | None = None) -> Any:
         first = re.match(r"\w+", message)
         if first and first[0] in node:
             raise ConfigError(f"{path}.{message}") from err
-        culprits = []  # options without which the error does not occur
+        culprits = []  # without one of these options, the error does not occur
         for name in (each for each in options if each not in (given or {})):
             with suppress(Exception):
                 function(*more, **{key: options[key] for key in options if key != name})
@@ -127,8 +126,7 @@ def _made(node: Any, path: str, given: Mapping[str, Any] | None = None) -> Any:
 
 OF_HYDRA = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 
-# For each option that takes a node of its own: the folder of conf/ with such nodes, and a stage with the
-# option.
+# For each option that takes a node: the folder of conf/ with such nodes, and a stage that has the option.
 HOLDERS = {"criterion": ("criterion", "filter"), "term": ("term", "token_advantage")}
 
 
@@ -136,7 +134,7 @@ def complete_stages(pipeline: Any) -> None:
     """Complete the stages of a ``pipeline`` node, and their criteria and terms, if they are names.
 
     ``second: {_target_: filter, action: drop}`` becomes the usual filter with another action, and
-    ``second: filter`` the usual filter. A stage with options alone is the usual one of its own name.
+    ``second: filter`` the usual filter. A stage with options alone is the usual stage of that name.
 
     Raises:
         ConfigError: there is no stage, criterion or term of this name.
@@ -169,7 +167,7 @@ def _complete(around: DictConfig, key: str, folder: str, where: str) -> None:
             for part in PARTS.keys() & set(given):
                 each = given._get_node(part)._value()
                 if isinstance(each, str) or (isinstance(each, dict) and "_target_" in each):
-                    known[part] = None  # a whole part takes no option from the usual one
+                    known[part] = None  # a whole part takes no option from the usual part
             given = OmegaConf.merge(known, given, {"_target_": known._target_})
         if required := [str(option) for option in given if OmegaConf.is_missing(given, option)]:
             typed = [
@@ -249,7 +247,7 @@ def _check_options(path: str, plain: Any) -> None:
 
     Raises:
         ConfigError: the ``_target_`` does not have an option, or a value does not fit its annotation. The
-            message names the first one.
+            message names the first such option.
     """
     if not isinstance(plain, dict):
         return
@@ -277,7 +275,7 @@ def _imported(where: str, target: str) -> Callable[..., Any]:
     """Import the object of a ``_target_``.
 
     Raises:
-        ConfigError: it cannot be imported.
+        ConfigError: the object cannot be imported.
     """
     log = logging.getLogger("hydra.utils")  # Hydra would log the error that is raised below
     before, log.disabled = log.disabled, True

@@ -1,4 +1,4 @@
-"""Send rollouts and steps through Ray's queues and TransferQueue."""
+"""Send rollouts and optimiser steps through TransferQueue."""
 
 from __future__ import annotations
 

@@ -50,15 +50,15 @@ class QueuedGroups:
 
     Args:
         partition: the name of the partition.
-        key: a regular expression for the keys of rows. It needs the named groups ``group`` and ``rollout``,
-            the number of the rollout in its group, and ``segment`` if rollouts have several rows. Samples
-            with other keys are ignored.
+        key: a regular expression for the keys of rows. It needs the named groups ``group``; ``rollout``, the
+            number of the rollout in its group; and ``segment`` if rollouts have several rows. Samples with
+            other keys are ignored.
         reward: the field with the reward of a row: one number, or one per token, which are added up.
-        version: the tag with the policy version; None: rows have none.
-        prompt: the tag that marks prompts. The key of a prompt is that of its group, and its tag ``status``
-            is the status of the group. None: all rows of a group are put at once.
+        version: the tag with the policy version; None: rows have no version.
+        prompt: the tag that marks prompts. A prompt has the key of its group, and its tag ``status`` is the
+            status of the group. None: all rows of a group are put at once.
         over: the statuses of groups whose rollouts have finished.
-        group_size: rollouts of a group; None: as many as there are.
+        group_size: rollouts of a group; None: as many as have rows.
         announce_to: the assembler, if it has ``on_stale="wait"``. Needs `prompt`, `version` and `group_size`.
 
     Raises:
@@ -185,7 +185,7 @@ class QueuedGroups:
         self.announce_to.announce(self.announce_to.never_announced(draws))
 
     def _forget(self, group: int) -> tuple[str, list[str]]:
-        """Forget a group. Returns its name and the keys of its rows."""
+        """Forget a group. Return its name and the keys of its rows."""
         name, places = self.groups.pop(group)
         return name, [self.keys.pop(place) for place in places]
 
@@ -237,7 +237,7 @@ class QueuedGroups:
         return torch.stack([row.sum() for row in column.unbind()]).float()
 
     def keys_of(self, rows: TensorDictBase) -> list[str]:
-        """The keys of yielded rows, in order. The row of a missing rollout has no key."""
+        """The keys of yielded rows, in order, without the rows of missing rollouts, which have no key."""
         return [self.keys[place] for place in rows[ELSEWHERE][:, 1].tolist() if place != MISSING]
 
 
@@ -253,7 +253,7 @@ class GroupReplayBuffer:
 
     A batch has `batch_size` groups with all their rollouts, in the order in which the groups finished. Three
     kinds of groups are deleted from the queue and replaced by new prompts: groups that failed, by the
-    assembler's options; groups that are too old; and groups of which the recipe trains no row. In the
+    assembler's options; groups that are too old; and groups without a row that the recipe trains. In the
     partition ``val`` every group is used with the rollouts that it has.
 
     With ``max_off_policy_strategy=wait``, or ``on_stale: wait`` in `sampler_kwargs`, no group gets too old: a
@@ -266,7 +266,7 @@ class GroupReplayBuffer:
         trainer_config: the configuration of verl's trainer, from which `num_warmup_batches` and
             `parameter_sync_step` are read.
         max_off_policy_threshold: number of steps that a rollout may span, its own included, ≥ 1; None: any.
-        max_off_policy_strategy: ``drop`` groups that span more steps, or ``wait`` for groups that would.
+        max_off_policy_strategy: ``drop`` groups that span more steps, or ``wait`` for groups before they do.
         sampler_kwargs: options of :class:`GroupAssembler` (``on_failure``, ``min_rollouts``, …);
             `group_size`; and `recipe`, arguments of :func:`load_pipeline`. The stages of the recipe before
             its split select groups, without tokens.
@@ -301,7 +301,7 @@ class GroupReplayBuffer:
             self.options = bound | self.options
         self.waits = self.options.get("on_stale") == "wait"
         self.ahead = ceil(trainer_config.get("num_warmup_batches", 0))
-        """Number of batches that verl dispatches ahead. It may be a fraction."""
+        """Number of batches that verl dispatches ahead. A fraction is rounded up."""
         self.pipeline = None if recipe is None else load_pipeline(*recipe).halves()[0]
         self.partitions: dict[str, tuple[QueuedGroups, GroupAssembler]] = {}
         self._check_wait()
@@ -394,7 +394,7 @@ class GroupReplayBuffer:
         return meta, {f"{prefix}/{why}/evicted_samples": count for why, count in evicted.items() if count}
 
     def _decided(self, batch: TensorDictBase) -> TensorDictBase | None:
-        """The rows of a group that the recipe trains; None if it trains none."""
+        """The rows of a group that the recipe trains; None if it trains no row."""
         run = self.pipeline.run(batch)  # type: ignore[union-attr]
         rows = batch[
             (run.known_rows.table.fates.here & run.known_rows.table.fates.in_loss).nonzero().flatten()
@@ -402,7 +402,7 @@ class GroupReplayBuffer:
         return rows if len(rows) else None
 
     def _refill(self, groups: int, validates: bool) -> int:
-        """Request prompts for deleted groups. Returns how many groups are not replaced."""
+        """Request prompts for deleted groups. Return how many groups are not replaced."""
         if validates or self.refill_fn is None:
             return groups
         self.refill_fn(groups)

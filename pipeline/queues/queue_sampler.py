@@ -83,8 +83,8 @@ def group_sampler(assembler: GroupAssembler) -> Any:
     if assembler.max_staleness is not None:
         raise ValueError(
             f"max_staleness={assembler.max_staleness} needs the policy version, which TransferQueue does not "
-            "tell its sampler. So it cannot wait for slow groups either, nor limit the dispatch. Read the "
-            "queue with RolloutStream(sampler, source=RolloutQueue(...)), which does all of it, or leave "
+            "tell its sampler. The sampler can neither wait for slow groups nor limit the dispatch. Read the "
+            "queue with RolloutStream(sampler, source=RolloutQueue(...)), which does both, or leave "
             "max_staleness out"
         )
     base = import_extra("transfer_queue", "group_sampler").BaseSampler

@@ -32,17 +32,17 @@ from headrace.pipeline.collect import (
 from headrace.transforms import BatchError, StalledError
 from headrace.transforms.carry import join_rows, to_plain
 from headrace.transforms.streams import RowPiece, gather
-from headrace.transforms.table import enter_rows, listing
+from headrace.transforms.table import MissingKeyError, enter_rows, listing
 from headrace.transforms.table.options import at_least, takes_options
 from headrace.transforms.table.schema import (
     IN_LOSS,
     MASKS,
     PADDING,
     RANK,
+    facts_of,
     has_key,
     key_names,
     read_written,
-    require,
 )
 from headrace.transforms.table.tensordicts import (
     ELSEWHERE,
@@ -76,12 +76,11 @@ class RolloutQueue:
     Each row is a sample of the queue with its own key, and is read when all its columns are stored. The rows
     of one producer are read in the order of its puts. A handle that is sent to another process, or used after
     a restart, counts as another producer. If it sends rows twice, the assembler detects the duplicate ids.
-    TransferQueue's own group sampler, which counts rows, is not used. Start Ray and TransferQueue before
-    (``transfer_queue.init()``).
+    TransferQueue's own group sampler, which counts rows, is not used. Start Ray and TransferQueue
+    (``transfer_queue.init()``) before you make a queue.
 
     With `decided_by` the tokens stay in the storage units. The reader gets only the columns that assembler
-    and pipeline need to decide, with token counts, and where each row is stored: less than 200 bytes per
-    row::
+    and pipeline need to decide, token counts, and the location of each row: less than 200 bytes per row::
 
         source = RolloutQueue("rollouts", producers=4, decided_by=[assembler, pipeline])
         for batch in assembled(source, assembler):
@@ -95,10 +94,9 @@ class RolloutQueue:
             after this name, lists the puts.
         producers: number of producers that must call :meth:`end` before the reader ends; None: it never ends.
         clear: when rows that were read are deleted from the queue. ``read``: at the next read.
-            ``saved``: at the second call of :meth:`state_dict` after they were read, so that a reader can
-            continue from its last state or the one before. With `decided_by` only :meth:`keep_only` deletes
-            rows.
-        max_rows: most rows of one read, ≥ 1. But the rows of one put are always read together.
+            ``saved``: at the second call of :meth:`state_dict` after the read, so that a reader can continue
+            from its last state or the state before. With `decided_by` only :meth:`keep_only` deletes rows.
+        max_rows: number of rows after which a read ends, ≥ 1. The rows of one put are always read together.
         decided_by: GroupAssemblers and pipelines; the reader gets only the columns that these read. Give the
             queues of producers the same `decided_by`. None: the reader gets whole rows.
 
@@ -125,7 +123,7 @@ class RolloutQueue:
         """The columns that the reader gets; None: whole rows."""
         self._name, self._sent = "", 0
         self._read: dict[str, int] = {}  # number of rows read, by producer
-        self._used: list[tuple[str, int]] = []  # puts that were read, not deleted, with their row counts
+        self._used: list[tuple[str, int]] = []  # puts that were read and are not deleted, with row counts
         self._saved = 0  # number of entries of `_used` in the last state
         self._stored: set[str] = set()  # keys of rows that were read without tokens and are not deleted
         self._free: set[str] = set()  # keys in `_stored` that no holder had at the last keep_only
@@ -153,7 +151,7 @@ class RolloutQueue:
         first, self._sent = self._sent, self._sent + len(columns)
         keys = [self._key(row) for row in range(first, self._sent)]
         tq().kv_batch_put(keys, self.partition, fields=columns)
-        # Written after the data, so that the reader sees only complete puts.
+        # Put the tag after the data, so that the reader sees only complete puts.
         tq().kv_batch_put([self._key(first)], self._pieces, fields=table, tags=[tag])
 
     def end(self) -> None:
@@ -203,7 +201,7 @@ class RolloutQueue:
             self._forget(len(self._used))
 
     def _rows_of(self, pieces: Sequence[tuple[str, Mapping[str, Any]]], keys: list[str]) -> TensorDictBase:
-        """The rows of puts that have the same columns. With `decided_by`: only the columns that it reads."""
+        """The rows of puts that have the same columns. With `decided_by`, only the columns in `reads`."""
         tag = pieces[0][1]
         if self.reads is None:
             return fetch_rows(tq(), keys, self.partition, tag)
@@ -263,16 +261,18 @@ class RolloutQueue:
             MissingKeyError: the column that says where the rows are stored is missing.
             BatchError: the queue has lost rows or columns; or dense rows differ in width.
         """
-        require(rows, ELSEWHERE, reader=type(self).__name__, option="written with decided_by")
+        if not has_key(rows, ELSEWHERE):
+            facts = facts_of(rows, ELSEWHERE, "", type(self).__name__)
+            raise MissingKeyError("{reader} {missing}. Read the rows by a queue with decided_by", **facts)
         whole = with_tokens(rows, fetch_stored(self.partition, rows[ELSEWHERE]))
         mask_rows(whole, rows, self.reads.masked if self.reads is not None else [])
         return whole
 
     def keep_only(self, *holders: Any) -> int:
-        """Delete all rows from the queue that were read with `decided_by`, except those of the holders.
+        """Delete all rows from the queue that were read with `decided_by`, except rows that a holder has.
 
         With ``clear="saved"`` rows are deleted only if no holder had them at the previous call either. Call
-        this after each saved state. Then a run can continue from the last state or the one before.
+        this after each saved state. Then a run can continue from the last state or the state before.
 
         Args:
             holders: all objects with rows whose tokens are needed later: assemblers, pipelines, streams such
@@ -304,7 +304,7 @@ class RolloutQueue:
         return {"read": dict(self._read)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the rows that a state counts. They are deleted as if this reader had read them."""
+        """Continue after the rows that a state counts. These are deleted as if this reader had read them."""
         self._read = dict(state["read"])
         pieces = [(first.partition("/"), first, tag) for first, tag in self._tags().items()]
         read = [
@@ -381,8 +381,8 @@ class StepQueue:
 
     A rank gets its rows of each step, in order. A step without rows for a rank gives it an empty batch. The
     partition of a rank is ``{partition}/{rank}``. If a :class:`RolloutQueue` read the rows with `decided_by`,
-    a rank gets their keys and the columns that stages wrote. It fetches their tokens from the storage units,
-    once for all steps of one put.
+    a rank gets their locations and the columns that stages wrote. It fetches their tokens from the storage
+    units, once for all steps of one put.
 
     Args:
         partition: a name that no earlier run of the queue has used.
@@ -404,7 +404,7 @@ class StepQueue:
         self.rollouts = rollouts
         self.steps = 0
         """Number of steps that were put."""
-        self._sent: dict[tuple[int, int], Tensor] = {}  # by rank and step: the rows that it must fetch
+        self._sent: dict[tuple[int, int], Tensor] = {}  # by rank and step: the rows that the rank must fetch
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_sent": {}}
@@ -625,7 +625,7 @@ def fetch_stored(partition: str, stored: Tensor) -> TensorDictBase:
     """Fetch rows from the storage units, in the given order.
 
     Args:
-        partition: the partition in which they are stored.
+        partition: the partition in which the rows are stored.
         stored: (N, 3) int64, N ≥ 1: producer, number, kind. A row may be given several times.
 
     Raises:
@@ -657,8 +657,8 @@ def encode_rows(batch: TensorDictBase) -> tuple[TensorDict, dict[str, Any]]:
     """Convert a batch to flat columns for TransferQueue, and make a tag for its rows.
 
     Nested keys are joined by dots, and ragged columns become nested tensors. The tag holds a checksum of the
-    column names, because the queue silently returns only the columns that all requested rows have. It also
-    says whether the batch is a lazy stack.
+    column names, because the queue silently returns only the columns that all requested rows have. The tag
+    also says whether the batch is a lazy stack.
 
     Args:
         batch: TensorDict ``[N]`` or ``[envs, time]``, N ≥ 1, dense or a lazy stack.
@@ -738,7 +738,7 @@ def _columns_of(columns: TensorDictBase) -> int:
 
 
 def fetch_rows(queue: Any, keys: Sequence[str], partition: str, tag: Mapping[str, Any]) -> TensorDictBase:
-    """Fetch rows by their keys. All of them must have the tag `tag`.
+    """Fetch rows by their keys. All rows must have been put with this tag.
 
     Raises:
         BatchError: rows or columns are missing.

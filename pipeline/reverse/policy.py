@@ -51,7 +51,7 @@ class DigitPolicy(TensorDictModuleBase):
         device: device of the model.
 
     Raises:
-        ValueError: a count below 1, or a width that is not a multiple of `heads`.
+        ValueError: an option is below 1, or `width` is not a multiple of `heads`.
     """
 
     def __init__(self, *, width: int = 64, heads: int = 4, layers: int = 2, device: str | None = None):

@@ -1,4 +1,4 @@
-"""Save a run and go on with it: save the weights, the optimiser, the pipeline and the stream at one step."""
+"""Save the weights, the optimiser, the pipeline and the stream of a run at one step, and go on from there."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ FORM = re.compile(r"step_(\d+)\.rank(\d+)of(\d+)\.pt")
 class Checkpoint:
     """The states of all parts of a run, in a file for each saved step.
 
-    :meth:`save` writes a new file, syncs it, renames it, and then commits the stream. So at whatever point
-    the process is killed, :meth:`load` finds a complete file, and groups that the saved weights have trained
-    do not come again. Construct all parts as at the first start, then load, and then begin.
+    :meth:`save` writes a new file, syncs it, renames it, and then commits the stream. The process may be
+    killed at any point: :meth:`load` finds a complete file, and groups that the saved weights have trained
+    are not taken again. Construct all parts as at the first start, then load, and then begin.
 
     Several ranks share the folder. Each writes its own files, and all load the newest step that every rank
     has saved.
 
     Args:
-        folder: the folder. It is made if it does not exist.
+        folder: folder of the files, which is made if it does not exist.
         keep: number of saved steps to keep, ≥ 1; older ones are deleted.
         rank: rank of this process; None: its rank in :mod:`torch.distributed`, or 0.
         ranks: number of ranks; None: their number in :mod:`torch.distributed`, or 1.
@@ -70,7 +70,7 @@ class Checkpoint:
         if not 0 <= self.rank < self.ranks:
             raise ValueError(f"rank must be from 0 to ranks - 1; got rank={self.rank}, ranks={self.ranks}")
         if self.ranks > 1 and keep < 2:
-            raise ValueError("several ranks need keep ≥ 2, because one may be killed before it has saved")
+            raise ValueError("several ranks need keep ≥ 2, because a rank may be killed before it has saved")
         self.stream, self.states = stream, states | ({"stream": stream} if stream is not None else {})
         if not self.states:
             raise ValueError(
@@ -159,7 +159,7 @@ class Checkpoint:
         return {step for step, rank in self._files() if rank == self.rank}
 
     def _complete_steps(self) -> set[int]:
-        """The steps that every rank has saved. Ranks exchange them if they can; else the files tell."""
+        """The steps that every rank has saved: exchanged between ranks if possible, else read from files."""
         if self.ranks > 1 and _is_shared():
             every: list[Any] = [None] * self.ranks
             dist.all_gather_object(every, self._own_steps())

@@ -27,7 +27,7 @@ class OptimiserRecord:
                                      ``collect``, ``reward`` and ``headrace``
     ================================ ========================================================================
 
-    Numbers that were not measured are absent, not 0: without an optimiser step there is no loss and no norm.
+    Numbers that were not measured are absent. So without an optimiser step there is no loss and no norm.
 
     Example:
         >>> record = OptimiserRecord()
@@ -45,7 +45,7 @@ class OptimiserRecord:
         self._clipped: list[bool] = []
         self._tokens = 0.0
         self._losses: list[Tensor] = []  # on the device until the numbers are read
-        self._terms: dict[str, list[tuple[Tensor, Tensor]]] = {}  # values and numbers of tokens, by name
+        self._terms: dict[str, list[tuple[Tensor, Tensor]]] = {}  # values and token counts, by name
         self._seconds: dict[str, float] = {}
 
     def add_step(

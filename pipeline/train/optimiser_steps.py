@@ -94,8 +94,8 @@ def optimise(
 
     Warns:
         UserWarning: the weights are for gradients that are summed over the ranks, but DDP or FSDP averages
-            them, or the reverse (`gradients` of LossWeight). Weights with ``unit="constant"``, and folded
-            ones, are not checked.
+            them, or the reverse (`gradients` of LossWeight). Weights with ``unit="constant"`` and folded
+            weights are not checked.
 
     Raises:
         TypeError: `minibatches` is a single TensorDict, or a pipeline.
@@ -146,7 +146,7 @@ def optimise(
         check_gradients(weights, averaging, group)
         for parameter in parameters if group is not None else ():
             if parameter.requires_grad:
-                if parameter.grad is None:  # it may have a gradient on another rank
+                if parameter.grad is None:  # another rank may have a gradient
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad, group=group)
         if group is not None:
@@ -219,7 +219,7 @@ def check_loss(loss: Callable, rows: TensorDictBase) -> None:
     """Refuse rows that a loss would read wrongly.
 
     TorchRL's losses list the columns that they read in `tensor_keys`, even inside DDP. Other losses, and
-    columns whose names are not the default ones, are not checked.
+    columns without their default names, are not checked.
 
     Raises:
         BatchError: the loss would correct for the sampler a second time, or would apply a token's advantage
@@ -242,9 +242,9 @@ def check_loss(loss: Callable, rows: TensorDictBase) -> None:
         return
     if len({row.get(key).shape for row in rows.tensordicts}) > 1:
         raise BatchError(
-            f"token advantages, {key!r}, need dense rows: of ragged rows {type(loss).__name__} pads them on "
-            "the right and log-probabilities on the left, so that tokens get each other's advantages. Put "
-            "DenseRows first (rows=llm), or use optimise(..., transform=pack)"
+            f"token advantages, {key!r}, need dense rows: in ragged rows, {type(loss).__name__} pads "
+            "advantages on the right and log-probabilities on the left, so that tokens get each other's "
+            "advantages. Put DenseRows first (rows=llm), or use optimise(..., transform=pack)"
         )
 
 
@@ -276,14 +276,14 @@ def noting(averaging: set[Averaging]) -> Iterator[None]:
 def check_gradients(
     weights: float, averaging: Collection[Averaging], group: dist.ProcessGroup | None
 ) -> None:
-    """Warn once if a step's weights do not fit the way in which the gradients of ranks are combined.
+    """Warn if a step's weights do not fit the way in which the gradients of ranks are combined.
 
     The weights of a step sum to 1 if gradients are summed, and to the number of ranks if they are averaged.
 
     Args:
         weights: Σ weight × tokens of the step, over all ranks.
         averaging: the modules that ran.
-        group: ranks over which the gradients are summed; None: they are not summed.
+        group: ranks over which the gradients are summed; None: not summed.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
     needed, combined = 1, "summed, by optimise(process_group=...)"
@@ -309,10 +309,10 @@ def count_step(
 ) -> tuple[float, float, float]:
     """Count the tokens in the loss of an optimiser step, over all ranks, and its weights.
 
-    Weighted rows carry their step's number of tokens and its sum of weights (``num_tokens`` and
+    Weighted rows carry the number of tokens and the sum of weights of their step (``num_tokens`` and
     ``("headrace", "step_weight")``). The rows must then have these sums, and no row may occur twice. The
-    weights of each component must have the component's own sum, too. This reads the device once. If there is
-    a group, it needs two collective operations.
+    weights of each component must have the sum that the rows carry for it, too. The device is read once. If
+    there is a group, two collective operations are needed.
 
     Returns:
         The number of tokens; Σ weight × tokens of the step, or −∞ if the rows do not carry this sum; and the
@@ -374,8 +374,8 @@ def _shares_of_components(minibatch: TensorDictBase) -> tuple[Tensor, Tensor]:
     """Σ over components of weights / (their sum in the step). Each component with tokens adds 1.
 
     Returns:
-        The sum; and (n,) the number of components with tokens in the step, which each row carries. If rows do
-        not carry it, the sum of all weights, and −∞.
+        The sum; and (n,) the number of components with tokens in the step of each row. If rows do not carry
+        the sums of their step: the sum of all weights, and −∞.
     """
     rows = minibatch.unbind(0) if isinstance(minibatch, LazyStackedTensorDict) else [minibatch]
     share, counts = torch.zeros((), dtype=torch.float64, device=device_of(minibatch)), []
@@ -393,7 +393,7 @@ def _shares_of_components(minibatch: TensorDictBase) -> tuple[Tensor, Tensor]:
 
 
 def _differs(found: float, most: float, least: float, share: float, part: bool) -> bool:
-    """Whether a sum differs from the one that the rows carry. If rows are only a `part`, it may be less."""
+    """Whether a sum differs from the sum that the rows carry. If the rows are a `part`, it may be less."""
     if most == -torch.inf:
         return False  # the rows carry no sum
     slack = share * abs(most)

@@ -30,7 +30,7 @@ class RepeatSampler(Sampler[int]):
     Args:
         prompts: the dataset, or its number of prompts.
         group_size: rollouts of each group, ≥ 1.
-        prompts_per_batch: number of prompts, that is of groups, in each batch, over all ranks, ≥ 1.
+        prompts_per_batch: number of prompts (each is one group) in each batch, over all ranks, ≥ 1.
         repeats: number of times that each batch is yielded, ≥ 1.
         shuffle: whether prompts are in random order. False keeps the order of the dataset.
         seed: seed of the permutation.
@@ -129,7 +129,7 @@ class RepeatSampler(Sampler[int]):
         Each TensorDict ``[N]``, N = prompts_per_batch / ranks · group_size, has ``prompt``, ``group_id``,
         ``rollout_id`` and ``expected_rollouts``, (N,) int64; see :func:`stamp_ids`. Ids are unique over all
         epochs and ranks. A restored sampler continues with the next ids. If ``iter()`` has started a batch,
-        the first TensorDict is the rest of it.
+        the first TensorDict has the rest of the batch.
 
         Raises:
             ValueError: while iterating: ``iter()`` has stopped within a group.
@@ -138,8 +138,8 @@ class RepeatSampler(Sampler[int]):
             turn, begun = divmod(self.position, self.group_size)
             if begun:
                 raise ValueError(
-                    f"draws() needs whole groups, and iter() has yielded {begun} of the {self.group_size} "
-                    "indices of a group: read the others from it first"
+                    f"draws() needs complete groups, and iter() has yielded {begun} of the {self.group_size} "
+                    "indices of a group: read the others from iter() first"
                 )
             size = (bisect_right(self._batches, self._batches[turn]) - turn) * self.group_size
             group = self.epoch * self.drawn * self.repeats + self._groups[turn]
@@ -172,9 +172,9 @@ class RepeatSampler(Sampler[int]):
         """Return all groups, of all ranks, in those batches of :meth:`draws` that contain one of `groups`.
 
         The result follows from the ids alone. With ``CompletenessGate(expected_groups=sampler)`` the gate
-        finds groups of which no row came back. For this, collected batches must hold whole batches of
-        :meth:`draws`. If asynchronous collection spreads one over several collected batches, do not give the
-        sampler to the gate, or set `prompts_per_batch` to 1.
+        finds groups without any row. For this, collected batches must hold all rows of a batch of
+        :meth:`draws`. If asynchronous collection spreads a batch of draws over several collected batches, do
+        not give the sampler to the gate, or set `prompts_per_batch` to 1.
 
         Example:
             >>> RepeatSampler(5, group_size=8, prompts_per_batch=2, remainder="uneven").drawn_with([3, 9])

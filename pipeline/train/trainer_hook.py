@@ -47,13 +47,14 @@ class PipelineHook(TrainerHookBase):
         stepper: ``weighted`` computes gradients with :func:`optimise`. It accumulates over micro-batches and
             multiplies by the weights of the pipeline. The loss must return one term per token
             (``aggregation="none"``), unless the weights are folded in. The trainer logs the metrics of
-            :class:`OptimiserRecord`. ``trainer`` uses the trainer's own
-            stepper, which adds up mean losses. It is only for pipelines that write no weights.
+            :class:`OptimiserRecord`. ``trainer`` uses the trainer's own stepper, which adds up mean losses.
+            It is only for pipelines that write no weights.
 
     Raises:
-        ValueError: at registration, if the trainer has a replay buffer and the pipeline is not a second half;
-            it has none and sets its own number of steps; its stepper would ignore the pipeline's weights; or
-            it uses mixed precision or gradient accumulation, which `weighted` does not support.
+        ValueError: at registration. The trainer has a replay buffer, and the pipeline is not a second half or
+            has an `assembler`. Or it has no buffer and sets its own number of steps. Or its stepper would
+            ignore the pipeline's weights. Or it has no optimizer, or uses mixed precision or gradient
+            accumulation, with ``weighted``.
 
     Example:
         >>> PipelineHook(Pipeline({}), stepper="trainer")
@@ -186,7 +187,7 @@ class PipelineHook(TrainerHookBase):
 
 
 class WeightedStepper(OptimizationStepper):
-    """Replaces a trainer's stepper. Takes one optimiser step per minibatch (:func:`optimise`).
+    """A trainer's stepper that takes one optimiser step per minibatch (:func:`optimise`).
 
     Args:
         pipeline: makes the minibatches.
@@ -205,7 +206,7 @@ class WeightedStepper(OptimizationStepper):
         self.keys = {"loss_mask_key": pipeline.loss_mask_key, "log_prob_key": pipeline.log_prob_key}
 
     def step(self, trainer: Trainer, sub_batch: TensorDictBase) -> TensorDictBase:
-        """Take the steps of a batch. Returns the loss and the number of steps (0: no token in the loss)."""
+        """Take the steps of a batch. Return the loss and the number of steps (0: no token in the loss)."""
         losses: list[Tensor] = [torch.zeros((), dtype=FLOAT)]
 
         def reduce(terms: TensorDictBase, batch: TensorDictBase) -> Tensor:

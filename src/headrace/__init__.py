@@ -9,7 +9,7 @@ need, by task:
 ============================ =========================================================================
 from a recipe to minibatches recipes, load_pipeline, Pipeline, Run
 the same on plain columns    decide, Decider, Decision, advantages_of
-ids and whole groups         StampIds, stamp_ids, RepeatSampler, GroupAssembler, assembled
+ids and complete groups      StampIds, stamp_ids, RepeatSampler, GroupAssembler, assembled
 groups from workers          informative, paced, RolloutStream
 optimiser steps              optimise, weighted_loss, TokenGRPOLoss, PipelineHook, Checkpoint
 what happened to the rows    make_report, ReportFolder, log_report, write_page

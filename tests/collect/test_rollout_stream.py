@@ -228,11 +228,11 @@ def test_several_threads_may_dispatch():
     assert Counter(found) == dict.fromkeys(range(4 * PROMPTS), 1)
 
 
-def test_a_state_is_refused_once_draws_were_asked_for():
+def test_a_state_is_refused_after_a_call_of_draws():
     stream = RolloutStream(sampler())
     state = stream.state_dict()
     list(stream.draws())
-    with pytest.raises(ValueError, match=r"before draws\(\) is asked"):
+    with pytest.raises(ValueError, match=r"before draws\(\) is called"):
         stream.load_state_dict(state)
 
 

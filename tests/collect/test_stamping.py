@@ -114,7 +114,7 @@ def test_a_batch_and_a_step_without_ids_are_refused():
         TypeError, match=r"when they start: use env.append_transform\(StampIds\(repeats=2\)\)"
     ):
         StampIds(2)(env.rollout(2))
-    with pytest.raises(BatchError, match="StampIds needs the key 'group_id'"):
+    with pytest.raises(BatchError, match=r"StampIds needs the key 'group_id'; .*\]\. It is stamped by reset"):
         env.step(env.rand_action(env.reset().exclude("group_id")))
 
 

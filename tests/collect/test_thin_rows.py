@@ -358,7 +358,9 @@ def test_rows_without_tokens_are_refused_in_training(name):
     thin = next(iter(source))
     with pytest.raises(BatchError, match=r"elsewhere.*StepQueue\(rollouts=…\)"):
         StepQueue(f"{name}/steps", ranks=1).put(pipeline.minibatches(thin))
-    with pytest.raises(MissingKeyError, match=r"RolloutQueue needs the key \('headrace', 'elsewhere'\)"):
+    with pytest.raises(
+        MissingKeyError, match=r"the key \('headrace', 'elsewhere'\); .*\]\. Read the rows by"
+    ):
         source.fetch(rows)
     with pytest.raises(TypeError, match="decided_by takes GroupAssemblers and pipelines; got dict"):
         RolloutQueue(name, decided_by=[{}])

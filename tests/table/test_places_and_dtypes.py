@@ -132,9 +132,9 @@ def test_stages_that_use_row_indices_refuse_missing_rows(kind):
     batch = segments_of([4, 4, 4, 7, 8], [0.0, 0.0, 8.0, 1.0, 2.0], [False, True, False, True, False])
     drop = SampleFilter(criterion=good, unit="sample", action="drop")
     stage = PLACED[kind]()
-    with pytest.raises(BatchError, match="index of each row in its rollout; found rollout 4, of"):
+    with pytest.raises(BatchError, match="index of each row in its rollout; found rollout 4 with"):
         stage(drop(batch))
-    with pytest.raises(BatchError, match="found rollout 4, of"):
+    with pytest.raises(BatchError, match="found rollout 4 with"):
         Pipeline({"filter": torch.nn.Sequential(drop), "inner": lambda rows: stage(rows)})(batch)
     stage(SampleFilter(criterion=good, unit="rollout", action="drop")(batch))
     merging = batch.exclude("bad", "advantage", ("next", "reward"))
@@ -143,9 +143,9 @@ def test_stages_that_use_row_indices_refuse_missing_rows(kind):
     merging[REAL] = merging[WORDS] > 0
     merging[MASK] = torch.arange(1, 4) == merging[REAL].sum(1, keepdim=True)  # the last real token
     merging["advantage"], merging["next", "reward"] = torch.ones(5, 1, 1), torch.zeros(5)
-    with pytest.raises(BatchError, match="rollout 4, of which rows were merged"):
+    with pytest.raises(BatchError, match="rollout 4 with rows that were merged"):
         stage(MergeTurns()(merging))
-    with pytest.raises(BatchError, match="rollout 4, of which rows were merged"):
+    with pytest.raises(BatchError, match="rollout 4 with rows that were merged"):
         Pipeline({"merge": MergeTurns(), "stage": stage})(merging)
 
 

@@ -200,11 +200,16 @@ def test_a_remainder_raises_by_default():
 
 
 @pytest.mark.parametrize(
-    ("prompts", "first", "row"),
-    [([1, 1, 2, 3], 0, 3), ([1, 1, 2], 0, 3), ([1, 1], 3, 2), ([1, 2, 1, 2], 0, 1)],
+    ("prompts", "first", "found"),
+    [
+        ([1, 1, 2, 3], 0, "4 prompts and first_rollout=0, with another prompt at row 3"),
+        ([1, 1, 2], 0, "3 prompts and first_rollout=0"),
+        ([1, 1], 3, "2 prompts and first_rollout=3"),
+        ([1, 2, 1, 2], 0, "4 prompts and first_rollout=0, with another prompt at row 1"),
+    ],
 )
-def test_stamping_a_row_outside_of_groups_names_it(prompts, first, row):
-    with pytest.raises(ValueError, match=f"break that at row {row}"):
+def test_stamp_ids_refuses_prompts_that_are_not_in_groups(prompts, first, found):
+    with pytest.raises(ValueError, match=f"got {found}$"):
         stamp_ids(prompts, group_size=2, first_rollout=first)
 
 

@@ -134,7 +134,7 @@ def columns_to_send(rows: TensorDictBase, options: Mapping[str, Any]) -> dict[Ne
 def _numbers_of(
     piece: RowPiece, found: Mapping[str, NestedKey], options: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """The numbers of the rows by name. For versions per token: the oldest, and in `newest` the newest."""
+    """The numbers of the rows, by name: of versions per token, the oldest, and the newest as `newest`."""
     versions = None
     if "version" in found:
         versions = piece.versions(found["version"], options["loss_mask_key"])
@@ -185,15 +185,14 @@ def arriving_rows(
         piece: N ≥ 1 rows.
         found: the output of :func:`find_columns`.
         options: the values of `OPTIONS`.
-        version: the trainer's policy version, which a row without a sampled token has if versions are per
-            token.
-        measured: the output of :func:`measures`, to be read as well.
+        version: the trainer's policy version. If versions are per token, rows without a sampled token get it.
+        measured: the output of :func:`measures`, which is read at the same time.
 
     Returns:
         The values of each :class:`Row`, and the origins of rows by arrival.
 
     Raises:
-        BatchError: an id is missing, or a status is unknown.
+        BatchError: an id or a segment number is missing, or a status or number of segments is invalid.
     """
     named, measured = _numbers_of(piece, found, options), measured or {}
     columns = [*named.values(), *measured.values()]
@@ -312,7 +311,7 @@ def admit(plan: StreamPlan, rows: Iterable[tuple[Any, ...]], options: Any) -> se
 def announce(
     plan: StreamPlan, rows: Iterable[tuple[Any, ...]], draws: Mapping[Key, Draw], options: Any
 ) -> None:
-    """Plan to open the groups of these rows, which belong to these draws.
+    """Plan to open announced groups, and keep their draws.
 
     Raises:
         BatchError: a group was announced before, has rows or is closed; or its expected rollouts differ.

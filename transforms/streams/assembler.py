@@ -80,16 +80,16 @@ class GroupAssembler(
     under ``on_stale="wait"``, ``("headrace", "steps_left")`` the further steps for which a row may wait.
 
     Each row is taken, held, or counted under one reason: ``late``, ``duplicate``, ``surplus``, ``failed``,
-    ``timeout``, ``stale``, ``evicted``, ``unfinished`` or ``lost``. The order of arrival does not change
-    groups and counts, except with options about order or time. So a row of a rollout that has left is counted
-    like its rollout: as ``failed`` if that failed, as ``surplus`` if its group became whole without it, and
-    as ``late`` if its group was closed while rows were missing.
+    ``timeout``, ``stale``, ``evicted``, ``unfinished``, ``lost`` or ``undone``. The order of arrival does not
+    change groups and counts, except with options about order or time. So a row of a rollout that has left is
+    counted like its rollout: as ``failed`` if the rollout failed, as ``surplus`` if its group became whole
+    without it, and as ``late`` if its group was closed while rows were missing.
 
     Reads `group_key`, `rollout_key` and `done_key` (None: each row is a whole rollout). Reads `partition_key`
     and `segment_key` if they are set, and `version_key` with `max_staleness`. If versions are per token, it
-    also reads `loss_mask_key`, and a row is as old as its oldest sampled token and as new as its newest; one
-    without a sampled token has `version`. Reads `expected_key`,
-    `status_key`, ``expected_segments`` and ``is_init`` if the batch has them. Reads `reward_key`, from the
+    also reads `loss_mask_key`, and a row is as old as its oldest sampled token and as new as its newest. A
+    row without a sampled token has the version `version`. Reads `expected_key`, `status_key`,
+    ``expected_segments`` and ``is_init`` if the batch has them. Reads `reward_key`, from the
     last row of each rollout, if `on_surplus` is a callable. For :attr:`survivors` it reads `loss_mask_key`
     and `reward_key`, if the batch has them. Writes `loss_mask_key` and `log_prob_key`, if the batch has them,
     under ``on_stale="mask"``. Without `segment_key` the rows of a rollout must arrive in order. With it, (N,)
@@ -118,16 +118,17 @@ class GroupAssembler(
             taken; None: any.
         on_stale: how older rows than `max_staleness` allows are kept out of training. ``wait``: a step waits
             for slow groups before these are too old, and none is dropped (docs/streams.md). Ages count steps,
-            whatever numbers the versions have. It needs `groups`, the number that a step trains over all
-            takers. Groups that were not announced are dropped if a row is older. ``drop`` the group. ``mask``
-            the row: it leaves the loss and stays in the statistics, as with :class:`SampleFilter`.
-            ``refill``: drop the rows of the group and dispatch all its rollouts again; after `max_refills`
-            drop it. None: ``wait``, or ``drop`` without `groups` or with a `partition_key`.
+            and numbers of versions may have gaps. ``wait`` needs `groups`, the number that all takers
+            together train in a step. Groups that were not announced are dropped if a row is older. ``drop``
+            the group. ``mask`` the row: it leaves the loss and stays in the statistics, as with
+            :class:`SampleFilter`. ``refill``: drop the rows of the group and dispatch all its rollouts again;
+            after `max_refills` drop it. None: ``wait``, or ``drop`` without `groups` or with a
+            `partition_key`.
         steps_ahead: steps for which groups are dispatched ahead of the current one, for :meth:`capacity`, at
-            most `max_staleness`. The mean age of the groups is about this. None: 2, or `max_staleness` if it
-            is less; without `max_staleness` there is no limit.
+            most `max_staleness`. The mean age of the groups is about this number. None: 2, or `max_staleness`
+            if that is less; without `max_staleness` there is no limit.
         on_newer: with `max_staleness`, what happens if a row is newer than `version`. ``raise``, because
-            `version` is not updated; or ``wait``: the group is held until `version` reaches that of the row.
+            `version` is not updated; or ``wait``, which holds the group until `version` is as high.
         max_concurrent_rollouts: largest number of unfinished rollouts, for :meth:`capacity`; None: any.
         on_late: what happens to late rows: ``drop`` or ``raise``.
         on_duplicate: what happens if a rollout ends twice or a segment arrives twice, even after its group
@@ -238,11 +239,11 @@ class GroupAssembler(
         self._stream = Stream()
         self._paced = False  # groups were announced
         self.restored = False
-        """Whether it continues from a journal or a state."""
+        """Whether the assembler continues from a journal or a state."""
         self.committed: int | None = None
-        """The step of the last :meth:`commit`; None: there was none with a step."""
+        """The step of the last :meth:`commit` with a step; None: there was no such commit."""
         self._wait = Wait()
-        self._begins = False  # it was restored, and nothing has happened since
+        self._begins = False  # the assembler was restored, and nothing has happened since
         # Groups that were taken after the last commit, in this order, with the oldest version of their rows.
         self._taken_back: dict[Key, int | None] = {}
         self._wanted: int | None = None  # largest number of groups in the next batch, by want()
@@ -312,7 +313,7 @@ class GroupAssembler(
     def survivors(self) -> Survivors:
         """Counts of trained and lost groups by latency, turns, length and reward.
 
-        They begin at the start or the last restart.
+        Counting begins at the start or the last restart.
         """
         with self._lock:
             return self._stream.survival.so_far()
@@ -388,7 +389,7 @@ class GroupAssembler(
     # -- rows come in -------------------------------------------------------------------------------
 
     def put(self, batch: TensorDictBase) -> None:
-        """Take in a batch of rows. Copies all of them, or raises and changes nothing.
+        """Take in a batch of rows: copy all of them, or raise an error and change nothing.
 
         Args:
             batch: TensorDict ``[N]`` or ``[envs, time]``, dense or a lazy stack.
@@ -459,8 +460,9 @@ class GroupAssembler(
         """Make an error that lists the oldest waiting groups and counts all rows.
 
         Args:
-            why: the beginning of its message.
-            worker: worker w of W, as :class:`headrace.pipeline.StampIds` numbers them; lists only its groups.
+            why: the beginning of the message.
+            worker: (w, W), to list only the groups of worker w of W, as :class:`headrace.pipeline.StampIds`
+                numbers them.
         """
         with self._lock:
             puts, last = self._refused
@@ -493,7 +495,7 @@ class GroupAssembler(
         errors: list[Exception] = []
         for group, rollouts in missing:
             try:
-                self.refill(group.group, rollouts)  # type: ignore[misc]  # check_limits requires it
+                self.refill(group.group, rollouts)  # type: ignore[misc]  # check_limits requires `refill`
             except Exception as err:  # from the user's function; the other groups still get their call
                 errors.append(err)
         if errors:
@@ -503,13 +505,13 @@ class GroupAssembler(
 
     @takes_options
     def take(self, n: int | None = None) -> TensorDictBase | None:
-        """Take `n` whole groups, else `groups`, else all of them. Returns None while there are fewer.
+        """Take `n` whole groups, else `groups`, else all of them. Return None while there are fewer.
 
         A batch has groups of one partition: the one that had enough whole groups first.
 
         Raises:
             ValueError: `n` is not an integer ≥ 1.
-            IncompleteGroupsError: a group exceeds `timeout_seconds`, under ``on_timeout="raise"``.
+            IncompleteGroupsError: a group is too old, under ``on_timeout="raise"``.
         """
         n = at_least("n", n, 1)
         if n is None and self._wanted is not None:
@@ -547,12 +549,13 @@ class GroupAssembler(
 
         After a crash these groups are not taken again. Call it after you saved the weights of an optimiser
         step. Rows survive a crash of the process as soon as :meth:`put` has returned, and a crash of the
-        machine after the next commit. The file is rewritten without the rows that have left when it is more
-        than twice as long as after it was last rewritten.
+        machine after the next commit. When the file has become more than twice as long, it is rewritten
+        without the rows that have left.
 
         A process may die after it saved the weights and before it committed. So save :attr:`emitted` with the
-        weights. After a restart set `version` to that of the weights, and commit again, before anything else:
-        ``assembler.commit(step, emitted=saved)``. Then what these weights have trained is not taken again.
+        weights. After a restart set `version` to the version of the weights, and first of all commit again:
+        ``assembler.commit(step, emitted=saved)``. Then groups that these weights have trained are not taken
+        again.
 
         Args:
             step: the number of the step, for :attr:`committed`.
@@ -680,7 +683,7 @@ class GroupAssembler(
         return group.oldest if self.max_staleness is not None else None
 
     def _awaited(self, size: int) -> list[Group] | None:
-        """The groups that a step of `size` groups waits for; None: it may begin."""
+        """The groups that a step of `size` groups waits for; None: the step may begin."""
         stream = self._stream
         if self.waits:
             whole = (group for group in stream.whole_groups() if group.newest <= self.version)
@@ -779,7 +782,9 @@ class GroupAssembler(
             return self._stream.unfinished(self.rollout_key)
 
     def never_announced(self, draws: TensorDictBase) -> TensorDictBase:
-        """The rows of groups that were never announced and have no rows, for a sampler that continues.
+        """The rows of unknown groups, which were not announced, have no rows and are not closed.
+
+        A sampler that continues after a restart dispatches them.
 
         Args:
             draws: see :meth:`announce`.
@@ -791,7 +796,7 @@ class GroupAssembler(
         return draws if not any(known) else draws[~torch.tensor(known)]
 
     def _begin(self) -> None:
-        """Drop rows that were made by lost weights. Called before anything else happens after a restart."""
+        """Drop rows that were sampled with lost weights, before anything else happens after a restart."""
         if self._begins:
             self._note("begin")
             self._restart()
@@ -829,7 +834,7 @@ class GroupAssembler(
             )
 
     def _load(self, state: Mapping[str, Any], piece: RowPiece, kinds: Kinds) -> None:
-        """Restore a state with these rows; `kinds` are those of their columns."""
+        """Restore a state with these rows, whose columns are of these kinds."""
         self._check_options(state)
         with self._lock:
             known = self._stream.puts or self._stream.waiting or self._stream.emitted

@@ -19,7 +19,7 @@ from headrace.transforms.table.tensordicts import (
     write_column,
 )
 
-FRESH = 2**62  # the first id of rollouts that replace lost ones; hashes of text ids are smaller
+FRESH = 2**62  # the first new id of rollouts that are dispatched again; hashes of text ids are smaller
 
 
 class Draw(NamedTuple):
@@ -49,7 +49,7 @@ def dispatched_again(
         draws: for each group its draw, which of its rows are dispatched as they were, and how many rollouts
             get new ids.
         key: key of the rollout ids.
-        first: number of ids that were given before.
+        first: number of new ids that were given before.
     """
     of: dict[int, tuple[TensorDictBase, list[int], list[bool]]] = {}
     for draw, same, fresh in draws:
@@ -83,7 +83,7 @@ def _renamed(rows: TensorDictBase, fresh: Sequence[bool], key: NestedKey, first:
 
 
 def plain_draws(draws: Iterable[Draw]) -> list[Any]:
-    """The rows of groups that have draws, for a state."""
+    """The announced rows of these draws, for a state."""
     of: dict[int, tuple[TensorDictBase, list[int]]] = {}
     for draw in draws:
         of.setdefault(id(draw.rows), (draw.rows, []))[1].extend(draw.at)
@@ -95,7 +95,7 @@ def plain_draws(draws: Iterable[Draw]) -> list[Any]:
 
 
 def groups_of_rows(rows: TensorDictBase, keys: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """The partition and the id of the group of each of N ≥ 1 rows, by the options of the assembler."""
+    """For each of N ≥ 1 rows, the partition and the id of its group, read with the assembler's options."""
     partitions = numbers(rows, keys["partition_key"])
     return list(zip(partitions, numbers(rows, keys["group_key"]), strict=True))
 

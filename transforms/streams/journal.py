@@ -9,8 +9,8 @@ were announced, taken, rejected or given up, each with the clock and policy vers
 When the next assembler opens the file, it holds again the groups that were taken after the last commit.
 
 If the rows are stored where they are lost with the process, the file has no rows. Then it records what was
-announced, taken and committed. In the next assembler, no row has arrived of groups that were announced and
-not committed.
+announced, taken and committed. In the next assembler, groups that were announced and not committed have no
+rows.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ SCHEMA = pyarrow.schema(
         ("event", pyarrow.string()),
         ("said", pyarrow.string()),
         ("tensors", pyarrow.list_(pyarrow.large_binary())),
-        ("size", pyarrow.uint64()),  # bytes of the message, to compare with its header
+        ("size", pyarrow.uint64()),  # bytes of the message, to detect a wrong header
         ("crc32", pyarrow.uint32()),
     ],
     metadata={"headrace": "journal 3"},
 )
 MARK = re.compile(rb"(?=\xff\xff\xff\xff)")  # the first bytes of an Arrow message
 DAMAGED = (pyarrow.lib.ArrowException, OSError, ValueError, EOFError)  # raised by Arrow for damaged bytes
-OF_ROWS = {"put", "expire", "discard_batch", "unfinished"}  # events that say nothing without rows
+OF_ROWS = {"put", "expire", "discard_batch", "unfinished"}  # events that are not written without rows
 SMALL = 2**14  # a file of fewer bytes is not rewritten
 
 
@@ -145,7 +145,7 @@ class Journal:
         # Ages relative to 0 are exact. Subtracting the current time twice would change their last bits.
         state = assembler._state(0.0)
         if not self.rows:
-            state["state"]["received"] -= assembler.held  # they will arrive again
+            state["state"]["received"] -= assembler.held  # these rows will arrive again
             state["rows"] = None
         details = {"version": assembler.version, "clock": self.now(), "options": self._options}
         self._begin("state", details | {"state": state, "step": assembler.committed})
@@ -265,7 +265,7 @@ class Journal:
     def _take_back(self, assembler: Any) -> None:
         """Hold again the groups that were taken since the last commit, and undo the steps since then."""
         stream = assembler._stream
-        if self._taken_keys:  # else the last process died before it took a group
+        if self._taken_keys:  # else the last process took no group
             assembler._taken_back = self._taken_keys
         stream.take_back(self._taken)
         stream.steps, self._taken, self._taken_keys = Steps.from_plain(self._steps), [], {}
@@ -283,7 +283,7 @@ class Journal:
             )
 
     def _events(self) -> Iterator[tuple[int, str, dict[str, Any]]]:
-        """Yield the offset, name and details of each event. Cuts off a damaged last event."""
+        """Yield the offset, name and details of each event. Cut off a damaged last event."""
         with pyarrow.memory_map(str(self.path)) as file:
             content, at = file.read_buffer(), 0
             try:

@@ -17,7 +17,7 @@ from headrace.transforms.table.options import above_zero
 from .open_groups import Group
 from .stream import EVICTED, FAILED, LOST, REASONS, SURPLUS, TIMEOUT, StreamPlan
 
-ENDLESS = 4  # warn of a rollout that is older than this many times the oldest one that ended
+ENDLESS = 4  # warn of a rollout at this many times the greatest age of a rollout that ended
 LEAST_AGE = 5  # smallest age, in puts, that is multiplied by ENDLESS
 LEAST_ENDED = 10  # rollouts that must have ended before any such warning
 LEAST_IDLE = 100  # smallest default of max_idle, for small batches
@@ -46,7 +46,7 @@ def is_too_old(group: Group, plan: StreamPlan, options: Any) -> bool:
 
 
 def settle(plan: StreamPlan, options: Any) -> None:
-    """Plan which groups become whole or are given up. Checks groups with new rows and groups too old.
+    """Plan which groups become whole or are given up. Check the groups with new rows, and those too old.
 
     Raises:
         IncompleteGroupsError: a group is given up, and its option is ``raise``.
@@ -176,7 +176,7 @@ def check_idle(plan: StreamPlan, options: Any) -> None:
     """Check how many puts have made no group whole, and how long a group has waited for its policy version.
 
     Raises:
-        StalledError: more than `max_idle` puts.
+        StalledError: one of these has lasted `max_idle` puts.
     """
     stream, most = plan.stream, options.max_idle
     ahead = None
@@ -217,7 +217,7 @@ def stalled(
     counts = ", ".join(f"{number} {name}" for name, number in rows.items() if number) or "none arrived"
     advice = (
         " Check that all rollouts of a group are put into this assembler, with done=True on their last rows. "
-        "To continue without those that are not, set timeout or max_pending_groups"
+        "To continue without missing rollouts, set timeout or max_pending_groups"
     )
     if not words:
         advice = (

@@ -5,9 +5,10 @@ number of workers, its environment within the worker, and the number of environm
 rollout after the other, and its rows are put in the order in which it sent them. Then rows are missing if one
 of these holds:
 
-1. The number of a row is higher than the number of rows of its rollout so far. The rows between are lost.
+1. The number of a row, counted from 0, is higher than the number of rows before it that arrived. The rows
+   between are lost.
 2. An environment sends a row of its next rollout before the previous one has ended. The end is lost.
-3. All environments of a worker are past a rollout of which no row arrived. The whole rollout is lost.
+3. No row of a rollout arrived, and all environments of its worker are past it. The whole rollout is lost.
    :class:`headrace.pipeline.StampIds` defines the order: worker w of W runs the groups w, w + W, w + 2 W, …,
    each with `expected_rollouts` rollouts.
 """
@@ -80,7 +81,7 @@ def lose(plan: StreamPlan, group: Group, number: int, *, over: bool = True) -> N
         plan: is changed.
         group: a group of the plan.
         number: the id of the rollout.
-        over: no further row of it can arrive.
+        over: no further row of the rollout can arrive.
     """
     plan.lost.append(f"rollout {number} of group {group.group}")
     group.left, group.lost = group.left + 1, group.lost + 1
@@ -93,7 +94,7 @@ def lose(plan: StreamPlan, group: Group, number: int, *, over: bool = True) -> N
 
 
 def warn_of_lost(plan: StreamPlan) -> None:
-    """Warn of rollouts that were lost in this put, each time their total has doubled."""
+    """Warn of rollouts that were lost in this put, whenever the total passes a power of two."""
     now = plan.stream.lost
     if now.bit_length() > (now - len(plan.lost)).bit_length():
         warnings.warn(

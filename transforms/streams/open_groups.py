@@ -32,7 +32,7 @@ class Row(NamedTuple):
     segment: int
     """Number of the row's segment; 0 without `segment_key`."""
     arrival: int
-    """The number of the row's put, times `PUT`, plus its index in the put. It finds the row in `piece`."""
+    """The number of the row's put, times `PUT`, plus its index in the put. `piece` finds the row by it."""
     done: int
     """1: the row's rollout, or its segment, ends with this row."""
     begins: int
@@ -107,7 +107,7 @@ class Rollout:
         return row.segment in self.rows or (at_end and bool(row.done)) if self.by_segment else at_end
 
     def beyond(self, row: Row) -> tuple[int, int] | None:
-        """The highest segment number, and the one that ends the rollout, if that is lower."""
+        """The highest segment number, and the number that ends the rollout; None if this is the highest."""
         if not self.by_segment or self.dones + row.done < self.ends:
             return None
         rows = (row, *self.rows.values())
@@ -145,8 +145,8 @@ class Group:
     expected: int
     """Number of rollouts with which the group was dispatched."""
     born_put: int
-    """Number of the put in which the group's timeout started: first row, announcement or refill; once the
-    group is whole, the put that made it whole.
+    """Number of the put in which the group's timeout started, by its first row, announcement or refill. Once
+    the group is whole, number of the put that made it whole.
     """
     born_time: float
     """The time at which the group's timeout started, in seconds on this process's clock."""
@@ -161,7 +161,7 @@ class Group:
     left: int = 0
     """Rollouts that left because they were lost or stale."""
     enough: bool = True
-    """Once the group is ready: True, further rollouts are surplus; False, they are late after a timeout."""
+    """Once the group is ready, whether further rollouts are surplus; after a timeout they are late."""
     born: int = NEVER
     """The step at which the group was dispatched, which a refill does not change."""
     draw: Draw | None = None
@@ -263,11 +263,11 @@ class Group:
         )
 
     def measures(self) -> dict[str, float]:
-        """``turns`` and ``length`` of its longest rollouts, and the mean ``reward`` of those that have ended.
+        """The greatest ``turns`` and ``length`` of a rollout, and the mean ``reward`` of ended rollouts.
 
         Turns are rows, at least 1. The length is in tokens of the loss mask. The reward of a rollout is that
-        of its last row. Length and reward are left out if rows do not have them; so are rewards that are not
-        finite.
+        of its last row. Length and reward are left out if rows do not have them. Rewards that are not finite
+        are left out, too.
         """
         turns, longest, rewards = 1, -1, []
         for member in self.members.values():
@@ -349,4 +349,4 @@ class Group:
 
 NAMES = [each.name for each in fields(Group)]
 KNOWN = attrgetter(*NAMES[: NAMES.index("fate")])
-"""Gets the attributes of a group that it has outside of a plan."""
+"""Gets the attributes that a group has outside of a plan."""

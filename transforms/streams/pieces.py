@@ -63,9 +63,9 @@ class RowPiece:
         self.defaults: dict[str, Any] = {}
         """The values for missing columns."""
         self.lengths: Sequence[int] = [-1] * len(batch)
-        """Tokens in the loss mask of each row; −1: it has no mask, or was read before a restart."""
+        """Tokens in the loss mask of each row; −1: the row has no mask, or was read before a restart."""
         self.rewards: Sequence[float] = [math.nan] * len(batch)
-        """The reward of each row; NaN: it has none."""
+        """The reward of each row; NaN: the row has no reward."""
 
     def versions(self, key: NestedKey, loss_mask_key: NestedKey) -> Tensor | None:
         """(n, 2): the oldest and newest version of each row's sampled tokens. None: rows have one version.
@@ -85,7 +85,7 @@ class RowPiece:
 
         Raises:
             MissingKeyError: the column is missing.
-            BatchError: it has another number of values per row.
+            BatchError: the column has another number of values per row.
         """
         parts = parts_of(self.batch, key)
         size = WIDTHS.get(name, 1) * (1 if isinstance(self.batch, LazyStackedTensorDict) else len(self.batch))
@@ -124,7 +124,7 @@ class RowPiece:
         return self.defaults["version"] if column is None else column[self.place[arrival]]
 
     def newest(self, arrival: int) -> int:
-        """The policy version of its newest token."""
+        """The policy version of a row's newest token."""
         column = self.columns.get("newest")
         return self.defaults["newest"] if column is None else column[self.place[arrival]]
 
@@ -149,7 +149,7 @@ class RowPiece:
 def joined_plain(pieces: Collection[RowPiece]) -> dict[str, Any] | None:
     """Copy the rows of pieces into one dict of tensors and lists. Returns None without pieces.
 
-    They are joined because thousands of small tensors take long to save and load.
+    The rows are joined because thousands of small tensors take long to save and load.
     """
     if not pieces:
         return None

@@ -5,17 +5,19 @@ at the step at which it is announced. Its deadline is k = `max_staleness` steps 
 until it has left, was rejected, or the step that trains it has ended. With a = `steps_ahead` ≤ k:
 
 1. At most (a + 1) · G groups are outstanding after a dispatch.
-2. A step trains those of the whole groups that have the earliest deadlines.
-3. It begins only if for every b ≥ v − k at most (b + k − v) · G of the groups born at or before b are left.
+2. A step trains the whole groups with the earliest deadlines.
+3. A step begins only if, for every b ≥ v − k, it leaves at most (b + k − v) · G of the groups that were born
+   at or before b.
 
 Then no group is dropped for its age, none is trained after its deadline, and no step waits for ever. Proof:
 before each step, at most (b + k − v + 1) · G of the outstanding groups were born at or before b. A dispatch
-adds groups only at b = v, where (a + 1) · G are not more than that. A step keeps this bound, by rule 3. If
-all outstanding groups are whole, rule 3 holds, because the step takes the G earliest of them.
+adds groups only at b = v, where this bound is (k + 1) · G, and rule 1 allows no more than (a + 1) · G. A step
+keeps this bound, by rule 3. If all outstanding groups are whole, rule 3 holds, because the step takes the G
+groups with the earliest deadlines.
 
 A row may be one version older than its announcement, if its worker got the weights late. Then it may be
-trained at the age k + 1. Groups past their deadline, because a step took fewer than G groups, are trained
-first, and no step waits for them.
+trained at the age k + 1. After a step that took fewer than G groups, groups may be past their deadline. They
+are trained first, and no step waits for them.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class Steps:
         self.over, self.taken = self.over + 1, 0
 
     def begin(self, version: int) -> None:
-        """The policy has this version from now on."""
+        """Note that the policy has this version from now on."""
         known = [each for each in self.began if each[0] <= version and (self.over or self.ages)]
         if [step for _, step in known[-2:]] == [self.over, self.over]:
             del known[-1]  # of the versions of one step, the first and the last are enough
@@ -81,15 +83,15 @@ class Steps:
         return options.max_staleness - self.over + self.of(version)
 
     def born(self, group: Group) -> int:
-        """The step at which a group was born: that of its announcement.
+        """The step at which a group was born: the step of its announcement.
 
-        If all rows of a whole group are newer, because they waited for a worker, it is the step of the oldest
-        row. A refilled group keeps its birth.
+        If all rows of a whole group are newer, because the prompt waited for a worker, it is the step of the
+        oldest row. A refilled group keeps its birth.
         """
         return max(group.born, self.oldest(group)) if group.is_ready and not group.refills else group.born
 
     def in_order(self, groups: Iterable[Group]) -> list[Group]:
-        """Groups by deadline. Groups that were never announced come last, in the order of completion."""
+        """Groups by deadline. Groups that were never announced come last, as they became whole."""
         return sorted(
             groups, key=lambda group: (self.born(group) if group.announced else math.inf, group.order)
         )
@@ -98,7 +100,7 @@ class Steps:
         """Count the groups that the current step takes, by their age.
 
         Args:
-            oldest: for each group the oldest policy version of its rows; None: it is not read.
+            oldest: for each group the oldest policy version of its rows; None: not read.
         """
         self.taken += len(oldest)
         self.ages.update(self.over - self.of(version) for version in oldest if version is not None)
@@ -116,7 +118,7 @@ class Steps:
 
 
 def warn_of_no_slack(options: Any) -> None:
-    """Warn that each step waits for the slowest of the groups that were dispatched before it."""
+    """Warn that each step waits for the slowest of the groups that were dispatched for it."""
     if options.waits and 0 < options.max_staleness == options.ahead:
         warnings.warn(
             f"no group may take longer than others: steps_ahead and max_staleness are both {options.ahead}, "
@@ -144,7 +146,7 @@ def waits_for(
     """
     if steps.taken:
         return None
-    first = steps.over - options.max_staleness  # groups that were born before it are late whatever happens
+    first = steps.over - options.max_staleness  # groups that were born earlier are late in any case
     whole = steps.in_order(whole)
     unfinished = steps.in_order(group for group in waiting if group.announced)
     if len(whole) < size:

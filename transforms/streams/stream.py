@@ -121,19 +121,19 @@ class StreamPlan:
     came: dict[Key, set[int]] = field(default_factory=lambda: defaultdict(set))
     """By group: the rollouts that have taken in new rows, without `singles`."""
     singles: dict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
-    """By partition: the group of each new rollout that is one number."""
+    """By partition: the group of each new rollout that is held as one number."""
     homes: dict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
-    """By partition: the group of each other rollout of new rows, also if these leave."""
+    """By partition: the group of each other rollout of new rows, also if the rows leave."""
     origins: dict[int, Origin] = field(default_factory=dict)
     """The origin of each new row, by arrival, if it is stamped."""
     rollouts: dict[Lane, set[int]] = field(default_factory=dict)
     """By environment: the rollouts with new rows, and the newest rollout before this put."""
     lanes: dict[Lane, int] = field(default_factory=dict)
-    """The newest rollout of each environment that has started another one in this put."""
+    """The newest rollout of each environment that has started a rollout in this put."""
     moved: dict[Key, tuple[Row, Origin]] = field(default_factory=dict)
     """By partition and worker: a new row of a worker with an environment in `lanes`."""
     workers: int = 0
-    """Number of workers, if rows have it."""
+    """Number of workers, if the rows are stamped; else 0."""
     passed: dict[Key, int] = field(default_factory=dict)
     """New values for :attr:`Stream.passed`."""
     lost: list[str] = field(default_factory=list)
@@ -203,7 +203,7 @@ class Stream:
         self.pieces: dict[RowPiece, int] = {}
         """The held rows, in order of arrival, and the number of their put; 0: rows of several puts."""
         self.by_put: dict[int, RowPiece] = {}
-        """The held rows of each put, and those of a put that is planned."""
+        """The held rows of each put, and the rows of a put that is planned."""
         self.gone: dict[Key, Rollout] = {}
         """Failed, surplus and lost rollouts that left before all their rows arrived."""
         self.closed_groups: dict[int, Intervals] = defaultdict(Intervals)
@@ -233,11 +233,11 @@ class Stream:
         self.open: OrderedDict[Key, int] = OrderedDict()
         """Unfinished rollouts, oldest first, with the number of puts at their first row."""
         self.ended = self.longest = 0
-        """Number of ended rollouts, and the most puts that one took from its first row to its last."""
+        """Number of ended rollouts, and the greatest number of puts from the first row of one to its last."""
         self.lost = 0
         """Number of lost rollouts."""
         self.workers = 0
-        """Number of workers, if rows say it; else 0."""
+        """Number of workers, if rows were stamped; else 0."""
         self.lanes: dict[Lane, int] = {}
         """The newest rollout of each environment with a row."""
         self.passed: dict[Key, int] = {}
@@ -295,7 +295,7 @@ class Stream:
 
         Args:
             groups: whole groups, or all at the end.
-            reason: empty: they are taken.
+            reason: why the groups leave; empty: they are taken.
             stale: groups that are taken with rows that are masked as stale.
         """
         groups = list(groups)
@@ -357,7 +357,7 @@ class Stream:
         self.survival = Survival(before=[*self.waiting, *(group.key for group in self.whole_groups())])
 
     def unfinished(self, key: NestedKey) -> list[TensorDictBase]:
-        """The draws of rollouts that are owed and have not ended. Those of which rows arrived are replaced.
+        """The draws of owed rollouts that have not ended. Those that have rows get a new id.
 
         Args:
             key: key of the rollout ids.
@@ -417,7 +417,7 @@ class Stream:
             self.closed_rollouts[partition].remove(number)
 
     def forget_rows(self, now: float) -> None:
-        """Drop all rows: announced groups have no row yet, and other groups are forgotten."""
+        """Drop all rows. Announced groups then have no rows, and other groups are forgotten."""
         for partition, homes in self.homes.items():
             closed = self.closed_groups[partition]
             for number in [number for number, group in homes.items() if group not in closed]:
@@ -431,12 +431,12 @@ class Stream:
                 self.waiting[group.key] = anew
 
     def drop(self, group: Group, rollouts: Collection[int], reason: str) -> None:
-        """Drop rollouts of a waiting group. Others take their place, so their further rows are surplus."""
+        """Drop rollouts of a waiting group. They are replaced, so their further rows are surplus."""
         gone: list[Place] = []
         for number in rollouts:
             rollout = group.rollouts.pop(number)
             gone += ((row.piece, row.arrival) for row in rollout.rows.values())
-            rollout.lost |= reason == UNDONE  # not counted as surplus, if a row comes after all
+            rollout.lost |= reason == UNDONE  # so a row that comes after all is not surplus
             self._remember(group.partition, number, rollout)
         self._rows_leave(gone, reason)
 
@@ -446,10 +446,10 @@ class Stream:
         """Choose whole groups of one partition.
 
         Args:
-            wanted: how many; None: all, at least one.
+            wanted: number of groups; None: all, at least one.
             most: upper limit; None: `wanted`.
             newest: newest allowed policy version; None: any.
-            by_deadline: those with the earliest deadlines; else those that became whole first.
+            by_deadline: choose the groups with the earliest deadlines; else those that became whole first.
 
         Returns:
             The groups of the partition that had enough first; empty if no partition has enough.
@@ -466,7 +466,7 @@ class Stream:
         return min(candidates, key=lambda groups: groups[-1].order, default=[])
 
     def _rows_leave(self, gone: Collection[Place], reason: str) -> int:
-        """Hold rows no longer, and return their number. Count them under `reason`, if it is given."""
+        """Release rows, and return their number. Count them under `reason`, if it is given."""
         self.held -= len(gone)
         if reason:
             self.counts[reason] += len(gone)
@@ -573,7 +573,7 @@ class Stream:
             state: as it was saved.
             rows: the values of each held :class:`Row`, in order of arrival.
             now: seconds on the clock.
-            options: those of the assembler that decide how rows are read.
+            options: the options of the assembler that decide how rows are read.
         """
         stream = cls()
         for name in TOTALS:

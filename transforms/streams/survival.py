@@ -4,9 +4,9 @@ The **latency** of a group is the time from its announcement, or its first row, 
 are those with long rollouts, which are often the hard ones. If a stream loses more of them than of others, it
 trains on a biased selection of its prompts.
 
-The length and the turns of a group are those of its longest rollout, because a group is whole when its last
-rollout has ended. So this rollout decides whether the group is late. The greatest length of the rollouts that
-have arrived is also a lower bound; their mean length would not be one.
+The length and the turns of a group are those of its longest rollout. This rollout decides whether the group
+is late, because a group is whole when its last rollout has ended. While rollouts are missing, the greatest
+length so far is a lower bound; the mean length would not be one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from .open_groups import Group, Key
 
-BINS = 8  # for each factor of two, so a bin is 9 % wide
+BINS = 8  # bins for each factor of two, each 9 % wide
 LEAST = 2**-10  # smaller values count as this
-NONE = math.floor(BINS * math.log2(LEAST)) - 1  # below the bin of LEAST
+NONE = math.floor(BINS * math.log2(LEAST)) - 1  # the bin below that of LEAST
 LONG = ("latency", "turns", "length")  # values that are large for slow groups
 TENTHS = 10
 TRAINED = "trained"
@@ -40,7 +40,7 @@ def least_of(number: int) -> float:
 
 
 def signed_bin_of(value: float) -> int:
-    """The bin of a reward: 0 if it is less than 2⁻¹⁰ either way; else that of its absolute value, signed."""
+    """The bin of a reward: 0 below 2⁻¹⁰ in absolute value, ±1 from there on, and so on by :func:`bin_of`."""
     return 0 if abs(value) < LEAST else int(math.copysign(bin_of(abs(value)) - NONE, value))
 
 
@@ -52,9 +52,9 @@ def signed_least_of(number: int) -> float:
 def slow_loss(trained: Sequence[int], lost: Sequence[int]) -> tuple[float, int]:
     """Whether parts with large values are lost more often, and from which part on the difference is clearest.
 
-    Let N groups be in K + 1 parts by their value, and n of them be trained. The share m of all groups is in
-    part k or a later part; so are the share a of the trained and b > m of the lost. With the divergence of
-    two shares D(a, m) = a · ln(a / m) + (1 − a) · ln((1 − a) / (1 − m))::
+    Let N groups be in K + 1 parts by their value, and n of them be trained. Part k and later parts have the
+    share m of all groups, the share a of the trained groups, and the share b of the lost groups. The maximum
+    is over the k with b > m. With the divergence D(a, m) = a · ln(a / m) + (1 − a) · ln((1 − a) / (1 − m))::
 
         z = −√(2 · max(0, max over k of max(n · D(a, m), (N − n) · D(b, m)) − ln K))
 
@@ -67,7 +67,7 @@ def slow_loss(trained: Sequence[int], lost: Sequence[int]) -> tuple[float, int]:
         lost: lost groups of each part, in the same order.
 
     Returns:
-        z; and k, which is 0 if z is.
+        z, and the k of the maximum, which is 0 if z is 0.
 
     Example:
         >>> z, part = slow_loss([60, 20, 0], [0, 0, 20])  # b = 1, m = 0.2: −√(2 · (20 · ln 5 − ln 2))
@@ -92,7 +92,7 @@ def _divergence(a: float, m: float) -> float:
 
 
 class Tenth(NamedTuple):
-    """About a tenth of the groups that have left and have a value, by this value."""
+    """About a tenth of the groups that have left: those with neighbouring values."""
 
     least: float
     """The least value. A group that left early has its lower bound."""
@@ -115,12 +115,12 @@ class Survivors:
     """Which groups a stream has trained and lost, by their latency, turns, length and reward.
 
     Args:
-        fates: for ``latency``, ``turns``, ``length`` and ``reward``, the number of groups of each fate
-            (``trained``, or a reason), whose value is known or is a lower bound, in each bin. The latency is
-            in seconds. Turns are rows of the longest rollout, the length is its tokens in the loss mask. The
-            reward is the mean of the rollouts that have ended. It has no lower bound: a group that left
-            before its reward was known has none. A group whose rows lack the column has no length or no
-            reward either.
+        fates: for ``latency``, ``turns``, ``length`` and ``reward``, the number of groups by their fate
+            (``trained``, or a reason), by whether the value is known (False: it is a lower bound), and by the
+            bin of the value. The latency is in seconds. Turns are the rows of the longest rollout, and the
+            length is its tokens in the loss mask. The reward is the mean of the rollouts that have ended. It
+            has no lower bound: a group that left before its reward was known has none. A group whose rows
+            lack the column has no length or no reward either.
         outstanding: groups that have not left. No other number counts them.
 
     Example:
@@ -166,7 +166,7 @@ class Survivors:
         """``survivors/…`` for loggers; empty before a group has left.
 
         ``trained`` is the share of the groups that have left. ``lost/<reason>``, ``early`` and
-        ``outstanding`` count groups. ``latency/z`` is that of :func:`slow_loss`. If it is below 0,
+        ``outstanding`` count groups. ``latency/z`` is the z of :func:`slow_loss`. If it is below 0,
         ``latency/slow`` is the latency, in seconds, at which the difference is clearest,
         ``latency/slow_trained`` the trained share of the groups that took at least that long, and
         ``latency/others_trained`` the trained share of the others. ``turns`` and ``length`` have the same
@@ -227,12 +227,12 @@ class Survival:
     def leave(
         self, groups: Iterable[Group], reason: str, now: float = math.nan, stale: Collection[Key] = ()
     ) -> None:
-        """Count groups that leave, and that still have their rows.
+        """Count groups that leave and still have their rows.
 
         Args:
             groups: the groups that leave.
-            reason: empty: they are trained.
-            now: seconds, if they are not whole.
+            reason: why the groups leave; empty: they are trained.
+            now: seconds, if the groups are not whole.
             stale: groups that are trained without their old rows. They count as stale.
         """
         for group in groups:

@@ -1,4 +1,4 @@
-"""How long the trainer waits for a batch: a warning names what it waits for, and timeouts go on."""
+"""How long the trainer waits for a batch. A warning names what it waits for, and timeouts go on."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Wait:
         """Seconds of the longest wait that has ended."""
         self._first, self._warn_after = True, 0.0
         self._last_put: float | None = None
-        self._puts, self._seconds = 0, 0.0  # between puts
+        self._puts, self._seconds = 0, 0.0  # intervals between puts, and their sum
 
     def look(self, now: float, *, over: bool, blocked_by: Callable[[], Sequence[str]]) -> None:
-        """Note that the trainer asked for a batch. Warn if it has waited too long, and at twice that again.
+        """Note that the trainer asked for a batch. Warn if it has waited too long, and at twice that time.
 
         Args:
             now: seconds.
@@ -49,7 +49,7 @@ class Wait:
             )
 
     def note_put(self, now: float) -> None:
-        """Note a put, for the usual time between two."""
+        """Note a put, for the usual time between two puts."""
         if self._last_put is not None:
             self._puts, self._seconds = self._puts + 1, self._seconds + now - self._last_put
         self._last_put = now
@@ -59,7 +59,7 @@ class Wait:
         self._last_put = now
 
     def missed_puts(self, now: float) -> int:
-        """The puts that would have come, at their usual rate, while the trainer waits and none comes."""
+        """The number of puts that would have come at their usual rate while the trainer waits for one."""
         if self.since is None or self._last_put is None or not self._seconds:
             return 0
         return int((now - max(self.since, self._last_put)) * self._puts / self._seconds)

@@ -1,4 +1,4 @@
-"""A process that has all rows of its batch. It has the methods that a table calls on several ranks."""
+"""A process without other ranks. It has the methods by which a table exchanges rows with other ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .process_group import SharedIds, resolve_group
 
 
 class Alone:
-    """One process without others. :class:`~headrace.transforms.ranks.Ranks` does the same for several.
+    """One process without others. :class:`~headrace.transforms.ranks.Ranks` has the same methods for several.
 
-    A table is extended by the rows of all ranks when it is read (:meth:`share`), numbers that are computed
-    from tokens are exchanged (:meth:`gather_rows`), and each rank gathers its own rows
+    When a table is read, it is extended by the rows of all ranks (:meth:`share`). Numbers that are computed
+    from tokens are exchanged later (:meth:`gather_rows`). Each rank gathers only its own rows
     (:meth:`Table.rows_of_ranks`).
 
     Attributes:
@@ -40,7 +40,7 @@ class Alone:
         """Extend a table by the rows of all ranks; what `about` returns must be equal on all ranks."""
 
     def gather_rows(self, values: Tensor, counts: list[int]) -> Tensor:
-        """Join (B, ...) values of the rows of each rank."""
+        """Join the (B, ...) values of all ranks, rank after rank."""
         return values
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -62,7 +62,7 @@ def connect(
     patience: float = 600.0,
     id_keys: Mapping[Any, str] | None = None,
 ) -> Alone:
-    """Connect to the ranks of a process group, or of its name; None: a process alone."""
+    """Connect to the ranks of a process group or of a group's name. None gives a process alone."""
     if group is None:
         return Alone()
     ranks = import_module("headrace.transforms.ranks").Ranks

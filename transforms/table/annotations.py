@@ -23,8 +23,8 @@ __all__ = ["annotations_of", "closest_value", "described", "fits"]
 
 DATA = (torch.Tensor, TensorDictBase)
 PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
-OPAQUE = ("headrace", "torch", "torchrl", "tensordict")  # no plain value stands for their classes
-NAMED = ("device", "dtype")  # except these, by name
+OPAQUE = ("headrace", "torch", "torchrl", "tensordict")  # a plain value fits none of their classes
+NAMED = ("device", "dtype")  # except these, which a text can name
 BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 PYTHON = {bool: "True or False", str: "a string", type(None): "None"}
 ANY_TEXT = {str, NestedKey, Any}
@@ -47,7 +47,7 @@ def annotations_of(thing: Callable[..., Any]) -> dict[str, Any]:
             continue
         try:
             found[name] = eval(annotation, dict(names)) if isinstance(annotation, str) else annotation
-        except Exception:  # a name that is only imported for type checkers
+        except Exception:  # it uses a name that is only imported for type checkers
             found[name] = Any
     return found
 

@@ -78,7 +78,7 @@ def require_turns(rows: Rows, turn: Tensor) -> None:
 
 
 def describe_rollout(rows: Rows, row: int, values: Tensor) -> str:
-    """Describe the rollout of row i: all its rows in this view, with their (M,) `values`."""
+    """Describe the rollout of row i: the numbers and the (M,) `values` of all its rows in this view."""
     of = rows.rollouts.of
     segments = (of == of[row]).nonzero().flatten()
     numbers = few(_on_arrival(rows, segments))
@@ -86,5 +86,5 @@ def describe_rollout(rows: Rows, row: int, values: Tensor) -> str:
 
 
 def _on_arrival(rows: Rows, some: Tensor) -> Tensor:
-    """The row numbers, in the batch as it arrived, of some rows of this view."""
+    """The numbers that some rows of this view had in the batch on arrival."""
     return some if rows.index is None else rows.index[some]

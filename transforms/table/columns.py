@@ -114,7 +114,7 @@ OF_TOKENS = (
 )
 REFERENCE: tuple[NestedKey, ...] = (("ref_log_probs", "full"), ("next", "ref_log_probs", "full"))
 
-# Columns that a stage writes for later stages, and the stage.
+# Columns that a stage writes for later stages, and the name of the stage.
 WRITERS: dict[NestedKey, str] = {REWARD: "FanOutCollapse", RETURN: "RewardsToGo", MINIBATCH: "ShuffleSplit"}
 
 
@@ -159,7 +159,7 @@ class ColumnNames(TypedDict, total=False):
 
 
 class TakesColumns:
-    """Base class of stages, criteria and terms: it reads columns by role, and the user can rename them.
+    """Base class of stages, criteria and terms, which read columns by role. The user can rename the columns.
 
     A subclass declares its columns, ``class Mine(BatchTransform, columns=("group", "reward"))``, takes
     ``**names: Unpack[ColumnNames]``, and calls ``self.name_columns(names)`` first. It then has the options
@@ -167,7 +167,7 @@ class TakesColumns:
     (:func:`takes_options`).
 
     Class arguments:
-        columns: roles of :data:`COLUMNS`; they replace those of the base class.
+        columns: roles of :data:`COLUMNS`, in place of the roles of the base class.
         needed: roles whose key may not be None in this class.
         optional: roles whose key may be None in this class.
         unset: roles whose key is None in this class by default.
@@ -185,7 +185,7 @@ class TakesColumns:
     set_later: ClassVar[tuple[str, ...]] = ()
     """Options that may be assigned after construction."""
 
-    if TYPE_CHECKING:  # `<role>_key` of each
+    if TYPE_CHECKING:  # each column has an attribute `<role>_key`
 
         def __getattr__(self, name: str) -> Any: ...
 

@@ -1,4 +1,4 @@
-"""Empty rollouts: no row of them arrived with a token that trains."""
+"""Empty rollouts, which arrived without a token that trains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Empty = Literal["exclude", "count", "raise"]
 
 
 def take_empty_out(rows: Rows, empty: Empty) -> None:
-    """Exclude the rollouts of which no row arrived with a finite log-probability in the loss mask.
+    """Exclude a rollout if none of its rows arrived with a finite log-probability in the loss mask.
 
     If the batch does not say which tokens train, no rollout is empty.
 
@@ -26,7 +26,7 @@ def take_empty_out(rows: Rows, empty: Empty) -> None:
     if count not in table.columns:
         return
     nothing = rows.count("loss_mask", finite=True, arrived=True) == 0
-    if (votes_only := rows.votes_only) is not None:  # a vote needs no token
+    if (votes_only := rows.votes_only) is not None:  # a rollout that votes only needs no token
         nothing = nothing & ~votes_only
     if bool(nothing.any()):
         if rows.has("rollout"):  # else each row is a rollout

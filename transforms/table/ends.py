@@ -27,13 +27,13 @@ class Ends(NamedTuple):
     begins: Tensor | None = None
     """bool: the rollout, or its segment, begins with this row."""
     segment: Tensor | None = None
-    """int64: ordered number of the row's segment; rows of one segment have the same number."""
+    """int64: number of the row's segment, in the order of the segments."""
     expected: Tensor | None = None
-    """int64: number of segments of the row's rollout, each of which ends."""
+    """int64: number of segments of the row's rollout, each with its own end."""
 
 
 def finished(ends: Ends, rollouts: Ids) -> Tensor:
-    """Find the rollouts of which all rows are in the batch: (n,) bool, one per rollout.
+    """Find the rollouts with all their rows in the batch: (n,) bool, one per rollout.
 
     A rollout is finished if its last row is done. Segments have their own ends if `expected` is given, or if
     more than one segment of the rollout has ended or begun. Then each segment must have ended and, with
@@ -62,14 +62,15 @@ def finished(ends: Ends, rollouts: Ids) -> Tensor:
 
 
 def require_ends(rows: Rows, ends: Ends) -> None:
-    """Require that each rollout, or each of its segments, begins once and ends once, with its last row.
+    """Require that a rollout, or a segment of it, begins and ends at most once, and ends with its last row.
 
     Raises:
-        BatchError: a rollout has too many beginnings or ends, or rows after its end; the message lists them.
+        BatchError: a rollout has too many beginnings or ends, rows after its end, or an invalid number of
+            expected segments. The message lists the rollouts.
     """
     done, begins, segment, expected = ends
     rollouts = rows.rollouts
-    if expected is None and rollouts.n == len(done):  # a single row neither ends twice nor after its end
+    if expected is None and rollouts.n == len(done):  # a rollout of one row can break no rule below
         return
     piece = rollouts if segment is None else rollouts.paired_with(Ids(segment))
     if begins is not None:
@@ -110,10 +111,10 @@ def require_ends(rows: Rows, ends: Ends) -> None:
 
 
 def require_single_ends(rows: Rows, ends: Ends) -> None:
-    """Require that each rollout ends once or, if its segments have their own ends, each segment once.
+    """Require that each rollout, or each segment with its own end, ends at most once.
 
     Raises:
-        BatchError: a rollout has more ends; the message lists its rows.
+        BatchError: a rollout has more ends. The message lists the rollouts and their rows.
     """
     done, _, segment, expected = ends
     rollouts = rows.rollouts
@@ -140,7 +141,7 @@ def require_single_ends(rows: Rows, ends: Ends) -> None:
 
 
 def require_unseen_ends(rows: Rows) -> None:
-    """Call :func:`require_single_ends` for the ends that the batch marks, which no gate has checked."""
+    """Call :func:`require_single_ends` for the ends of a batch that no gate has checked."""
     has_number = rows.has("expected_segments")
     expected = rows.integers("expected_segments", EXPECTED_SEGMENTS) if has_number else None
     require_single_ends(rows, Ends(read_flags(rows, "done"), expected=expected))

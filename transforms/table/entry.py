@@ -31,7 +31,8 @@ def enter_rows(batch: TensorDictBase, id_keys: Sequence[NestedKey], *, reader: s
 
     Raises:
         TypeError: the input is not a TensorDict.
-        BatchError: the batch has no row dimension, or has nested tensors.
+        BatchError: the batch has no row dimension, has nested tensors, or marks padding with a column that is
+            not bool; or an id is neither a number nor a text.
         ProcessedTwiceError: a pipeline has already processed this batch.
     """
     if not isinstance(batch, TensorDictBase):
@@ -48,8 +49,9 @@ def enter_rows(batch: TensorDictBase, id_keys: Sequence[NestedKey], *, reader: s
     flat = batch.reshape(-1) if batch.batch_dims > 1 and rows else batch
     if rows and any_row_has(flat, PROCESSED):
         raise ProcessedTwiceError(
-            f"{reader} got {rows} rows that a pipeline has already processed; filters and statistics must "
-            "see each rollout once: attach the pipeline at one place, and add other transforms as its stages"
+            f"{reader} got {rows} rows, and a pipeline has already processed at least one of them; filters "
+            "and statistics must see each rollout once: attach the pipeline at one place, and add other "
+            "transforms as its stages"
         )
     if rows and any_row_has(flat, COLLECTED):
         real = number_column(flat, COLLECTED)

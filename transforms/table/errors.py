@@ -24,7 +24,7 @@ class ErrorNames:
     """The names of columns and options in errors, as Python spells them. Subclasses spell them otherwise."""
 
     def option(self, stage: str, name: str, value: str, *, other: bool) -> str:
-        """Name an option to set, and its value, which may be empty; `other`: an option of another stage."""
+        """Name an option to set, and its value, which may be empty. With `other`, it is of another stage."""
         said = f"{name}={value if value.isdigit() else repr(value)}" if value else name
         return f"pipeline.stages.{stage}.{name}={value} (in Python {said})" if other else said
 
@@ -37,7 +37,7 @@ class ErrorNames:
         role: str = "",
         **_: Any,
     ) -> str:
-        """Say that a batch lacks the column of a role; the reader may have no option that names it."""
+        """Say that a batch lacks the column of a role. Without an `option`, the reader cannot rename it."""
         said = f"needs the key {self.say_column(key, option)}; the batch has {batch}"
         if not (option or role):
             return said
@@ -71,9 +71,9 @@ class BatchError(ValueError):
 
     Args:
         text: what is required, what was found and what to do. A field in braces is a fact, or what
-            :class:`ErrorNames` says of the facts; ``{action=drop}`` is an option of the stage to set. A text
-            without facts has no other fields.
-        facts: what the text says, by name. Data is always a fact: its braces are shown as they are.
+            :class:`ErrorNames` says of the facts. ``{action=drop}`` is an option of the stage to set. Without
+            facts, all other braces are shown as they are.
+        facts: what the text says, by name. Pass data only as a fact, whose braces are shown as they are.
 
     Raises:
         KeyError: a field of the text is not among the facts.
@@ -82,9 +82,9 @@ class BatchError(ValueError):
         stage: name of the stage that refused the batch; empty if no pipeline ran it.
         made_by: that stage with its options.
         step: number of the batch's step, if it is known.
-        recipe: name of the recipe that refused the batch, where there are several.
+        recipe: name of the recipe that refused the batch, if there are several.
         more: what follows the text.
-        labels: by the number of an id, the text that it has in the batch.
+        labels: the text of each id in the batch, by its number.
         names: how the text names columns and options.
 
     Example:
@@ -153,11 +153,11 @@ class MissingKeyError(BatchError):
 
 
 class IncompleteGroupsError(BatchError):
-    """Groups have missing rollouts that were dispatched."""
+    """Groups lack rollouts that were dispatched for them."""
 
 
 class OtherRankError(BatchError):
-    """An error of one rank, raised on all ranks."""
+    """Another rank raised an error, did something else, or did not arrive in time."""
 
 
 class StreamWarning(UserWarning):
@@ -168,11 +168,14 @@ class ProcessedTwiceError(BatchError):
     """A pipeline has already processed this batch."""
 
 
-LISTED = 8  # most items of a list in a message
+LISTED = 8  # a message lists at most this many items
 
 
 def who_stamps(name: str) -> str:
-    """The end of the message for a missing column, by the name of the column or its option; else empty.
+    """Say where a missing column comes from, at the end of a message; empty if headrace does not know it.
+
+    Args:
+        name: name of the column, or of its option.
 
     >>> who_stamps("rollout_id")[2:17], who_stamps("reward_key")
     ('Ids are stamped', '')
@@ -198,7 +201,7 @@ def listing(items: Iterable[str], *, most: int = LISTED, of: int | None = None) 
     Args:
         items: what is listed.
         most: number of items that are shown.
-        of: number of items, if these are only the first.
+        of: number of all items, if `items` has only the first.
 
     >>> listing(["a", "b", "c"], most=2), listing(["a", "b"], of=9)
     ('a, b and 1 more', 'a, b and 7 more')

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 Effect = Literal["masked", "excluded", "dropped", "carried"]
-"""Effect on a row: it leaves the loss; also the statistics; the batch; or is kept for the next batch."""
+"""A masked row leaves the loss, an excluded row also the statistics. A dropped row leaves the batch, and a
+carried row leaves it until the next batch.
+"""
 
 TRAINED = "trained"
 
@@ -60,7 +62,7 @@ class Fates:
         return code
 
     def leave(self, rows: Tensor, name: str, effect: Effect) -> None:
-        """Take out (N,) bool `rows` for a reason; those that have a reason keep it."""
+        """Take out (N,) bool `rows` for a reason. Rows that already have a reason keep it."""
         self.note(rows, name, effect)
         self.in_loss = self.in_loss.masked_fill(rows, False)
         if effect == "excluded":
@@ -75,7 +77,7 @@ class Fates:
         self.reason = self.reason.masked_fill(rows & (self.reason == 0), code)
 
     def let_vote(self, rows: Tensor, name: str) -> None:
-        """Take (N,) bool `rows` out of the loss, for a reason for which they are dropped later."""
+        """Take (N,) bool `rows` out of the loss. They are dropped later, for this reason."""
         self.note(rows, name, "dropped")
         self.votes_only, self.in_loss = rows, self.in_loss & ~rows
 
@@ -105,7 +107,7 @@ class Fates:
     def extend(self, reasons: Sequence[str], in_loss: Tensor, counted: Tensor) -> None:
         """Append n rows that are here, with their reasons, (n,) bool `in_loss` and `counted`."""
         for name, is_counted in zip(reasons, counted.tolist(), strict=True):
-            if name not in self.names:  # the pipeline has changed since
+            if name not in self.names:  # no stage has registered it, because the pipeline has changed
                 self.register(name, "masked" if is_counted else "excluded")
         codes = torch.tensor([self.names.index(name) for name in reasons], dtype=torch.int64)
         counted = torch.cat([self.counts, counted])

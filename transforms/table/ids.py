@@ -124,7 +124,7 @@ class Ids:
 
     @cached_property
     def first(self) -> Tensor:
-        """(n,) int64, index of each id's first row that counts; of the very last row if none counts."""
+        """(n,) int64, index of each id's first row that counts, or of the last row if none counts."""
         if self.counts is None and self.ascending and self.n == len(self.of):
             return self.of
         rows = torch.arange(len(self.labels), device=self.labels.device)
@@ -134,7 +134,7 @@ class Ids:
 
     @cached_property
     def is_first(self) -> Tensor:
-        """(M,) bool: True on the first row of each id that counts."""
+        """(M,) bool: True on each id's first row that counts."""
         if self.counts is None and self.n == len(self.labels):
             return torch.ones_like(self.labels, dtype=torch.bool)
         first = self.spread(self.first) == torch.arange(len(self.labels), device=self.labels.device)
@@ -156,7 +156,7 @@ class Ids:
 def stable_order(values: Tensor) -> Tensor:
     """Compute ``values.argsort(stable=True)`` of (M,) integers or floats on the CPU.
 
-    NumPy sorts 16-bit integers ten times faster than torch. Wider ones are sorted by 16 bits after 16 bits.
+    NumPy sorts 16-bit integers ten times faster than torch. Wider integers are sorted in steps of 16 bits.
 
     Example:
         >>> stable_order(torch.tensor([5, 3, 5, 1])).tolist()
@@ -174,7 +174,7 @@ def stable_order(values: Tensor) -> Tensor:
 
 
 def add_up(values: Tensor) -> Tensor:
-    """Add (M,) `values` in sorted order: () float64. Their order, and zeros, change no bit of the sum."""
+    """Add (M,) `values` in sorted order: () float64. Their order, and zeros among them, change no bit."""
     return torch.tensor(_sorted_sum(values), dtype=torch.float64)
 
 

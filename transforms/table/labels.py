@@ -79,8 +79,8 @@ def as_ids(
         device: device of the result for a Python sequence; a tensor stays on its device.
 
     Raises:
-        BatchError: an id is None (the message lists the rows), the shape is wrong, or a number is not an
-            integer.
+        BatchError: an id is None (the message lists the rows) or an empty string, the shape is wrong, or a
+            number is not an integer of at most 63 bits.
     """
     if not isinstance(ids, Tensor):
         missing = [row for row, value in enumerate(ids) if value is None]
@@ -89,7 +89,7 @@ def as_ids(
             raise BatchError("every row needs a {ids}; None at rows {found}{stamped}", ids=name, found=found)
         if any(isinstance(value, str) for value in ids):
             try:
-                return number_labels(ids).to(device)  # type: ignore[arg-type]  # it checks the types
+                return number_labels(ids).to(device)  # type: ignore[arg-type]  # number_labels checks the types
             except BatchError as err:
                 raise BatchError("{ids}: {why}", ids=name, why=str(err)) from err
         try:
@@ -170,7 +170,7 @@ def labels_said(known: Callable[[], Iterable[Sequence[Any]]]) -> Iterator[None]:
 
 
 def labels_of(batch: TensorDictBase, key: NestedKey) -> list[Any] | None:
-    """The labels of an id column that is not a tensor, one per row; None if it is a tensor or missing."""
+    """The labels of an id column, one per row; None if the column is a tensor or missing, or has no rows."""
     if not isinstance(batch, TensorDictBase) or not batch.shape.numel():
         return None
     if batch.batch_dims > 1:
@@ -182,5 +182,5 @@ def labels_of(batch: TensorDictBase, key: NestedKey) -> list[Any] | None:
 
 
 def last_of(key: NestedKey) -> str:
-    """The last name of a key, by which messages call its column."""
+    """The last name of a key, which names its column in messages."""
     return key if isinstance(key, str) else str(key[-1])

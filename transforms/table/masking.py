@@ -1,4 +1,4 @@
-"""Mask the rows out of the loss in a batch: in which token columns, and with which values."""
+"""Mask rows out of the loss: in which token columns of a batch, and with which values."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Masking:
 
     Attributes:
         columns: the columns, in order.
-        elsewhere: the batch has no tokens, only their numbers; the tokens are masked where they are stored.
-        no_lengths: the batch has neither, because it was read from a dump of texts.
+        elsewhere: the batch has token counts instead of tokens. The tokens are masked where they are stored.
+        no_lengths: the batch has neither tokens nor counts, because it was read from a dump of texts.
         kept_finite: columns that stay finite at masked tokens, under ``masked_log_prob="keep"``; None: masked
             log-probabilities become NaN.
     """
@@ -43,19 +43,18 @@ class Masking:
     def note(
         self, batch: TensorDictBase, loss_mask: NestedKey | None, log_prob: NestedKey | None, out: Tensor
     ) -> bool:
-        """Note in which columns of a batch rows will be masked. Return whether one of them counts tokens.
+        """Note in which columns rows will be masked. Return whether the loss mask is one that can be counted.
 
-        The loss mask becomes False and log-probabilities NaN, or under ``masked_log_prob='keep'`` the loss
-        mask alone.
+        The loss mask becomes False. Log-probabilities become NaN, except under ``masked_log_prob='keep'``.
 
         Args:
             batch: the batch.
             loss_mask: key of the loss mask.
             log_prob: key of the log-probabilities.
-            out: (M,) bool, the rows.
+            out: (M,) bool, the rows to mask.
 
         Raises:
-            BatchError: there are such rows, and the batch has no column in which they can be masked.
+            BatchError: there are rows to mask, and the batch has no column in which they can be masked.
         """
         log_prob = log_prob if self.kept_finite is None else None
         given = [key for key in (loss_mask, log_prob) if key is not None]

@@ -46,7 +46,7 @@ T = TypeVar("T", bound=Callable[..., Any])
 def takes_options(thing: T) -> T:
     """Check the options of a function or class against their annotations before each call.
 
-    Numbers must be finite, except for :data:`LowerBound` and :data:`UpperBound`, and neither a bool nor NaN.
+    Numbers must be finite, except for :data:`LowerBound` and :data:`UpperBound`. No bool or NaN is a number.
     A ``Literal`` lists the allowed values. An argument that may also be a tensor is data, and is not checked.
 
     Subclasses of BatchTransform, Criterion and TokenTerm are checked without this decorator.
@@ -139,8 +139,8 @@ def has_effect(owner: Callable[..., Any], option: str, value: Any, there: bool, 
         owner: class or function with the option; its signature has the default.
         option: name of the option.
         value: given value.
-        there: whether the option has an effect with the other options.
-        needed: the option that it needs to have an effect, for the message.
+        there: whether the option has an effect, given the other options.
+        needed: the option without which it has no effect, for the message.
 
     Raises:
         ValueError: the option has another value than its default, and no effect.
@@ -163,7 +163,7 @@ def as_dtype(dtype: Any) -> torch.dtype | None:
     """Convert the name of a floating-point dtype, from YAML, to the dtype. None stays None.
 
     Raises:
-        ValueError: it is not a floating-point dtype.
+        ValueError: `dtype` is not a floating-point dtype or its name.
     """
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):

@@ -31,9 +31,10 @@ def places_on_arrival(rows: Rows, *, checked: bool = True) -> tuple[Ids, Tensor]
         whole = whole & ~rollouts.any(everyone[INTO] >= 0)
     rows.require(
         rows.from_arrival(rollouts.spread(whole)),
-        f"{rows.reader} needs the index of each row in its rollout; found {{found}}, of which rows were "
-        "merged, or dropped by a stage outside this pipeline. Put it before that stage, use mask or exclude, "
-        "or drop whole rollouts (unit='rollout'). Rows that are dropped within a pipeline keep their indices",
+        f"{rows.reader} needs the index of each row in its rollout; found {{found}} with rows that were "
+        f"merged, or dropped outside this pipeline. Put {rows.reader} before the stage that does so, mask or "
+        "exclude the rows, or drop whole rollouts (unit='rollout'). Rows that are dropped within a pipeline "
+        "keep their indices",
         lambda row: f"rollout {rows.name('rollout', row)}",
     )
     return rollouts, rollouts.positions(turn)

@@ -66,7 +66,7 @@ def resolve_group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup | 
     """Resolve a process group; the name ``world`` is the default group.
 
     Raises:
-        ValueError: torch.distributed is not initialised.
+        ValueError: the name is unknown, or torch.distributed is not initialised.
     """
     check_group(group)
     if not isinstance(group, str):

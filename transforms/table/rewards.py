@@ -12,7 +12,7 @@ from .errors import LISTED, BatchError, listing
 from .options import takes_options
 from .schema import FLOAT
 
-EXACT = 2**53  # whole numbers up to it are exact in float64
+EXACT = 2**53  # whole numbers up to this one are exact in float64
 INEXACT = (
     "rewards that are whole numbers must be at most 2^53, beyond which float64 does not tell them apart; "
     "found {found}. Subtract an offset, or scale them"
@@ -62,7 +62,7 @@ def weighted_reward(rewards: Tensor, weights: Sequence[float] | None = None) -> 
     """Add up the rewards of each row: ``R = Σ_k w_k r_k``.
 
     A missing reward (NaN) adds nothing. If all K are missing, the sum is NaN. Sums are computed in float64
-    and rounded once. No device read.
+    and rounded once. Nothing is read from a device.
 
     Args:
         rewards: (N, K) float.

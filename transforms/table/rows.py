@@ -103,7 +103,7 @@ from .tensordicts import (
 )
 
 _NAMES = {"group": "group_id", "rollout": "rollout_id"}  # names of the id columns in messages
-DESCRIBED = 100  # most rows that an error describes
+DESCRIBED = 100  # an error describes at most this many rows
 OF_TOKENS_IS = "a token column is rows.token_column(KEY), and the batch with its tokens is rows.tokens()"
 
 
@@ -122,7 +122,7 @@ class Rows:
     =================================================== ==================== ==================
 
     :meth:`from_batch` takes one column, :meth:`measured` several with one exchange. :meth:`Table.measure`
-    also keeps it as a column of the table.
+    takes one, and also keeps the result as a column of the table.
 
     Args:
         table: the table, which all views share.
@@ -130,7 +130,7 @@ class Rows:
         reader: class name of the stage, for messages.
         stage: name of the stage in the pipeline; a prefix of its reasons and metrics.
         index: (M,) int64, table indices of the rows of this view; None: all rows.
-        declared: roles whose key the stage has an option for; None: not known.
+        declared: roles whose key is an option of the stage; None: not known.
         all_count: excluded rows count and are checked like the others.
 
     Example:
@@ -327,7 +327,7 @@ class Rows:
                 key=repr(key),
             )
         column, written = table.columns.get(key), table.written.get(key)
-        # 1. Dtype and dimensions in the batch: as written before, else as it came, else those of the values.
+        # 1. Dtype and dimensions in the batch: as written before, else as on arrival, else as in the values.
         if dtype is None:
             new = FLOAT if values.dtype is torch.float64 else values.dtype
             dtype = written.dtype if written else table.dtypes.get(key, new)
@@ -376,8 +376,8 @@ class Rows:
             raise self.missing(role)
         if self.reads is not None:
             self._refuse_undeclared(role, *self.reads)
-        # Numbering ids costs a sort. So the table keeps the numbers of its rows, and of the last other view,
-        # until a tensor that they were made from is replaced.
+        # Numbering ids costs a sort. So the table keeps the ids of all its rows, and of the last other view,
+        # until one of the tensors in `made_from` is replaced.
         made_from = table.columns.get(key), self.index, self.all_count or table.fates.counted, table.size
         slot = key, self.all_count, self.index is table.fates.index
         before, ids = table.ids.get(slot, (made_from, None))
@@ -479,10 +479,10 @@ class Rows:
         return f"{self.stage}/{reason}" if self.stage else reason
 
     def mask(self, rows: Tensor) -> None:
-        """Mask the tokens of (M,) bool `rows` when the batch is written, and note how many they have now.
+        """Mask the tokens of (M,) bool `rows` when the batch is written, and note their number of tokens now.
 
         Raises:
-            BatchError: the batch has no column in which they can be masked.
+            BatchError: the batch has no column in which tokens can be masked.
         """
         masking, batch = self.table.masking, self.table.batch
         if masking.note(batch, self.key("loss_mask"), self.key("log_prob"), rows):
@@ -595,7 +595,7 @@ class Rows:
 
         Raises:
             MissingKeyError: the mask is missing.
-            BatchError: its dtype is not bool, or the stage or criterion has not declared the mask.
+            BatchError: the mask is not bool, or the stage or criterion has not declared it.
         """
         tokens = self._count(role, finite=finite, arrived=arrived)
         if self.reads is not None:
@@ -650,12 +650,12 @@ class Rows:
     def token_column(self, role: Any) -> Tensor:
         """(B, T): a token column of this rank's rows, by its role or its key, on their device.
 
-        What is computed from it, (B,), becomes one number per row by :meth:`from_batch`. A loss mask still
-        has the tokens of rows that an earlier stage has masked; these are not in :attr:`in_loss`.
+        :meth:`from_batch` maps numbers (B,) that are computed from it to the rows of this view. A loss mask
+        still has the tokens of rows that an earlier stage has masked; these rows are not in :attr:`in_loss`.
 
         Raises:
             MissingKeyError: the column is missing.
-            BatchError: its rows are ragged, it is not a column, or the criterion has not declared it.
+            BatchError: the column is ragged or not a tensor, or the stage or criterion has not declared it.
         """
         column = column_of(self.tokens(), self.key(role))
         if column is None:
@@ -683,7 +683,7 @@ class Rows:
 
         Args:
             change: a function of gathered rows and their `numbers`, both on the device of the rows. The rows
-                have the columns that stages wrote. Its result for a token must depend on that row alone.
+                have the columns that stages wrote. The result for a token must depend on its row alone.
             writes: the columns that `change` writes.
             numbers: by name, (M,) or (M, K) for the rows of this view.
         """
@@ -693,7 +693,7 @@ class Rows:
     def require_set(
         self, ids: Ids | Tensor, name: str, why: str, *, who: str = "every row", needed: Tensor | None = None
     ) -> None:
-        """Refuse the batch if an id is missing, which means below 0.
+        """Refuse the batch if an id is missing, that is, below 0.
 
         Args:
             ids: the ids, or (M,) int64.
@@ -701,6 +701,9 @@ class Rows:
             why: the reason why rows need an id, for the message.
             who: which rows need an id, for the message.
             needed: (M,) bool, rows that need an id; None: rows that are not excluded.
+
+        Raises:
+            BatchError: an id is missing; the message lists the rows.
         """
         labels = ids.labels if isinstance(ids, Ids) else ids
         if isinstance(ids, Ids) and ids.lowest >= 0:
@@ -716,7 +719,7 @@ class Rows:
     # -- what messages say ---------------------------------------------------------------------------------
 
     def at(self, row: int) -> int:
-        """The row number, in the batch as it arrived, of row i of this view."""
+        """The number that row i of this view had in the batch on arrival."""
         return row if self.index is None else int(self.index[row])
 
     def name(self, role: str, row: int) -> str:
@@ -849,9 +852,9 @@ class Rows:
         return Rows(self.table, names, type(stage).__name__, name, self.table.fates.index, own)
 
     def only_declared(self, owner: Any) -> Rows:
-        """The same rows, of which a stage or criterion of a user may only read the columns that it declares.
+        """The same rows. A stage or criterion of a user may only read the columns that it declares.
 
-        Those of headrace declare what they read: a test reads all of them.
+        The stages and criteria of headrace may read any: a test checks what they declare.
         """
         if type(owner).__module__.startswith("headrace."):
             return self
@@ -870,14 +873,14 @@ class Rows:
 
 
 def stage_parts(stage: Any) -> list[Any]:
-    """A stage, its criteria and its token term, if it has them; for a ByColumn, the parts of each value."""
+    """A stage with its criteria and token term, if it has any; for a `ByColumn`, those of all its stages."""
     own = stages_of_values(stage).values()
     parts = (getattr(each, option, None) for each in own for option in ("criterion", "also", "term"))
     return [stage, *(part for part in parts if part is not None)]
 
 
 def stages_of_values(stage: Any) -> Mapping[Any, Any]:
-    """The stages of a `ByColumn`, by value. Any other stage is returned under None, for all values."""
+    """The stages of a `ByColumn`, by value of its column. Any other stage is returned under None."""
     return getattr(stage, "of_values", {None: stage})
 
 

@@ -43,6 +43,7 @@ column                                  shape, dtype      meaning
 ``("headrace", "trainer_version")``     (N,) int64        policy version of the trainer when it took the row
 ``("headrace", "newest_version")``      (N,) int64        newest policy version of the row's tokens, where
                                                           the table of another process has the oldest
+``("headrace", "steps_left")``          (N,) int64        for how many further steps the row may wait
 ``("headrace", "origin")``              (N, 5) int32      number of the row in its rollout, its worker, number
                                                           of workers, its environment in the worker, number of
                                                           environments
@@ -136,7 +137,7 @@ COMPARED = "compared"
 or NaN.
 """
 INTO = "merged into"
-"""Column of the table: (N,) int64, table index of the row that a row was merged into; −1: it was not."""
+"""Column of the table: (N,) int64, table index of the row into which this row was merged; −1: not merged."""
 IN_LOSS = ("headrace", "in_loss")
 SEGMENTS = ("headrace", "segments")
 LENGTH = ("headrace", "length")
@@ -156,17 +157,17 @@ PROCESSED = ("headrace", "processed")
 DISPATCHED = ("headrace", "dispatched")
 TRAINER_VERSION = ("headrace", "trainer_version")
 NEWEST_VERSION = ("headrace", "newest_version")
-STEPS_LEFT = ("headrace", "steps_left")  # for how many further steps a row may wait
+STEPS_LEFT = ("headrace", "steps_left")
 ORIGIN = ("headrace", "origin")
 MASKS = ("headrace", "masks")
 NO_LENGTHS = ("headrace", "no_lengths")
-OF_LENGTHS = ("loss_mask_key", "tokens_key", "length_key")  # options of columns from which lengths are known
+OF_LENGTHS = ("loss_mask_key", "tokens_key", "length_key")  # name the columns that lengths are read from
 
 STATUS_KEYS = (("next", "status"), "status")  # keys of the status; the first that is found is read
 DONE = ("next", "done")  # True on the last row of a rollout; TorchRL's collectors write it
 COLLECTED = ("collector", "mask")  # False on rows with which TorchRL's collectors pad a batch
 INIT = "is_init"  # True on the first row of a rollout; TorchRL's InitTracker writes it
-EXPECTED_SEGMENTS = "expected_segments"  # number of segments of the row's rollout, each of which ends
+EXPECTED_SEGMENTS = "expected_segments"  # number of segments of the row's rollout, each with an end
 
 # dtype of a new column of floats: torch's global default dtype must not change a number.
 FLOAT = torch.float32
@@ -206,7 +207,7 @@ def has_key(batch: TensorDictBase, key: NestedKey | None) -> bool:
     """Whether the batch has this column, dense or ragged. False for None.
 
     Raises:
-        BatchError: only some rows of a lazy stack have it.
+        BatchError: only some rows of a lazy stack have the column.
     """
     if key is None:
         return False
@@ -247,7 +248,7 @@ def require(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) 
         option: name of the option that holds the key, for the message.
 
     Raises:
-        MissingKeyError: the batch has no such column. The message lists the keys that it has.
+        MissingKeyError: the batch has no such column. The message lists the keys of the batch.
     """
     value = batch.get(key, None) if has_key(batch, key) else None
     if value is None and option in OF_LENGTHS and has_key(batch, NO_LENGTHS):
@@ -266,8 +267,8 @@ def no_lengths(reader: str, stage: str = "") -> MissingKeyError:
     """Make the error for a stage that needs tokens or their number, if the dump has only texts.
 
     Args:
-        reader: name of the caller, for the message.
-        stage: its name in the pipeline; empty: not known.
+        reader: class name of the stage, or name of the function.
+        stage: name of the stage in the pipeline; empty: not known.
     """
     leave_out = f"; or leave the stage out: ~pipeline.stages.{stage}" if stage else ""
     return MissingKeyError(
@@ -312,9 +313,9 @@ def read_written(batch: TensorDictBase, key: NestedKey, *, reader: str, writer: 
 def unit_keys(
     unit: Unit, rollout_key: NestedKey | None, group_key: NestedKey | None
 ) -> list[NestedKey | None]:
-    """The id columns that a unit is defined by: rows with the same id are one unit.
+    """The id columns that define a unit: rows with the same id are one unit.
 
-    Empty for ``sample``, where each row is a unit. A key that is None means the same.
+    For ``sample`` there is none, because each row is a unit. If the key is None, each row is a unit, too.
 
     Raises:
         ValueError: `unit` is not sample, rollout or group.

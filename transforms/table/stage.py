@@ -56,8 +56,8 @@ class BatchTransform(TakesColumns, Transform):
             its terms would have no weight. It may multiply them, or write them after the split.
         before_baseline: this stage takes out rows, so it must be before the stages that compute a baseline.
             Otherwise the rewards of these rows would stay in the baselines.
-        after_filters: no stage with a criterion may follow, because this stage has chosen the rows that train
-            some tokens.
+        after_filters: no stage with a criterion may follow, because this stage has chosen one row to train
+            the tokens that several rows share. The criterion might take out that row.
         of_whole_rollouts: ``rewards`` if this stage computes one reward from all rows of a rollout;
             ``places`` if it uses the index of each row in its rollout; empty if it does neither.
         stateful: this stage keeps a state from one batch to the next, which ``state_dict`` saves. TorchRL
@@ -178,8 +178,8 @@ class BatchTransform(TakesColumns, Transform):
             return None
         if DEFAULTS["votes_only"] in rows.table.columns:
             note_votes_only(rows.seen_by(self))
-        # Which rollouts are empty is decided on what arrived, by the first stage that compares rewards. It
-        # writes COUNTED, so no later stage decides it again, when tokens may be masked.
+        # The first stage that compares rewards excludes empty rollouts, by the tokens that arrived. It writes
+        # COUNTED. So no later stage excludes rollouts whose tokens were masked in between.
         compares = REWARD in self.in_keys or "group" in self._columns
         decides = any(hasattr(own, "empty") for own in stages_of_values(self).values())
         if compares and not decides and rows.table.find(COUNTED) is None:
@@ -203,7 +203,7 @@ class BatchTransform(TakesColumns, Transform):
     def _call(self, batch: TensorDictBase | None) -> TensorDictBase | None:
         # Replay buffers call this when rows are added. They fail on an empty batch; None writes nothing.
         if self._home not in (None, os.getpid()) and multiprocessing.parent_process() is not None:
-            # TorchRL checks a worker's copy of the buffer only when it samples, so check it here.
+            # TorchRL checks a worker's copy of the buffer only when the worker samples, so check it here.
             self.share_memory_()
         if batch is None:
             return None
@@ -271,7 +271,7 @@ def check_kind(given: Any, kind: Literal["stage", "criterion", "term"], name: st
         name: name of the stage.
 
     Raises:
-        ValueError: it is of another kind, or a class.
+        ValueError: the object is of another kind, or a class.
     """
     if isinstance(given, type):
         raise ValueError(f"a {kind} is an object; got the class {given.__name__}: give {given.__name__}()")

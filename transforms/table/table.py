@@ -63,7 +63,10 @@ class Late(NamedTuple):
 
 
 class TokenCount(NamedTuple):
-    """The key of a table column: the number of tokens of a row in a mask, with finite log-probabilities."""
+    """The key of a table column: the number of a row's tokens in a mask.
+
+    With `log_prob`, only tokens with a finite log-probability count.
+    """
 
     mask: NestedKey
     log_prob: NestedKey | None
@@ -99,10 +102,10 @@ class Table:
         notes: what a stage keeps of the batch, for its `state_after` or for a report, by stage or by name.
         ranks: the ranks that share the batch, or this process :class:`Alone`.
         size: N.
-        starts: for the rows of this batch, and for the carried rows after them: table index of the first row
-            of each rank, and the end.
+        starts: a list for the rows of this batch, and one for carried rows after them. Each list has the
+            table index of each rank's first row, and then the end.
         names: key of each column that a pipeline names, by role, for stages that do not name it.
-        lacking: the batch, and what it is known to lack.
+        lacking: what the batch is known to lack.
         ids: the :class:`Ids` that views have read, with the tensors that they were made from.
     """
 
@@ -165,7 +168,7 @@ class Table:
         ]
 
     def spans(self, rank: int) -> list[tuple[int, int]]:
-        """Begin and end, in the table, of the rows of a rank: those of its batch, and those carried to it."""
+        """Begin and end, in the table, of the rows of a rank's batch, and of the rows carried to the rank."""
         return [(starts[rank], starts[rank + 1]) for starts in self.starts]
 
     def rows_of_ranks(self) -> list[Tensor]:
@@ -237,7 +240,7 @@ class Table:
             column = number_column(self.batch, key, most=most)
             if column is None:
                 self.lacking.keys.add(key)
-            if isinstance(column, list):  # text ids, some of which may be missing
+            if isinstance(column, list):  # text ids; some may be missing
                 self.texts[key] = column
                 there = [row for row, label in enumerate(column) if label not in ("", None)]
                 numbers = torch.full((len(column),), -1)
@@ -258,7 +261,7 @@ class Table:
             self.columns[key] = self.from_batch(values)
 
     def from_batch(self, values: Tensor) -> Tensor:
-        """Map (B, ...) values of the batch to (N, ...). Rows that left it get NaN, False or −1."""
+        """Map (B, ...) values of the batch to (N, ...). Rows that have left it get NaN, False or −1."""
         if self.ranks.size == 1 and len(values) == self.size:
             return values
         kept = self.indices_by_rank(self.kept)
@@ -339,7 +342,7 @@ class Table:
     def decided_in_parts(self) -> Iterator[TensorDictBase]:
         """Yield :meth:`as_decided` in parts, without text columns. There is at least one part, maybe empty.
 
-        So the columns that are computed when rows are gathered never exist for all rows at once.
+        In this way, the columns that are computed when rows are gathered never exist for all rows at once.
         """
         self.compact()
         step = max(-(-len(self.live) // 16), 1)

@@ -71,8 +71,8 @@ Column = tuple[NestedKey, torch.dtype, tuple[int, ...]]
 PROMPT, RESPONSE = ("tokens", "prompt"), ("tokens", "response")  # as TorchRL's wrappers write them
 ATTENTION = ("masks", "all_attention_mask")
 ELSEWHERE = ("headrace", "elsewhere")
-FEW = 2**16  # up to this many entries, a plain count is faster than the calls that speed it up
-MOST = 255  # bytes of 0 and 1 that can be added up before one of them overflows
+FEW = 2**16  # up to this many entries, a plain count is faster than adding eight bytes at a time
+MOST = 255  # the sum of this many bytes of 0 or 1 still fits into a byte
 FLOATS = {each for each in vars(torch).values() if isinstance(each, torch.dtype) and each.is_floating_point}
 UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch can index them, and do little else
 # dtype of a column of the table, by its dtype in the batch; any other is int64
@@ -80,10 +80,10 @@ KINDS = {torch.bool: torch.bool, **dict.fromkeys(FLOATS, torch.float64)}
 
 
 def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
-    """Return the same columns in another TensorDict, nested ones too. Only references are copied.
+    """Return the same columns in another TensorDict, also nested columns. Only references are copied.
 
-    ``td.clone(recurse=False)`` does the same, but visits every single string: 8,192 rows with two texts take
-    it a quarter of a second.
+    ``td.clone(recurse=False)`` does the same, but visits every string, which takes a quarter of a second for
+    8,192 rows with two texts.
 
     Example:
         >>> td = TensorDict({"next": {"reward": torch.zeros(2)}}, batch_size=[2])
@@ -104,7 +104,7 @@ def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
 
 
 def deep_copy(batch: TensorDictBase) -> TensorDictBase:
-    """``batch.clone()``, with a third of its calls for a plain TensorDict."""
+    """Do ``batch.clone()``, with a third of its calls for a plain TensorDict."""
     if type(batch) is not TensorDict:
         return batch.clone()
     return _like(batch, {name: deep_copy(value) for name, value in batch._tensordict.items()})
@@ -115,7 +115,7 @@ def _like(batch: TensorDict, columns: dict[str, Any]) -> TensorDict:
     if not _IS_PLAIN:
         names = batch.names if batch._has_names() else None
         return of_columns(columns, batch.batch_size, batch.device, names)
-    made = TensorDict.__new__(TensorDict)  # at a fifth of the cost; a lazy stack needs thousands
+    made = TensorDict.__new__(TensorDict)  # costs a fifth of of_columns; a lazy stack needs thousands
     made._device, made._batch_size, made._td_dim_names = batch._device, batch._batch_size, batch._td_dim_names
     made._tensordict = columns
     return made
@@ -129,7 +129,7 @@ def is_nested(value: Any) -> bool:
 
 
 def _is_stack_of_rows(batch: TensorDictBase) -> bool:
-    """Whether a batch is a lazy stack of its rows, and nothing more."""
+    """Whether a batch is a lazy stack of its rows, without hooks or named dimensions."""
     return (
         type(batch) is LazyStackedTensorDict
         and batch.stack_dim == 0
@@ -175,19 +175,18 @@ def take_rows(
 ) -> TensorDictBase:
     """Gather rows, in the order given.
 
-    `index_select` per dense leaf costs least; ``td.apply`` and ``td.gather`` would lose strings.
+    `index_select` per dense leaf is fastest; ``td.apply`` and ``td.gather`` would lose strings.
 
     Args:
         batch: TensorDict ``[N]``, dense or lazily stacked.
         rows: (M,) int64, row numbers.
-        on_cpu: the same numbers on the CPU, if they are known there. Texts and ragged rows need them; without
-            them they are read from the device.
-        shared: whether the result may hold the batch's own rows of a lazy stack, because nobody writes
-            columns to them; else each row is a shallow copy.
+        on_cpu: the same numbers on the CPU. Texts and ragged rows need these; None: they are read from the
+            device.
+        shared: whether the result may hold the batch's own rows of a lazy stack, because nothing is written
+            to them; else each row is a shallow copy.
 
     Returns:
-        TensorDict ``[M]``, dense leaves copied, everything else indexed. Without rows it has only the
-        tensors.
+        TensorDict ``[M]``, dense leaves copied, everything else indexed. An empty result has only tensors.
 
     Example:
         >>> from tensordict import TensorDict
@@ -213,7 +212,7 @@ def take_rows(
 
 
 def leave_out(batch: TensorDictBase, keys: Iterable[NestedKey]) -> TensorDictBase:
-    """Return a batch without some columns, and without nested TensorDicts that have no other columns.
+    """Return a batch without some columns, and without nested TensorDicts that are then empty.
 
     Example:
         >>> batch = TensorDict({"a": {"b": torch.zeros(1)}, "c": torch.ones(1)}, batch_size=[1])
@@ -359,7 +358,7 @@ def without_rows(columns: Sequence[Column], device: torch.device | None) -> Tens
 def mask_tokens_of(batch: TensorDictBase, key: NestedKey, masked: Tensor) -> None:
     """Take whole rows of a column out of the loss: False in a mask, NaN in log-probabilities.
 
-    The batch gets a new tensor; the old one is left alone. No device read.
+    The batch gets a new tensor; the old one is left alone. Only ragged rows need a device read.
 
     Args:
         batch: TensorDict ``[N]``; its entry `key` is replaced.
@@ -375,7 +374,7 @@ def mask_tokens_of(batch: TensorDictBase, key: NestedKey, masked: Tensor) -> Non
         return
     column = batch.get(key)
     wide = masked.view(-1, *[1] * (column.ndim - 1))
-    # The plain expressions cost more on a CPU: `column & ~wide` ten times, `masked_fill` up to three times.
+    # On a CPU, `column & ~wide` would cost ten times as much, and `masked_fill` up to three times.
     if column.dtype is torch.bool:
         kept_bits = (~wide).view(torch.uint8).neg()  # 0 or 255: a True may be any byte but 0
         batch.set(key, (column.contiguous().view(torch.uint8) & kept_bits).view(torch.bool))
@@ -388,10 +387,10 @@ def fill_out_of_loss(
 ) -> None:
     """Make token columns finite at tokens out of the loss, so that a loss may multiply them by its mask.
 
-    0 · NaN is NaN, and so is the gradient of ``torch.where`` through a NaN that it did not choose. A token
+    0 · NaN is NaN, and ``torch.where`` has a NaN gradient even where it does not choose the NaN. A token
     without a finite log-probability is out of the loss (:func:`count_in_loss`), so it leaves the mask. Values
-    out of the mask that are not finite become 0. No device read; the batch gets new tensors, the old ones are
-    left alone.
+    out of the mask that are not finite become 0. The batch gets new tensors; the old ones are left alone.
+    Nothing is read from a device.
 
     Args:
         batch: TensorDict ``[N]``, dense or ragged; without the mask nothing happens.
@@ -433,7 +432,7 @@ def count_true(mask: Tensor) -> Tensor:
     """(N,) int64: the True entries of each row of a bool (N, ...).
 
     On the CPU eight bytes are added at a time, as one integer, because PyTorch's sum of bools takes sixty
-    times as long. On other devices it is PyTorch's sum, without a device read.
+    times as long. Other devices use PyTorch's sum, and nothing is read from them.
 
     Example:
         >>> count_true(torch.tensor([[True, False, True], [False, False, False]])).tolist()
@@ -469,11 +468,12 @@ def number_column(
     Args:
         batch: TensorDict ``[N]``, dense or a lazy stack.
         key: key of the column.
-        raw: return it in the shape that it has in the batch; ragged rows are a list.
+        raw: return the column as it is in the batch; ragged rows are a list.
         most: numbers per row; a column with more, or with ragged rows, is returned as :data:`WIDE`.
 
     Raises:
-        BatchError: some rows of a lazy stack have it, and some have not.
+        BatchError: only some rows have the column, its rows are ragged, it is a group of columns, or a number
+            is complex or needs 64 bits.
     """
     value = column_of(batch, key)
     if value is None or raw:
@@ -499,7 +499,7 @@ def number_column(
 
 
 def _whole_numbers(column: Tensor, key: NestedKey) -> Tensor:
-    """Convert an unsigned column to int64.
+    """Convert an unsigned column to int64, and refuse a complex one.
 
     Raises:
         BatchError: a number is complex, or needs 64 bits.
@@ -521,9 +521,9 @@ def column_of(batch: TensorDictBase, key: NestedKey) -> Any:
     Rows of different shapes come back as a list of tensors.
 
     Raises:
-        BatchError: some rows have the column, and some have not.
+        BatchError: only some rows have the column.
     """
-    if type(batch) is TensorDict or not isinstance(batch, LazyStackedTensorDict):  # as in _is_nested
+    if type(batch) is TensorDict or not isinstance(batch, LazyStackedTensorDict):  # as in is_nested
         return _under(batch, key)
     rows = entries_of(batch, key)
     if rows is None:
@@ -537,7 +537,7 @@ def entries_of(batch: LazyStackedTensorDict, key: NestedKey) -> list[Any] | None
     """Return the entry of each row of a lazy stack under a key; None if no row has one.
 
     Raises:
-        BatchError: some rows have the column, and some have not.
+        BatchError: only some rows have the column.
     """
     rows = _entries(batch.tensordicts, key)
     if (kinds := set(map(type, rows))) <= {type(None)}:
@@ -555,7 +555,7 @@ def parts_of(batch: TensorDictBase, key: NestedKey) -> list[Any]:
     """Return a list: the column of a dense batch, or the entry of each row of a lazy stack; empty if missing.
 
     Raises:
-        BatchError: some rows have the column, and some have not.
+        BatchError: only some rows have the column.
     """
     if isinstance(batch, LazyStackedTensorDict):
         return entries_of(batch, key) or []
@@ -582,7 +582,7 @@ def any_row_has(batch: TensorDictBase, key: NestedKey) -> bool:
 
 
 def first_names(batch: TensorDictBase) -> set[str] | None:
-    """The first names of all keys of a batch, over all its rows; None if a row is of another class."""
+    """The first names of all keys of a batch, over all its rows; None if a row is no plain TensorDict."""
     rows = batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]
     return set().union(*map(_COLUMNS, rows)) if set(map(type, rows)) <= {TensorDict} else None
 
@@ -624,11 +624,11 @@ def _under(batch: Any, key: NestedKey) -> Any:
 
 
 def loss_mask_of(batch: TensorDictBase, key: NestedKey) -> Any:
-    """Return the loss mask, (N, T) bool or a list of ragged rows; else make it of TorchRL's response.
+    """Return the loss mask, (N, T) bool or a list of ragged rows. Without a mask, make one from the response.
 
-    Without a mask, the response trains, if the batch says where it is: ``("tokens", "prompt")`` and
-    ``("tokens", "response")`` lie end to end under ``("masks", "all_attention_mask")``, as TorchRL's wrappers
-    write them. The result is None if nothing says which tokens train.
+    TorchRL's wrappers write ``("tokens", "prompt")`` and ``("tokens", "response")``, which together are as
+    wide as ``("masks", "all_attention_mask")``. Then the attended tokens after the prompt train. The result
+    is None if nothing says which tokens train.
 
     Raises:
         BatchError: the mask is not bool.
@@ -659,10 +659,10 @@ def _require_bool(masks: Iterable[Tensor], key: NestedKey) -> None:
 
 
 def check_mask(batch: TensorDictBase, key: NestedKey) -> None:
-    """Refuse a loss mask that is not bool, such as one of 0.0 and 1.0, because its rows could not be masked.
+    """Refuse a loss mask that is not bool, such as a float mask, because its rows could not be masked.
 
     Raises:
-        BatchError: it is not bool.
+        BatchError: the mask is not bool.
     """
     _require_bool(parts_of(batch, key), key)
 
@@ -670,7 +670,8 @@ def check_mask(batch: TensorDictBase, key: NestedKey) -> None:
 def number_of(mask_key: NestedKey) -> NestedKey:
     """The key under which a batch has the number of tokens in a mask, if the tokens are stored elsewhere.
 
-    The column is (N,) int64, or (N, 2) with the number of tokens that have a finite log-probability.
+    The column is (N,) int64. Or it is (N, 2), and the second number counts only tokens with a finite
+    log-probability.
     """
     return ("headrace", "number_of", mask_key if isinstance(mask_key, str) else ".".join(mask_key))
 
@@ -680,12 +681,12 @@ def count_in_loss(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Count each row's tokens in the loss mask, and those with a finite log-probability; (N,) int64 each.
 
-    TorchRL's GRPOLoss counts the latter. Without log-probabilities both are the same. If the tokens are
-    stored elsewhere, the batch has their number (:func:`number_of`). Both are None if nothing says which
-    tokens train.
+    TorchRL's GRPOLoss uses the second count. Without log-probabilities both are the same. If the tokens are
+    stored elsewhere, the batch has the counts (:func:`number_of`). Both are None if nothing says which tokens
+    train.
 
     Raises:
-        BatchError: mask and log-probabilities differ in shape; the mask is not bool.
+        BatchError: mask and log-probabilities differ in shape, or the mask is not bool.
     """
     mask = loss_mask_of(batch, mask_key)
     if mask is None:
@@ -703,7 +704,7 @@ def count_in_loss(
             torch.cat([row if row.ndim == 1 else row.flatten() for row in column]) for column in given
         )
         tokens = _count_between(flat, sizes[0])
-        if not rest or (rest[0].device.type == "cpu" and bool(rest[0].sum().isfinite())):  # as below
+        if not rest or (rest[0].device.type == "cpu" and bool(rest[0].sum().isfinite())):  # see below
             return tokens, tokens
         return tokens, _count_between(flat & rest[0].isfinite(), sizes[0])
     tokens = count_true(mask)
@@ -714,7 +715,7 @@ def count_in_loss(
     masks, values = flat_rows(mask), flat_rows(log_prob)
     if values.device.type != "cpu" or values.numel() == 0:
         return tokens, count_true(masks & torch.isfinite(values))
-    # A sum is finite only if all its terms are. This costs a sixth of a test of every number.
+    # A sum is finite only if all its terms are. The sum takes a sixth of the time of a test of every number.
     sums = values.sum(-1)
     if isfinite(sums.sum().item()):
         return tokens, tokens
@@ -787,7 +788,8 @@ def send_packed(columns: Sequence[Tensor], device: torch.device) -> list[Tensor]
     """
     if device.type == "cpu":
         return list(columns)
-    # `view` to a dtype needs an offset that is a multiple of its size. Sizes are powers of two, so it is.
+    # `view` to a dtype needs an offset that is a multiple of its size. Sizes are powers of two, so columns in
+    # descending order of size have such offsets.
     widest_first = sorted(range(len(columns)), key=lambda number: -columns[number].element_size())
     flat = [bytes_of(columns[number]) for number in widest_first]
     parts = torch.cat(flat).to(device, non_blocking=True).split([len(part) for part in flat])

@@ -92,11 +92,11 @@ def tokens_in_loss(batch: TensorDictBase, loss_mask_key: NestedKey, log_prob_key
 def read_tokens(
     batch: TensorDictBase, key: NestedKey, *, reader: str, option: str, fill: float = 0, side: Side = "right"
 ) -> Tensor:
-    """Read a column of one number per token. (B, T) and (B, T, 1) are returned as (B, T), ragged rows padded.
+    """Read a column of one number per token, (B, T) or (B, T, 1), as (B, T). Ragged rows are padded.
 
     Raises:
         MissingKeyError: the column is missing.
-        BatchError: it has another shape.
+        BatchError: the column has another shape.
     """
     column = _dense(batch, key, reader, option, fill, side)
     if isinstance(column, Tensor) and column.ndim == 3 and column.shape[-1] == 1:
@@ -111,11 +111,11 @@ def read_tokens(
 def read_mask(
     batch: TensorDictBase, key: NestedKey, *, reader: str, option: str, side: Side = "right"
 ) -> Tensor:
-    """Read a token mask: (B, T) bool, as :func:`read_tokens`.
+    """Read a token mask, (B, T) bool, by :func:`read_tokens`.
 
     Raises:
         MissingKeyError: the mask is missing.
-        BatchError: it is not bool, or has another shape.
+        BatchError: the mask is not bool, or has another shape.
     """
     mask = read_tokens(batch, key, reader=reader, option=option, side=side)
     check_mask(batch, key)
@@ -156,7 +156,7 @@ def no_token(column: Tensor) -> float:
 
 
 def write_tokens(batch: TensorDictBase, key: NestedKey, values: Tensor, like: NestedKey) -> None:
-    """Write (B, T, ...) values. A ragged row gets as many as it has entries in the column `like`."""
+    """Write (B, T, ...) values. A ragged row gets only as many as it has entries in the column `like`."""
     if not isinstance(batch, LazyStackedTensorDict):
         batch.set(key, values)
         return
@@ -191,7 +191,8 @@ def check_lengths(
         wrong = [f"row {row} has {own} for {size} tokens" for row, (own, size) in pairs if own != size]
         raise BatchError(
             f"{reader} needs one entry per token in {key!r}, as many as {like!r} has; {listing(wrong)}. Were "
-            "tokens cut off after it was written? Remove it with batch.exclude if it has one entry per row"
+            f"tokens cut off after {key!r} was written? If it has one entry per row, remove it with "
+            "batch.exclude"
         )
 
 
@@ -199,7 +200,7 @@ def whole_numbers(column: Tensor, key: NestedKey, option: str) -> Tensor:
     """Convert an integer column to int64.
 
     Raises:
-        BatchError: its dtype is not an integer.
+        BatchError: the column's dtype is not an integer.
     """
     if column.is_floating_point() or column.is_complex() or column.dtype is torch.bool:
         raise BatchError(f"{{column}} must hold integers; found {column.dtype}", key=key, option=option)
@@ -207,7 +208,7 @@ def whole_numbers(column: Tensor, key: NestedKey, option: str) -> Tensor:
 
 
 def has_versions_of_tokens(batch: TensorDictBase, key: NestedKey) -> bool:
-    """Whether a column of policy versions has one per token. With rows of one token it may be either."""
+    """Whether a column of policy versions has one version per token. False if each row has only one token."""
     column = column_of(batch, key)
     if isinstance(column, list):
         return any(isinstance(entry, Tensor) and entry.numel() != 1 for entry in column)
@@ -219,7 +220,7 @@ def versions_of_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Read the policy version of each token: (B, T) int64; and (B, T) bool, True at sampled tokens.
 
-    Sampled tokens are those of the loss mask, or without a mask those of TorchRL's response. The versions of
+    Sampled tokens are the tokens in the loss mask or, without a mask, in TorchRL's response. The versions of
     other tokens and of padding have no meaning.
 
     Raises:
@@ -279,7 +280,7 @@ def same_width(one: Tensor, other: Tensor, names: str) -> None:
     """Require that two columns have the same number of tokens per row.
 
     Raises:
-        BatchError: they differ.
+        BatchError: the numbers differ.
     """
     if one.shape[1] != other.shape[1]:
         raise BatchError(
@@ -289,7 +290,7 @@ def same_width(one: Tensor, other: Tensor, names: str) -> None:
 
 
 def tokens_of_all_ranks(rows: Rows, *columns: Tensor, fill: float = 0) -> list[Tensor]:
-    """Exchange (B, T) columns between ranks: (M, T') of the rows of all ranks. Unchanged without ranks.
+    """Exchange (B, T) columns between ranks: (M, T') for the rows of all ranks. Alone, change nothing.
 
     Args:
         rows: all rows that have not left.
@@ -316,7 +317,7 @@ def describe_row(rows: Rows) -> Callable[[int], str]:
 
 
 def in_loss_there(rows: Rows) -> Tensor | None:
-    """(B,) bool, rows in the loss, on the device of the batch; None, without a copy, if all rows are."""
+    """(B,) bool, rows in the loss, copied to the device of the batch; None if all rows are in the loss."""
     in_loss = rows.in_loss
     return None if bool(in_loss.all()) else rows.to_batch(in_loss).clone()
 
@@ -338,14 +339,14 @@ def read_loss_mask(batch: TensorDictBase, key: NestedKey, in_loss: Tensor | None
 
     Raises:
         MissingKeyError: the mask is missing.
-        BatchError: it is not bool.
+        BatchError: the mask is not bool.
     """
     mask, in_loss = read_mask(batch, key, reader=reader, option="loss_mask_key"), unless_all(in_loss)
     return mask if in_loss is None else mask & in_loss.unsqueeze(-1)
 
 
 def mask_tokens(rows: Rows, batch: TensorDictBase, out: Tensor, *, tokens: Tensor, taken: Tensor) -> None:
-    """Take single tokens out of the loss of a stage's batch: loss mask False, log-probability NaN.
+    """Take single tokens out of the loss: their loss mask becomes False, and their log-probability NaN.
 
     Under ``masked_log_prob="keep"`` only the loss mask changes. Later stages still see the row's length.
 
@@ -364,7 +365,7 @@ def mask_tokens(rows: Rows, batch: TensorDictBase, out: Tensor, *, tokens: Tenso
     if not keeps_log_prob and log_prob_key is not None and has_key(batch, log_prob_key):
         log_prob = read_tokens(batch, log_prob_key, reader=reader, option="log_prob_key")
         write_tokens(batch, log_prob_key, nan_inside(log_prob, out), mask_key)
-    # Rows out of the loss are only masked when they are gathered, so keep their mask here.
+    # Rows out of the loss are masked later, when they are gathered. So keep their mask here.
     whole = read_tokens(batch, mask_key, reader=reader, option="loss_mask_key")
     write_tokens(batch, mask_key, whole & ~out, mask_key)
 
@@ -378,7 +379,7 @@ def read_advantage(
     reader: str,
     rows: Rows | None = None,
 ) -> Tensor:
-    """Read the advantage: (B, 1) if it is per row, (B,) or (B, 1, 1); (B, T) if it is per token, (B, T, 1).
+    """Read the advantage: (B, 1) if it has one number per row, or (B, T) if it has one per token.
 
     Args:
         batch: TensorDict ``[B]``.
@@ -390,7 +391,7 @@ def read_advantage(
 
     Raises:
         MissingKeyError: the advantage is missing.
-        BatchError: it has another shape, is not floating-point, or differs in length from the mask.
+        BatchError: the advantage is not floating-point, or differs in length from the mask.
     """
     if rows is not None and key in rows.table.written:
         credit = rows.to_batch(rows[key].to(rows.dtype(key)))  # rounded as it will be in the batch
@@ -454,7 +455,7 @@ def change_advantage(
 def advantage_is_per_row(rows: Rows) -> bool:
     """Whether the advantage is one number per row, which the table has; else it is one per token.
 
-    All ranks decide alike, because the table is the same on all ranks. The widths of rows are not.
+    All ranks decide alike, because the table is the same on all ranks. The widths of rows may differ.
     """
     table, key = rows.table, rows.key("advantage")
     column = table.columns.get(key)
@@ -503,7 +504,7 @@ def finite_inside(values: Tensor, mask: Tensor) -> Tensor:
     """
     known = values.sum(-1).isfinite()
     if values.device.type == "cpu":
-        odd = (~known).nonzero().flatten()  # the non-finite number may be out of the mask
+        odd = (~known).nonzero().flatten()  # a number that is not finite may be out of the mask
         if len(odd):
             known[odd] = zero_outside(values[odd], mask[odd]).sum(-1).isfinite()
         return known
@@ -519,8 +520,8 @@ def in_blocks(
     """Apply a function to blocks of rows on the CPU, and join the results. On a GPU, apply it to all rows.
 
     Args:
-        function: a function of these columns that returns tensors by name, one row per row. The result of a
-            row must depend on that row alone.
+        function: a function of these columns that returns tensors by name, with a row for each row of
+            `tokens`. The result of a row must depend on that row alone.
         tokens: (B, T).
         more: (B, ...) each; None is passed on.
         at_once: tokens per block; use a lower number if the function needs much memory per token.
@@ -567,7 +568,7 @@ def plain_sum(values: Tensor) -> Tensor:
 
 
 def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
-    """Set (B, T) float `values` to 0 where the mask is False, also NaN, in place.
+    """Set (B, T) float `values` to 0 in place where the mask is False, even if they are NaN.
 
     It uses bit operations, because `torch.where` is ten times slower if True and False alternate.
 

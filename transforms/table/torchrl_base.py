@@ -1,7 +1,6 @@
 """TorchRL's base classes of a stage. Without TorchRL, they have only the parts that a stage uses.
 
-TorchRL is imported, not only looked for: with a tensordict of another version it can be found but not
-imported. Then no object of its classes exists.
+An installed TorchRL may fail to import beside another version of tensordict, so this module tries it.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ else:
         class Transform(nn.Module):
             """A module with keys and a container.
 
-            They are kept under TorchRL's names, so that a pickle made with TorchRL loads without it, and one
-            made without it loads with it.
+            Its attributes have TorchRL's names. So a pickle that was made with TorchRL loads without TorchRL,
+            and the reverse.
             """
 
             def __init__(self, in_keys: Sequence[NestedKey] = (), out_keys: Sequence[NestedKey] = ()):

@@ -1,4 +1,4 @@
-"""Rollouts that vote and do not train, such as a greedy one: their rewards count, their tokens do not."""
+"""Rollouts that vote and do not train, such as a greedy rollout. Their rewards count, their tokens do not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ REASON = "votes_only"
 
 
 def note_votes_only(rows: Rows) -> None:
-    """Take the rollouts that vote only out of the loss.
+    """Mask the rollouts that vote only.
 
     They stay in the batch and in the statistics until :func:`drop_votes_only`, and their reason is
     ``votes_only`` whatever happens to their group.
@@ -19,7 +19,8 @@ def note_votes_only(rows: Rows) -> None:
         rows: all rows, before the first stage, with the column ``votes_only``.
 
     Raises:
-        BatchError: the column is not bool, or the rows of a rollout differ in it; lists the rollouts.
+        BatchError: the column is not bool, or the rows of a rollout differ in it. The message lists the
+            rollouts.
     """
     table, rows = rows.table, rows.with_excluded
     votes = read_flags(rows, "votes_only")
@@ -35,12 +36,12 @@ def note_votes_only(rows: Rows) -> None:
         )
     tokens = [rows.key("loss_mask"), rows.key("log_prob")]
     if table.masking.elsewhere or any(key is not None and table.find(key) is not None for key in tokens):
-        rows.mask(votes)  # after a stage that runs alone, nothing drops them
+        rows.mask(votes)  # without a pipeline, no later step drops these rows
         table.fates.masks = True
     table.fates.let_vote(rows.to_arrival(votes), rows.reason_name(REASON))
 
 
 def drop_votes_only(rows: Rows) -> None:
-    """Drop the rollouts that vote only from the batch, because they have voted. At least one is needed."""
+    """Drop the rollouts that vote only, whose rewards are in the statistics now. The batch must have some."""
     rows.leave(rows.votes_only, REASON, "dropped")
     rows.table.fates.votes_only = None

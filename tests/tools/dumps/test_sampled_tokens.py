@@ -246,7 +246,7 @@ def test_calls_and_reasoning_of_a_table_of_trl_are_read_without_the_nulls_of_arr
 
 def test_a_part_of_an_assistant_that_is_not_known_is_refused(tmp_path):
     for message, why in (
-        ({"content": [{"type": "strange", "data": "x"}]}, "has a known type; found 'strange'"),
+        ({"content": [{"type": "strange", "data": "x"}]}, "must have a known type; found 'strange'"),
         ({"content": 3}, "must be a string or a list of parts; found int"),
         ({"tool_calls": [{"id": "c"}]}, "must have the 'name' of its tool"),
         ({"tool_calls": ["add(1)"]}, "a string in 'tool_calls' must be JSON"),
