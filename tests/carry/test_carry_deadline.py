@@ -1,4 +1,4 @@
-"""Rows that a split carries over are trained before they are too old, or refused."""
+"""Rows that a split carries train before they are too old, or are refused."""
 
 import re
 
@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from headrace.pipeline import Pipeline
 from headrace.transforms import BatchError, GroupAssembler, ShuffleSplit
 
-K, GROUPS = 3, 5  # batches of five groups, of which minibatches of four train
+K, GROUPS = 3, 5  # the largest staleness; groups per batch, with minibatches of four
 
 
 def put(assembler: GroupAssembler, first: int, version: int) -> None:
@@ -49,7 +49,7 @@ def trained_ages(old: int, steps: int = 12) -> tuple[list[int], str]:
 @pytest.mark.filterwarnings("ignore:no group may take longer")
 @pytest.mark.parametrize("old", range(K + 1))
 def test_no_carried_row_trains_after_its_deadline(old):
-    """A row of age a may be carried K - a times. Then the batch is refused, with the ids of its groups."""
+    """A row of age a may be carried K − a times. If it must wait longer, the batch is refused with ids."""
     ages, refused = trained_ages(old)
     assert max(ages, default=0) <= K
     if old < K:

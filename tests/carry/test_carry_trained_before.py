@@ -18,7 +18,7 @@ def make(remainder: str = "uneven", **options) -> Pipeline:
 
 
 def numbered(batch: int, rows: int) -> TensorDict:
-    """The rows of one batch: no other batch has their ids, and all rewards are 1."""
+    """The rows of one batch. No other batch has their ids, and all rewards are 1."""
     ids = torch.arange(rows) + 100 * batch
     return TensorDict({"rollout_id": ids, ("next", "reward"): torch.ones(rows)}, batch_size=[rows])
 
@@ -36,9 +36,9 @@ def trained(minibatches) -> list[list[int]]:
     data=st.data(),
 )
 def test_an_interruption_anywhere_trains_nothing_again(rows, epochs, remainder, again, saved, data):
-    """An uninterrupted loop over all minibatches is compared with a loop that is interrupted after the n-th.
+    """A loop over all minibatches is compared with a loop that is interrupted after any minibatch.
 
-    The source repeats its last batch, whether or not that was finished, and then gives the other batches.
+    After the interruption, the source may repeat its last batch, and then gives the other batches.
     """
     batches = [numbered(number, size) for number, size in enumerate(rows)]
     whole = make(remainder)
@@ -74,7 +74,7 @@ def test_an_interruption_anywhere_trains_nothing_again(rows, epochs, remainder, 
 
 
 @pytest.mark.parametrize("how", ["minibatches", "call", "stage alone"])
-def test_a_second_pass_in_one_process_is_trained(how):
+def test_a_second_pass_in_one_process_trains(how):
     def rows_of(pipeline, batch):
         if how == "minibatches":
             return sorted(row for part in trained(pipeline.minibatches(batch)) for row in part)
@@ -86,13 +86,13 @@ def test_a_second_pass_in_one_process_is_trained(how):
         assert rows_of(pipeline, batch) == list(range(7))
     restored = make()
     restored.load_state_dict(pipeline.state_dict())
-    assert [len(rows_of(restored, batch)) for _ in range(3)] == [0, 7, 7], "what was saved, then new passes"
+    assert [len(rows_of(restored, batch)) for _ in range(3)] == [0, 7, 7], "only the saved pass is skipped"
     restored.load_state_dict(restored.state_dict())
     assert rows_of(restored, numbered(1, 7)) == list(range(100, 107))
-    assert len(rows_of(restored, batch)) == 7, "the last batch is known, and none before it"
+    assert len(rows_of(restored, batch)) == 7, "only the last batch is known"
 
 
-def test_a_batch_with_several_integer_rewards_is_known_again():
+def test_a_repeated_batch_with_several_integer_rewards_is_recognised():
     def rows_after_a_restart(batch):
         restored = make()
         restored.load_state_dict(state)
@@ -135,7 +135,7 @@ def test_an_interrupted_second_pass_resumes():
 
 
 def test_other_batches_and_batches_without_ids_are_trained():
-    """Equal ids are not the same batch if rewards differ."""
+    """Two batches with equal ids are different batches if their rewards differ."""
     other = numbered(0, 7)
     other["next", "reward"][3] = 0.0
     for first, second in ((numbered(0, 7), other), (numbered(0, 7), numbered(0, 6)), (None, None)):
@@ -146,7 +146,7 @@ def test_other_batches_and_batches_without_ids_are_trained():
         assert len(list(restored.minibatches(nothing if second is None else second))) >= 2
 
 
-def test_the_second_half_trains_repeated_samples_of_a_buffer():
+def test_the_second_half_trains_rows_that_a_buffer_repeats():
     first, second = Pipeline(
         {"collapse": FanOutCollapse(group_key="rollout_id"), "split": ShuffleSplit(minibatches=2)}
     ).halves()
@@ -157,7 +157,7 @@ def test_the_second_half_trains_repeated_samples_of_a_buffer():
 
 
 def interrupt_on_ranks(rank: int, world: int) -> dict[str, object]:
-    """The rows of two batches that a rank trains, if it is interrupted after each minibatch of the first."""
+    """Whether a rank trains the right rows if it is interrupted after any minibatch of the first batch."""
 
     def shared() -> Pipeline:
         split = ShuffleSplit(minibatches=2, unit="sample", remainder=remainder)

@@ -1,4 +1,4 @@
-"""A state taken inside a batch resumes that batch with the same split, or discards it."""
+"""A state that was saved inside a batch resumes the batch with the same split, or discards the batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rows_of(parts) -> list[list[int]]:
 
 
 def left_in_the_middle(batch: TensorDict, taken: int = 1, epochs: int = 1, **options) -> tuple[dict, list]:
-    """The saved state after `taken` minibatches, and the rows of the remaining ones."""
+    """The saved state after `taken` minibatches, and the rows of the remaining minibatches."""
     pipeline = make(**options)
     stream = pipeline.minibatches(batch, epochs=epochs)
     for _ in range(taken):
@@ -79,7 +79,7 @@ def without(plain: dict, *path: str) -> dict:
         ),
     ],
 )
-def test_a_state_of_another_version_is_refused_with_what_to_do(path, found):
+def test_a_state_of_another_version_is_refused_with_advice(path, found):
     split = {"minibatches": None, "minibatch_size": 3, "remainder": "carry"}
     pipeline, restored = make(**split), make(**split)
     list(pipeline.minibatches(sixteen()))
@@ -93,7 +93,7 @@ def test_a_state_of_another_version_is_refused_with_what_to_do(path, found):
 
 
 @pytest.mark.parametrize(("change", "message"), CHANGES, ids=[str(change) for change, _ in CHANGES])
-def test_a_state_resumes_only_with_the_same_split_and_names_differences(change, message):
+def test_a_state_resumes_only_with_the_same_split(change, message):
     state, _ = left_in_the_middle(sixteen())
     restored = make(**change)
     restored.load_state_dict(state)
@@ -135,7 +135,7 @@ def no_prompts(batch):
         (no_prompts, "only one of the two batches has column 'prompt'"),
     ],
 )
-def test_a_batch_of_equal_size_and_rollout_ids_may_differ(change, message, ragged):
+def test_a_different_batch_of_equal_size_and_rollout_ids_is_refused(change, message, ragged):
     state, rest = left_in_the_middle(sixteen())
     restored, other = make(), sixteen()
     restored.load_state_dict(state)
@@ -156,7 +156,7 @@ def test_a_column_of_one_row_that_no_stage_reads_does_not_stop_the_run(place):
     assert rows_of(again.minibatches(lazy_stack(rows))) == rest
 
 
-def test_recomputed_rewards_may_differ_in_their_last_digits():
+def test_recomputed_rewards_may_differ_in_the_last_digits():
     state, rest = left_in_the_middle(sixteen())
     restored, again = make(), sixteen()
     again["next", "reward"] *= 1 + 1e-6
@@ -164,7 +164,7 @@ def test_recomputed_rewards_may_differ_in_their_last_digits():
     assert rows_of(restored.minibatches(again)) == rest
 
 
-# -- giving up --------------------------------------------------------------------------------------
+# -- discarded batches ------------------------------------------------------------------------------------
 
 
 @given(
@@ -177,7 +177,7 @@ def test_recomputed_rewards_may_differ_in_their_last_digits():
 def test_discarded_batches_are_not_trained_and_nothing_is_trained_twice(
     units, taken, epochs, saved, remainder
 ):
-    """The second of three batches is discarded after its first minibatch: only its other rows are lost."""
+    """The second of three batches is discarded after some minibatches. Only its other rows do not train."""
 
     def batch(number):
         return TensorDict(
@@ -213,7 +213,7 @@ def test_discarded_batches_are_not_trained_and_nothing_is_trained_twice(
     assert [part["name"].tolist() for part in twin.minibatches(batch(3), epochs=epochs)] == after
 
 
-def test_the_error_says_how_to_discard_and_then_other_batches_run():
+def test_the_error_says_how_to_discard_a_batch():
     state, _ = left_in_the_middle(sixteen())
     restored = make()
     restored.load_state_dict(state)
@@ -226,10 +226,10 @@ def test_the_error_says_how_to_discard_and_then_other_batches_run():
     assert len(list(restored.minibatches(sixteen(start=50)))) == 4
 
 
-# -- loops that are left ----------------------------------------------------------------------------
+# -- loops that end early ---------------------------------------------------------------------------------
 
 
-def test_an_unfinished_batch_does_not_block_the_next():
+def test_an_unfinished_batch_does_not_block_the_next_batch():
     pipeline = make()
     for _ in pipeline.minibatches(sixteen()):
         break
@@ -248,7 +248,7 @@ def test_a_batch_without_minibatches_is_finished():
 
 
 def test_a_state_inside_two_batches_is_refused():
-    """Two pipelines that share one split would save such a state, and forget one of the two batches."""
+    """Two pipelines that share one split would save such a state without one of the two batches."""
     split = ShuffleSplit(minibatches=4)
     first, second = (Pipeline({"split": split, "weight": LossWeight()}) for _ in "ab")
     one = first.minibatches(sixteen())

@@ -1,4 +1,4 @@
-"""Rows that are saved or sent come back unchanged."""
+"""Rows are unchanged after they are saved and loaded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def batches() -> dict[str, TensorDict]:
 
 
 @pytest.mark.parametrize("kind", batches())
-def test_saved_rows_are_read_without_trust_and_are_the_same(kind):
+def test_saved_rows_load_with_weights_only_and_are_equal(kind):
     batch, file = batches()[kind], io.BytesIO()
     torch.save(to_plain(batch), file)
     file.seek(0)
@@ -45,7 +45,7 @@ def test_saved_rows_are_read_without_trust_and_are_the_same(kind):
             assert str(other.get(key)) == str(one.get(key))
 
 
-def test_joined_rows_have_the_columns_of_all_or_are_refused():
+def test_rows_with_different_columns_are_not_joined():
     joined = join_rows([lazy_stack([row(1)]), lazy_stack([row(4), row(2)])], "parts")
     assert [len(each["tokens", "full"]) for each in joined.unbind(0)] == [1, 4, 2]
     dense = lazy_stack([row(3), row(3)]).contiguous()

@@ -1,4 +1,4 @@
-"""Wherever the writer fails, a file has either its whole new content or its old content."""
+"""A file has its whole new content or its whole old content, wherever the writer fails."""
 
 import os
 
@@ -11,7 +11,7 @@ class FullDiskError(OSError):
     """There is no space left."""
 
 
-def test_what_is_raised_leaves_the_file_and_the_folder_as_they_were(tmp_path, monkeypatch):
+def test_an_error_leaves_the_file_and_the_folder_unchanged(tmp_path, monkeypatch):
     """The error may come while the file is written, flushed or renamed."""
     path = tmp_path / "a.txt"
     path.write_text("before")
@@ -35,7 +35,7 @@ def test_what_is_raised_leaves_the_file_and_the_folder_as_they_were(tmp_path, mo
 
 
 def test_a_durable_file_is_flushed_before_it_is_renamed_and_its_folder_after(tmp_path, monkeypatch):
-    """Otherwise the new name could reach the disk before the bytes."""
+    """Without the flush, the new name could reach the disk before the bytes."""
     path, done = tmp_path / "a.txt", []
     sync, replace = os.fsync, os.replace
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""A recipe is composed once in a process; overrides give what Hydra composes from the files."""
+"""A recipe is composed once in a process. Overrides give what Hydra composes from the files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OVERRIDES = [
     ("criterion@pipeline.stages.filter.criterion=not_truncated", "pipeline.stages.filter.action=drop"),
     ("+criterion@pipeline.stages.filter.also=fresh", "pipeline.stages.filter.also.current=3"),
     ("rows=llm", "pipeline.stages.dense.pad_id=0"),
-    # refused
+    # these are refused
     ("pipeline.stages.gate.gruop_size=8",),
     ("pipeline.stages.gate.group_size=8", "+pipeline.stages.gate.group_size=8"),
     ("+pipeline.stages.gate.group_size=8",),
@@ -43,7 +43,7 @@ OVERRIDES = [
 
 
 def from_the_files(overrides):
-    """The configuration as plain values, and the flags of each container; or the message of the error."""
+    """The configuration as plain values and the flags of each container, or the message of an error."""
     try:
         with initialize_config_module("headrace.conf", version_base="1.3"):
             config = compose("load", list(overrides))
@@ -90,12 +90,12 @@ def test_overrides_of_a_known_recipe_equal_those_of_its_files():
 
 @pytest.mark.slow
 def test_overrides_of_each_known_recipe_equal_those_of_its_files():
-    """One override for each recipe: to compose from the files takes long."""
+    """Each recipe gets one set of overrides, because composing from the files takes long."""
     for recipe, overrides in zip(NAMES, cycle(OVERRIDES), strict=False):
         check(recipe, overrides)
 
 
-def test_a_caller_may_change_what_it_gets():
+def test_a_change_of_a_composed_configuration_changes_no_other():
     first = compose_config("load", "pipeline=grpo")
     first.pipeline.stages.advantage.scale = "none"
     assert compose_config("load", "pipeline=grpo").pipeline.stages.advantage.scale == "group"

@@ -1,4 +1,4 @@
-"""Recipes, and how overrides change them."""
+"""Recipes contain only what differs from others, and overrides change them."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def advantage_of(batch, *overrides):
 
 def test_grpo_divides_by_std_and_dr_grpo_does_not(make_batch):
     batch = make_batch([1.0, 3, 5, 11], [0, 0, 1, 1])
+    # ±1 / (√2 + ε) and ±3 / (√18 + ε)
     assert advantage_of(batch).tolist() == pytest.approx([-0.7071063, 0.7071063, -0.7071066, 0.7071066])
     assert advantage_of(batch, "pipeline=dr_grpo").tolist() == [-1, 1, -3, 3]
 
@@ -42,7 +43,7 @@ def nodes_of(recipe):
 
 
 def test_a_recipe_lists_only_what_differs():
-    """Every option in its file differs from what the recipe builds on."""
+    """Every option in a file differs from the option in the recipe that the file builds on."""
     for name in (name for name in NAMES if name != "grpo"):
         written = OmegaConf.to_container(OmegaConf.load(f"conf/pipeline/{name}.yaml"))
         builds_on, *added = [entry for entry in written["defaults"] if entry != "_self_"]
@@ -74,7 +75,7 @@ def test_recipes_have_every_option_of_the_pipeline_at_its_default():
 
 
 def test_each_recipe_says_its_order():
-    """So a stage that is not in the order is refused, and `after` cannot move a stage of the recipe."""
+    """With an order, a stage without a place is refused, and `after` cannot move a stage of the recipe."""
     for name in NAMES:
         node = configure("load", f"pipeline={name}").pipeline
         assert {stage for stage, own in node.stages.items() if own} <= set(node.order), name

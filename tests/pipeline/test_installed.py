@@ -10,12 +10,12 @@ from headrace import installed
 from headrace.installed import MissingPackageError, import_extra, lacking, unmet, why_not
 
 
-def test_what_is_installed_meets_the_requirements_of_others():
+def test_an_installed_package_has_no_unmet_requirement():
     assert unmet("tensordict") == []
 
 
-def test_a_package_beside_a_version_that_it_does_not_fit_says_which_it_requires(monkeypatch):
-    """For example torchrl 0.14.1 beside verl's tensordict 0.10.0."""
+def test_the_error_for_a_wrong_version_names_the_required_version(monkeypatch):
+    """An example is torchrl 0.14.1 beside tensordict 0.10.0, which verl requires."""
     monkeypatch.setattr(metadata, "requires", lambda name: ["tensordict<0.15,>=0.14.3", "torch"])
     monkeypatch.setattr(
         installed, "version_of", {"torchrl": "0.14.1", "tensordict": "0.10.0", "torch": "2.13.0"}.get
@@ -31,8 +31,8 @@ def test_a_package_beside_a_version_that_it_does_not_fit_says_which_it_requires(
     )
 
 
-def test_a_package_that_fails_by_itself_says_its_own_error(monkeypatch):
-    """For example pyarrow 26 beside numpy 1.26, which pip installs together."""
+def test_the_error_for_a_package_that_cannot_be_imported_has_the_reason(monkeypatch):
+    """An example is pyarrow 26 beside numpy 1.26, which pip installs together."""
     monkeypatch.setattr(installed, "unmet", lambda name: [])
 
     def broken(name):
@@ -44,14 +44,14 @@ def test_a_package_that_fails_by_itself_says_its_own_error(monkeypatch):
         import_extra("pyarrow", "a report")
 
 
-def test_an_error_of_another_module_stays_as_it_is():
+def test_an_error_of_another_module_is_unchanged():
     """A misspelled import inside headrace is not a missing package."""
     err = ImportError("cannot import name 'nothing' from 'headrace.transforms'", name="headrace.transforms")
     assert lacking("X", err) is err
 
 
 def test_an_extra_that_would_break_another_package_is_not_advised(tmp_path, monkeypatch):
-    """A trainer that excludes the tensordict of TorchRL, such as verl, is named."""
+    """The error names a trainer that excludes the tensordict of TorchRL, such as verl."""
     info = tmp_path / "trainer-2.0.dist-info"
     info.mkdir()
     lines = [

@@ -1,4 +1,4 @@
-"""The ledger counts exactly those rows as trained that the minibatches train, compared with a loop."""
+"""The ledger counts a row as trained exactly if a minibatch trains it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ MASK, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
 
 
 def batch_for(recipe: str, start: int = 0):
-    """Twelve groups of two to four rollouts, one without spread; rows without a token, or with NaN.
+    """Twelve groups of two to four rollouts. Group 4 has equal rewards. Some rows have no token, or NaN.
 
-    NaN is in the loss only if no stage reads log-probabilities, because such a stage would refuse it.
+    NaN is in the loss only if no stage reads log-probabilities, because such a stage would refuse NaN.
     """
     rng = np.random.default_rng(3)
     groups = np.repeat(np.arange(12), [3, 2, 4, 2, 3, 4, 2, 2, 3, 4, 2, 3])
     rewards = rng.integers(0, 3, len(groups)).astype(float)
     rewards[groups == 4] = 1.0
-    rewards /= 2  # in [0, 1], as some recipes need them
+    rewards /= 2  # some recipes need rewards in [0, 1]
     batch = batch_of(rewards.tolist(), (groups + start).tolist(), tokens=5)
     batch["rollout_id"] += 100 * start
     batch["expected_rollouts"] = torch.tensor([int((groups == g).sum()) for g in groups])
@@ -49,7 +49,7 @@ def batch_for(recipe: str, start: int = 0):
     if any(OLD in getattr(stage, "in_keys", ()) for stage in stages):
         batch[LOG_PROBS][[5, 20]] = float("nan")
         batch[LOG_PROBS][7, 0] = float("nan")
-        batch[MASK] &= batch[LOG_PROBS].isfinite()  # these stages read it of every token in the loss
+        batch[MASK] &= batch[LOG_PROBS].isfinite()  # these stages refuse NaN in the loss
         with_old(batch, 0.0005)
     elif not any(LOG_PROBS in getattr(stage, "in_keys", ()) for stage in stages):
         batch[LOG_PROBS][[5, 20]] = float("nan")
@@ -85,8 +85,8 @@ CUTS = list(product((1, 2, 3), ("drop", "uneven", "pad", "carry")))
 @pytest.mark.parametrize(
     "recipe", [pytest.param(name, marks=[] if name in FEW else [pytest.mark.slow]) for name in CHAINS]
 )
-def test_the_ledger_books_as_trained_what_minibatches_train(recipe, quick):
-    """Each recipe is tried with a third of the splits and each fold; in the quick run, with one split."""
+def test_the_ledger_counts_as_trained_the_rows_that_minibatches_train(recipe, quick):
+    """Each recipe is tried with a third of the splits and each fold, or with few splits in the quick run."""
     stages, first = stages_of(recipe), CHAINS.index(recipe)
     weight = stages["weight"]
     for number, (epochs, remainder) in enumerate(CUTS):
@@ -102,8 +102,8 @@ def test_the_ledger_books_as_trained_what_minibatches_train(recipe, quick):
             assert booked == sorted(trained_in(run, weighs=fold == "none")), (epochs, remainder, fold, start)
 
 
-def test_the_report_shows_a_pass_that_trained_each_trained_row():
-    """Five minibatches of 36 rows leave one row out, a different one in each pass."""
+def test_the_report_shows_each_trained_row_in_a_pass_that_trained_it():
+    """Five equal minibatches leave rows out, and other rows in each pass."""
     stages = stages_of("grpo") | {"split": ShuffleSplit(minibatches=5, remainder="drop")}
     run = Pipeline(stages).run(batch_for("grpo"), epochs=3)
     orders = [
@@ -141,7 +141,7 @@ def second(batch: TensorDict) -> torch.Tensor:
 
 
 class Foreign(torch.nn.Module):
-    """A user's own stage, for which the batch is written and read again."""
+    """A user's own stage. It gets a batch, so the table is written into the batch and read again."""
 
     def __init__(self, *in_keys: NestedKey):
         super().__init__()
@@ -194,7 +194,7 @@ def restored(state: dict, pipeline: Pipeline) -> Pipeline:
 def test_a_row_keeps_its_first_reason_in_each_batch_that_carries_it(
     steps, size, actions, ragged, foreign, empty, loses_filters, weighs
 ):
-    """Compared with a loop over lists of rows. States are saved and loaded between and within batches.
+    """A loop over lists of rows gives the reasons. States are saved and loaded between and within batches.
 
     The last pipeline may have no filters, so that none of its stages masks a row.
     """
@@ -260,7 +260,7 @@ def test_a_row_keeps_its_first_reason_in_each_batch_that_carries_it(
         assert found == [line.rollout for line in trains]
 
 
-def test_an_empty_result_has_the_same_reasons(make_batch):
+def test_a_run_that_drops_all_rows_lists_the_same_reasons(make_batch):
     words = ("pipeline.stages.gate.group_size=2", "pipeline.stages.gate.on_incomplete=drop")
     full = load_pipeline(*words).run(make_batch([1.0, 2], [0, 0]))
     nothing = load_pipeline(*words).run(make_batch([1.0], [0]))
@@ -268,7 +268,7 @@ def test_an_empty_result_has_the_same_reasons(make_batch):
     assert len(full.ledger.names) == len(full.ledger.actions)
 
 
-def test_ledgers_of_equal_batches_are_two_that_may_be_in_a_set():
+def test_ledgers_of_equal_batches_are_different_and_hashable():
     batch = TensorDict({"rollout_id": [4, 5]}, batch_size=[2])
     first, second = (Pipeline({}).run(batch).ledger for _ in range(2))
     assert first != second

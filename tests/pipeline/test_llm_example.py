@@ -1,4 +1,4 @@
-"""The example with a language model keeps the pipeline's promises, step by step."""
+"""The example with a language model keeps the promises of the pipeline in each step."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def prompts_of(batch: TensorDict, tokenizer) -> list[str]:
     return [text.split("=")[1] for text in texts]  # "=123=" and the response
 
 
-def test_each_step_has_all_rollouts_but_those_of_the_first_reset(run):
+def test_the_steps_have_all_rollouts_except_those_of_the_first_reset(run):
     assert [len(batch) for batch in run.batches] == [ENVS * PER_ENV] * STEPS
     collected = torch.cat([batch["rollout_id"] for batch in run.batches]).sort().values
     assert collected.tolist() == list(range(ENVS, ENVS + ENVS * PER_ENV * STEPS))
@@ -76,7 +76,7 @@ def test_tokens_in_the_loss_have_the_log_probability_of_sampling(run):
     for batch in run.batches:
         mask, log_probs = batch[LOSS_MASK], batch["log_probs", "full"]
         assert (mask <= batch["masks", "all_attention_mask"]).all()
-        # TransformersWrapper's own would be 0 for the first token of each response.
+        # TransformersWrapper would write 0 for the first token of each response.
         assert ((log_probs < 0) & log_probs.isfinite())[mask].all()
         assert log_probs[~batch["headrace", "in_loss"]].isnan().all()
 

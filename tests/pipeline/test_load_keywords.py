@@ -1,4 +1,4 @@
-"""load_pipeline by keyword: every override as a typed argument, with errors that name the option."""
+"""load_pipeline takes overrides as typed keywords, and its errors name the option."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headrace.transforms.table.annotations import annotations_of
 
 pytestmark = pytest.mark.slow
 
-# A value that no recipe has, and how an override says it.
+# For each keyword, a value that no recipe has, and this value in an override.
 VALUES = {
     "group_size": (13, "13"),
     "on_incomplete": ("drop", "drop"),
@@ -82,7 +82,7 @@ def test_keywords_equal_their_overrides(recipe, node):
             node(recipe, **{word: VALUES[word][0]})
 
 
-def test_an_omitted_keyword_keeps_the_recipes_value(node):
+def test_an_omitted_keyword_keeps_the_value_of_the_recipe(node):
     assert node("rloo", **dict.fromkeys(KEYWORDS, ...)) == node("rloo") == node("pipeline=rloo")
     assert node() == node("grpo")
 
@@ -108,7 +108,7 @@ def test_any_option_of_any_stage_can_be_set(node):
     }
     assert found.stages.bonus == {"_target_": "my.Bonus", "by": 2}
     replaced = node("grpo", stages={"filter": {"_target_": "my.Other"}})
-    assert replaced.stages.filter == {"_target_": "my.Other"}, "the whole of it"
+    assert replaced.stages.filter == {"_target_": "my.Other"}, "no old option remains"
 
 
 def test_rows_is_a_keyword():
@@ -179,7 +179,7 @@ def test_options_of_other_nodes_do_not_conflict():
 
 
 def test_keywords_have_the_types_of_the_stages_and_are_documented():
-    """load_pipeline takes exactly the options of its stages."""
+    """Each keyword takes exactly the values of the option that it sets."""
     hints = typing.get_type_hints(PipelineOptions)
     parameters = inspect.signature(load_pipeline).parameters
     by_keyword = {name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
@@ -191,7 +191,7 @@ def test_keywords_have_the_types_of_the_stages_and_are_documented():
         module, _, name = target["_target_"].rpartition(".")
         owner = getattr(importlib.import_module(module), name)
         theirs = annotations_of(owner)[option]
-        if word == "process_group":  # only by name: a group itself is not a keyword
+        if word == "process_group":  # a keyword takes only the name of a group
             assert literals(hints[word]) == {"world"}
             continue
         assert members(hints[word]) == members(theirs), word
@@ -199,7 +199,7 @@ def test_keywords_have_the_types_of_the_stages_and_are_documented():
 
 
 @pytest.mark.parametrize("function", [load_pipeline, decide, Decider, attach])
-def test_help_shows_the_keywords_of_whatever_loads_a_pipeline(function):
+def test_help_shows_the_keywords_of_each_function_that_loads_a_pipeline(function):
     parameters = inspect.signature(function).parameters
     assert {*PipelineOptions.__annotations__} <= {*parameters}
     assert all(each.kind is not each.VAR_KEYWORD for each in parameters.values())
@@ -240,20 +240,20 @@ IN_ORDER = f"pipeline.order=[{','.join(ORDER)}]"
         (("pipeline.stages.filter=filter",), {"order": ORDER}),
     ],
 )
-def test_a_bare_stage_is_the_usual_one(overrides, options):
-    """GDPO has no filter. A filter without options is grpo's, and judges the rewards that are compared."""
+def test_a_stage_without_options_is_the_usual_stage(overrides, options):
+    """GDPO has no filter. The usual filter of GRPO then looks at each reward, as the advantage does."""
     found = load_pipeline("gdpo", *overrides, **options)
     assert list(found.stages) == ORDER
     assert repr(found.stages["filter"]) == "SampleFilter(criterion=RewardsVary(several='decoupled'))"
 
 
-def test_options_of_a_stage_that_the_recipe_lacks_are_those_of_the_usual_one():
+def test_options_of_a_stage_that_the_recipe_lacks_change_the_usual_stage():
     options = ("pipeline.stages.filter={action: exclude}", "+pipeline.stages.whitening={per: sample}")
     found = load_pipeline("grpo", *options, order=ORDER).stages
     assert (found["filter"].action, found["whitening"].per) == ("exclude", "sample")
 
 
-def test_a_bare_stage_needs_its_place_in_the_order():
+def test_a_stage_without_options_needs_a_place_in_the_order():
     with pytest.raises(ConfigError, match=r"pipeline\.order must name each stage once; it lacks 'filter'"):
         load_pipeline("gdpo", stages={"filter": {}})
     assert load_pipeline("gdpo", stages={"filter": {}}, after={"filter": "collapse"}).order == ORDER
@@ -284,7 +284,7 @@ def test_a_new_stage_is_inserted_by_the_name_of_its_neighbour(overrides, options
     assert repr(pipeline.stages["mine"]) == "SignFactors(negative=0.5)"
 
 
-def test_options_of_a_placed_stage_are_those_of_the_usual_one():
+def test_options_of_a_placed_stage_change_the_usual_stage():
     found = load_pipeline("grpo", stages={"signs": {"negative": 0.5}}, after={"signs": "advantage"})
     assert repr(found.stages["signs"]) == "SignFactors(negative=0.5)"
 
@@ -347,7 +347,7 @@ def test_errors_name_the_place_of_a_pipeline_in_another_configuration():
     assert build_pipeline(config.algo.rl).order == load_pipeline("grpo").order
 
 
-def test_a_stage_without_a_place_is_answered_with_the_option_that_gives_it_one():
+def test_the_error_for_a_stage_without_a_place_names_the_option_that_places_it():
     with pytest.raises(ConfigError, match=r"it lacks 'signs'.* Place it, as in pipeline.after.signs") as info:
         load_pipeline("grpo", stages={"signs": {}})
     option = str(info.value).rpartition("as in ")[2].partition(" ")[0]
@@ -364,7 +364,7 @@ class KeepsReward(RewardShaping):
 @pytest.mark.parametrize(
     ("stage", "place"), [(KeepsReward(), "collapse"), ({}, "advantage"), (lambda batch: batch, "advantage")]
 )
-def test_the_place_that_is_advised_is_one_that_is_taken(stage, place):
+def test_the_place_that_an_error_advises_is_accepted(stage, place):
     with pytest.raises(ConfigError) as info:
         load_pipeline("grpo", stages={"signs": stage})
     assert f"(in Python after={{'signs': '{place}'}})" in str(info.value)
@@ -395,13 +395,13 @@ def of_second(words: str) -> list[str]:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("recipe", ["grpo", "as/trl"])  # with and without a first filter
-def test_a_second_stage_of_a_kind_has_a_name_of_its_own(recipe, words, stages):
+def test_a_second_filter_has_its_own_name(recipe, words, stages):
     pipeline = load_pipeline(recipe, *of_second(words), stages=stages, after={"second": "collapse"})
     assert pipeline.order[:3] == ["gate", "collapse", "second"]
     assert repr(pipeline.stages["second"]) == "SampleFilter(criterion=LengthWithin(high=3), action='drop')"
 
 
-def test_a_recipe_adds_a_second_stage_in_the_same_way(tmp_path):
+def test_a_recipe_can_add_a_second_filter(tmp_path):
     (tmp_path / "pipeline").mkdir()
     for second in ("filter", "{_target_: filter, criterion: not_truncated, unit: rollout}"):
         text = f"defaults: [grpo, _self_]\nafter: {{second: filter}}\nstages: {{second: {second}}}\n"
@@ -431,19 +431,19 @@ def test_a_recipe_adds_a_second_stage_in_the_same_way(tmp_path):
         ),
     ],
 )
-def test_options_of_a_stage_of_no_kind_are_answered_with_what_adds_it(words, stages, message):
+def test_the_error_for_options_of_an_unknown_stage_says_how_to_add_it(words, stages, message):
     with pytest.raises(ConfigError, match=message):
         load_pipeline("grpo", *of_second(words), stages=stages, after={"second": "filter"})
 
 
-def test_a_whole_part_takes_no_option_from_the_part_that_it_replaces():
+def test_a_part_takes_no_option_from_the_part_that_it_replaces():
     node = {"_target_": "headrace.transforms.NotTruncated"}  # the usual criterion has more options
     found = load_pipeline("gdpo", stages={"filter": {"criterion": node}}, after={"filter": "collapse"})
     assert repr(found.stages["filter"]) == "SampleFilter(criterion=NotTruncated())"
     assert repr(load_pipeline("grpo", "pipeline.stages.advantage=gae").stages["advantage"]) == "GAE()"
 
 
-def test_a_class_of_ones_own_is_given_by_its_path_and_answered_with_its_name(tmp_path, monkeypatch):
+def test_errors_about_the_path_of_a_class_say_what_is_wrong(tmp_path, monkeypatch):
     (tmp_path / "own_bonus.py").write_text("class LengthBonus:\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     for stage, meant in (

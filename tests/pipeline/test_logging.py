@@ -1,4 +1,4 @@
-"""What is logged: few records, built lazily, and no device read unless logging is enabled."""
+"""Few records are logged, and logging reads no device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def messages(caplog) -> list[tuple[str, str]]:
     return [(record.levelname, record.getMessage()) for record in caplog.records]
 
 
-def test_each_batch_logs_where_its_rows_went(caplog):
+def test_a_batch_logs_how_many_rows_trained_and_why_others_left(caplog):
     caplog.set_level(logging.DEBUG, "headrace.pipeline")
     pipeline = composed(*GROUPS_OF_TWO)
     pipeline.run(batch_of([1.0, 3, 5, 5, 2], [0, 0, 7, 7, 9]))
@@ -51,7 +51,7 @@ def test_a_refused_batch_logs_the_reason(caplog):
     assert messages(caplog) == [("INFO", f"a batch was refused: {refused.value}")]
 
 
-def test_logging_reads_a_device_only_if_enabled(caplog):
+def test_logging_reads_no_device(caplog):
     reads = {}
     for level in ("WARNING", "INFO", "DEBUG"):
         caplog.set_level(level, "headrace")

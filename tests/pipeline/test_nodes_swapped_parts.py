@@ -1,4 +1,4 @@
-"""Criteria and token terms that replace those of a recipe: by object, by name, and as a node."""
+"""An object, a name or a node can replace a criterion or token term of a recipe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace.pipeline import ConfigError, Pipeline, load_pipeline
 from headrace.transforms import NotTruncated, RewardsVary, SampleFilter
 
 NODE = {"_target_": "headrace.transforms.NotTruncated"}
-# Of the first group, rollout 1 was truncated. The second has equal rewards. Of the third, 6 was truncated.
+# Rollouts 1, 4 and 6 were truncated, one of each group. Group 1 has equal rewards.
 COLUMNS = {
     "group_id": [0, 0, 0, 1, 1, 1, 2, 2, 2],
     "rollout_id": list(range(9)),
@@ -26,13 +26,13 @@ def test_an_object_a_name_and_a_node_are_the_same_criterion(option, given):
     """No old option remains: NotTruncated would refuse the option `tol` of RewardsVary."""
     made = load_pipeline("grpo", stages={"filter": {option: given}}).stages["filter"]
     assert type(getattr(made, option)) is NotTruncated
-    assert made.action == "mask", "the other options of the stage are those of the recipe"
+    assert made.action == "mask", "the other options of the stage stay"
     if isinstance(given, NotTruncated):
         assert getattr(made, option) is given
 
 
 @pytest.mark.parametrize("value", ["not_truncated", "{_target_: headrace.transforms.NotTruncated}"])
-def test_names_and_nodes_replace_a_criterion_on_the_command_line_too(value):
+def test_names_and_nodes_replace_a_criterion_in_an_override(value):
     by_word = load_pipeline("grpo", f"pipeline.stages.filter.criterion={value}")
     assert repr(by_word) == repr(load_pipeline("grpo", stages={"filter": {"criterion": NotTruncated()}}))
 
@@ -42,7 +42,7 @@ def test_a_name_has_the_columns_of_the_pipeline():
     assert made.stages["filter"].also.status_key == "how"
 
 
-def test_a_term_and_a_whole_stage_are_replaced_in_the_same_way():
+def test_a_term_and_a_stage_are_replaced_in_the_same_way():
     term = load_pipeline("gtpo", stages={"entropy": {"term": "log_ratio"}}).stages["entropy"].term
     assert type(term).__name__ == "LogRatio"
     stage = SampleFilter(criterion=NotTruncated(), action="drop")
@@ -66,7 +66,7 @@ def test_a_value_that_is_not_a_criterion_is_refused_with_the_right_form(criterio
 
 
 @pytest.mark.parametrize("action", ["mask", "drop", "exclude"])
-def test_a_second_criterion_takes_out_its_rows_and_leaves_the_first_in_effect(action):
+def test_rows_leave_if_either_of_two_criteria_removes_them(action):
     options = {"also": "not_truncated", "action": action}
     found = headrace.decide(COLUMNS, "grpo", group_size=3, minibatches=1, stages={"filter": options})
     assert found.reason == BOTH
@@ -87,7 +87,7 @@ def test_a_second_criterion_equals_a_second_filter(make_batch):
     assert kept[0].tolist() == kept[1].tolist() == [True, False, True, False, False, False]
 
 
-def test_two_objects_that_look_alike_are_two_recipes():
+def test_two_criteria_with_the_same_repr_are_not_confused():
     class Keep:
         def __init__(self, number):
             self.number = number

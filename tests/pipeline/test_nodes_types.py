@@ -1,4 +1,4 @@
-"""Values of the wrong type on the command line are refused by option name before anything is built."""
+"""Values of a wrong type are refused with the name of the option, before anything is built."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_every_setting_without_a_target_has_a_type_and_refuses_others_by_name(ta
     config = compose_config("config", f"task={task}")
     check_types(config)
     settings = settings_of(config)
-    assert not [path for path in settings if path not in TYPES], "in tasks/perform.py"
+    assert not [path for path in settings if path not in TYPES], "add them to TYPES"
     for path in settings:
         wrong = copy.deepcopy(config)
         OmegaConf.update(wrong, path, {"nothing": [{}]}, merge=False)
@@ -117,7 +117,7 @@ def test_every_setting_without_a_target_has_a_type_and_refuses_others_by_name(ta
 
 
 def settings_of(config):
-    """The paths of all settings, except those inside a node with a `_target_`, which checks its own."""
+    """The paths of all settings outside of nodes with a `_target_`. Such nodes check their own values."""
     found = leaves(of_no_target(OmegaConf.to_container(config, resolve=True)))
     return [path for path, value in found.items() if value != {}]
 

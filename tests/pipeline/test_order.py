@@ -27,7 +27,7 @@ def ten_times() -> TensorDictModule:
     return TensorDictModule(lambda reward: 10 * reward, in_keys=keys, out_keys=keys)
 
 
-def test_order_inserts_a_stage_in_the_middle(make_batch):
+def test_order_decides_the_order_of_the_stages(make_batch):
     late = {"advantage": GroupRelativeAdvantage(scale="none"), "collapse": FanOutCollapse()}
     pipeline = Pipeline(late, order=["collapse", "advantage"])
     assert list(pipeline.stages) == pipeline.order == ["collapse", "advantage"]
@@ -64,7 +64,7 @@ BASE = ["a", "b", "c"]
         ({"x": "a"}, None, "axbc"),
         (None, {"x": "a"}, "xabc"),
         ({"x": "c"}, None, "abcx"),
-        ({"x": "b", "y": "b"}, None, "abxyc"),  # the first comes first
+        ({"x": "b", "y": "b"}, None, "abxyc"),  # in the order of the mapping
         ({"y": "b", "x": "b"}, None, "abyxc"),
         (None, {"x": "b", "y": "b"}, "axybc"),
         ({"x": "a"}, {"y": "b"}, "axybc"),
@@ -91,7 +91,7 @@ def test_a_new_stage_is_directly_after_or_before_another(after, before, found):
             r"^after.b=c places a stage that pipeline.order names, too. .*pipeline.after.b=null",
         ),
         (None, {"b": "a"}, r"^before.b=a places a stage that pipeline.order names, too"),
-        # it can be directly after one and before the other only if these are neighbours
+        # two places are refused even if they are the same place
         ({"x": "a"}, {"x": "c"}, r"^'x' has two places, after.x=a and before.x=c. Keep .*pipeline.after.x=n"),
         ({"x": "a"}, {"x": "b"}, "^'x' has two places, after.x=a and before.x=b"),
         ({"x": "y"}, {"y": "x"}, r"^after and before give 'y', 'x' no place: each is next to another"),
@@ -101,7 +101,7 @@ def test_a_new_stage_is_directly_after_or_before_another(after, before, found):
         ({"x": 1}, None, "^after.x=1 names the unknown stage 1"),
     ],
 )
-def test_a_place_that_cannot_be_is_refused(after, before, message):
+def test_an_impossible_place_is_refused(after, before, message):
     with pytest.raises(ValueError, match=message):
         with_places([*"abcxy"], BASE, after, before)
 
@@ -112,13 +112,13 @@ def test_a_stage_that_is_removed_still_places_others():
     assert list(arrange(given, ["a", "b"], after={"x": "b", "y": "a"})) == ["a", "x"]
 
 
-def test_a_pipeline_takes_places():
+def test_a_pipeline_inserts_a_stage_before_another():
     made = stages(mine=ten_times())
     pipeline = Pipeline(made, before={"mine": "gate"})
     assert pipeline.order == ["mine", *(name for name in made if name != "mine")]
 
 
-def test_a_stage_without_a_place_is_refused_with_the_options_that_give_it_one():
+def test_a_stage_without_a_place_is_refused_with_the_options_that_place_it():
     message = r"^order must name each stage once; it lacks 'x'. Place it, as in pipeline.after.x=advantage "
     with pytest.raises(ValueError, match=message):
         arrange({"advantage": print, "x": print}, ["advantage"])
@@ -178,14 +178,14 @@ def test_an_object_that_is_not_a_stage_is_refused(given, message):
 
 
 @pytest.mark.slow
-def test_one_override_removes_a_stage_also_from_an_order():
+def test_one_override_removes_a_stage_and_its_place_in_the_order():
     for word in ("overlong", "split"):
         expected = composed("pipeline=dapo").order
         expected.remove(word)
         assert composed("pipeline=dapo", f"~pipeline.stages.{word}").order == expected
 
 
-def test_a_filter_that_excludes_after_the_advantage_is_answered_with_the_actions_that_may():
+def test_the_error_for_excluding_after_the_advantage_names_the_accepted_actions():
     def pipeline(action):
         late = SampleFilter(criterion=RewardWithin(), action=action)
         return Pipeline({"collapse": FanOutCollapse(), "advantage": GroupRelativeAdvantage(), "late": late})

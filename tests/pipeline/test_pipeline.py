@@ -70,7 +70,7 @@ def wild_batches(draw):
     st.sampled_from(["sample", "rollout", "group"]),
     st.sampled_from(["drop", "uneven"]),
 )
-def test_the_ledger_balances_and_untrained_rows_do_not_train(batch, action, unit, remainder):
+def test_the_ledger_has_all_rows_and_exactly_the_trained_rows_train(batch, action, unit, remainder):
     pipeline = Pipeline(
         stages(
             gate=CompletenessGate(group_size=14, on_incomplete="keep", min_rollouts=2),
@@ -80,7 +80,7 @@ def test_the_ledger_balances_and_untrained_rows_do_not_train(batch, action, unit
     )
     try:
         out = pipeline(batch)
-    except BatchError as err:  # fewer groups than minibatches, all of which would be dropped
+    except BatchError as err:  # fewer groups than minibatches, so all rows would be dropped
         assume("no optimiser step is left" not in str(err))
         raise
     trains = set(out["headrace", "row"][out[MASK].any(-1)].tolist()) if len(out) else set()
@@ -110,7 +110,7 @@ def test_minibatches_have_the_processed_rows_in_one_order_per_epoch(make_batch):
     assert pipeline.metrics["out/split/remainder"] == 0
 
 
-def test_a_processed_row_among_new_ones_is_refused(make_batch):
+def test_a_processed_row_among_new_rows_is_refused(make_batch):
     done = Pipeline({})(make_batch([1.0], [0]))
     fresh = make_batch([2.0], [1])
     with pytest.raises(BatchError, match=r"got 2 rows, .* already processed at least one of them"):
@@ -178,7 +178,7 @@ def test_renamed_ids_are_counted_under_the_same_metrics(make_batch):
 
 
 def test_images_stay_with_their_rows():
-    """Images of one size are a column; lists of images per row are not tensors."""
+    """Images of one size are a column of tensors. Lists of images are a column without tensors."""
     batch = batch_of([1.0, 3, 5, 11], [0, 0, 1, 1], expected_rollouts=[2] * 4)
     batch["pixels"] = torch.arange(4 * 3 * 2 * 2).view(4, 3, 2, 2).to(torch.uint8)
     batch["images"] = NonTensorStack(
@@ -197,7 +197,7 @@ def test_stage_names_reserved_by_torch_are_refused(name):
         Pipeline({name: FanOutCollapse()})
 
 
-def test_loggers_never_get_a_refused_batch(make_batch):
+def test_a_later_function_never_gets_a_refused_batch(make_batch):
     seen = []
     stages = {
         "collapse": FanOutCollapse(),
@@ -214,7 +214,7 @@ def test_loggers_never_get_a_refused_batch(make_batch):
 
 
 class Least(BatchTransform):
-    """A criterion that keeps a key as YAML gives it."""
+    """A stage that keeps a key as YAML gives the key."""
 
     def __init__(self, *, reward_key=("next", "reward")):
         super().__init__(in_keys=[reward_key])
@@ -247,15 +247,15 @@ def test_without_a_rollout_key_each_row_is_a_rollout_for_every_stage(make_batch)
 
 
 @pytest.mark.slow
-def test_a_stage_the_command_line_cannot_reach_is_refused():
+def test_a_stage_name_that_an_override_cannot_contain_is_refused():
     for name in ("a.b", "", "two words", "1st"):
         with pytest.raises(ValueError, match="a stage's name must consist of letters"):
             Pipeline({name: FanOutCollapse()})
 
 
 @pytest.mark.parametrize("remainder", ["raise", "carry", "uneven", "pad", "drop"])
-def test_the_ranks_of_a_pipeline_are_checked_as_those_of_its_stages(remainder):
-    """`ranks` is for ranks that hold the whole batch. With a budget each micro-batch needs a row."""
+def test_the_ranks_of_a_pipeline_are_checked_like_those_of_its_stages(remainder):
+    """`ranks` is for ranks that hold the whole batch. With a budget, each micro-batch needs a row."""
     budget, world = {"minibatches": 1, "max_tokens": 9, "remainder": remainder}, {"process_group": "world"}
     filled = "pad", "carry", "drop"
     for make, options, message in (
@@ -299,7 +299,7 @@ def test_the_stages_of_a_pipeline_are_fixed(change, make_batch):
     assert torch.equal(moved(rows.clone())["advantage"], pipeline(rows)["advantage"])
 
 
-def test_a_stage_that_is_read_like_an_item_or_an_attribute_is_answered_with_where_it_is():
+def test_the_error_for_a_stage_as_an_item_or_attribute_says_where_it_is():
     pipeline = Pipeline({"advantage": GroupRelativeAdvantage()})
     for item in ("advantage", 0):
         with pytest.raises(TypeError, match=r"a stage is pipeline.stages\[name\]; the stages are advantage$"):

@@ -32,7 +32,7 @@ def test_headrace_has_the_public_names_of_both_packages():
         assert all(getattr(headrace, name) is thing for name, thing in public(package))
 
 
-def test_dir_shows_about_forty_names_by_task_and_so_does_the_help():
+def test_dir_the_help_and_the_page_show_at_most_45_names_by_task():
     names = [name for task in BY_TASK.values() for name in task]
     assert len(names) == len(set(names)) <= 45
     assert set(names) < PUBLIC
@@ -45,7 +45,7 @@ def test_dir_shows_about_forty_names_by_task_and_so_does_the_help():
 
 
 def test_no_function_has_the_name_of_a_folder_beside_it():
-    """Otherwise `package.name` is the function or the folder, depending on what was imported last."""
+    """With such a name, `package.name` would be the function or the folder, whichever was imported last."""
     folders = {path.parent for path in FOLDER.glob("**/__init__.py")}
     for folder in folders:
         package = ".".join(["headrace", *folder.relative_to(FOLDER).parts])
@@ -105,13 +105,13 @@ def test_an_unknown_name_is_refused_with_its_module_or_nearest_name(name, hint):
         assert str(refused.value) == f"module {module.__name__!r} has no attribute {name!r}{hint}"
 
 
-def test_a_package_says_which_name_is_in_the_other_one():
+def test_a_package_says_that_a_name_is_in_the_other_package():
     for package, name in ((headrace.transforms, "load_pipeline"), (headrace.pipeline, "ShuffleSplit")):
         with pytest.raises(AttributeError, match=rf"has no attribute '{name}': it is headrace\.{name}$"):
             getattr(package, name)
 
 
-# Names that three people guessed after reading the README, each with a word of the answer; "": it exists.
+# Names that readers of the README guessed, each with a word of the answer, or "" if the name exists.
 GUESSES = {
     "an engineer who trains": {
         "GRPO": "load_pipeline('grpo')",
@@ -219,7 +219,7 @@ GUESSES = {
 
 
 @pytest.mark.parametrize(("name", "word"), [pair for who in GUESSES.values() for pair in who.items()])
-def test_a_guess_is_found_or_answered_with_the_right_home(name, word):
+def test_a_guessed_name_exists_or_its_error_says_what_to_use(name, word):
     if not word:
         assert name in PUBLIC
         assert getattr(headrace, name) is not None
@@ -229,7 +229,7 @@ def test_a_guess_is_found_or_answered_with_the_right_home(name, word):
         getattr(headrace, name)
 
 
-def test_each_answer_to_a_guess_names_what_there_is():
+def test_each_answer_to_a_guess_names_only_what_exists():
     lines = (FOLDER / "pipeline" / "guesses.txt").read_text().splitlines()[1:]
     pairs = [line.partition(": ")[::2] for line in lines]
     guesses = [guess for some, _ in pairs for guess in some.split()]
@@ -313,5 +313,5 @@ def test_each_inner_package_that_is_hinted_lists_its_names():
         assert set(import_module(f"headrace.{package}").__all__)
 
 
-def test_its_example_runs():
+def test_the_example_of_the_package_runs():
     assert doctest.testmod(headrace).failed == 0

@@ -1,4 +1,4 @@
-"""A run keeps the results of one batch; a pipeline shows the last run of its thread."""
+"""A run keeps the results of one batch. A pipeline shows the last run of the thread that asks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def content(run: Run) -> dict:
 
 
 def numbered(thread: int, step: int):
-    """A batch of 8 to 14 rows in groups of two; no other batch has its ids."""
+    """A batch of 8 to 14 rows in groups of two. No other batch has its ids."""
     rows = 8 + 2 * ((step + thread) % 4)
     start = 1000 * (BATCHES * thread + step)
     rewards = [float((start + row) % 3) for row in range(rows)]
@@ -67,7 +67,7 @@ def in_threads(work):
         sys.setswitchinterval(interval)
 
 
-# -- one batch, for good ---------------------------------------------------------------------------------
+# -- results of one batch ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asked", ["before", "after"])
@@ -103,7 +103,7 @@ def test_a_run_gathers_no_rows_before_they_are_read():
             "weight": LossWeight(),
         }
     )
-    pipeline.run(batch_of([1.0] * 4, [0, 0, 1, 1]))  # memory that is allocated once
+    pipeline.run(batch_of([1.0] * 4, [0, 0, 1, 1]))  # allocates what is needed only once
     with LiveBytes() as memory:
         run = pipeline.run(batch, epochs=3)
         _ = run.metrics
@@ -112,7 +112,7 @@ def test_a_run_gathers_no_rows_before_they_are_read():
     with LiveBytes() as memory:
         whole = run.batch
     assert memory.peak >= 0.9 * bytes_of(batch)
-    assert run.batch is whole, "gathered once"
+    assert run.batch is whole, "the batch is gathered only once"
 
 
 # -- one stage, several pipelines ------------------------------------------------------------------------
@@ -135,8 +135,8 @@ def test_a_gate_in_two_pipelines_has_separate_metrics(make_batch):
 # -- several threads -------------------------------------------------------------------------------------
 
 
-def test_a_run_without_rows_has_what_a_run_with_rows_has_and_all_of_it_is_empty():
-    """So a loop over results needs no special case for a step or a rank without rows."""
+def test_a_run_without_rows_has_all_results_and_all_are_empty():
+    """A loop over results needs no special case for a step or a rank without rows."""
     pipeline = Pipeline({"gate": CompletenessGate(group_size=2), "split": ShuffleSplit(minibatches=1)})
     full, empty = pipeline.run(numbered(0, 0)), pipeline.run(no_rows(numbered(0, 0)))
     for name, value in empty.metrics.items():
@@ -209,7 +209,7 @@ def test_carried_rows_train_once_over_all_threads_or_wait_in_the_split():
 
 
 class Own(BatchTransform):
-    """A user's own stage around a function. It may also be placed after a split."""
+    """A user's own stage around a function. It may be after a split."""
 
     def __init__(self, *, function, after=True, out_keys=()):
         super().__init__([("headrace", "minibatch")] if after else [], out_keys)
@@ -234,13 +234,13 @@ def fail(batch):
 @pytest.mark.parametrize("where", ["before", "after"])
 @pytest.mark.parametrize("function", [refuse, fail])
 def test_a_refused_batch_leaves_the_state_of_the_split_unchanged(function, where):
-    """Permutations and carried rows are as if the batch had never come."""
+    """Permutations and carried rows are the same as without the batch."""
     split = ShuffleSplit(minibatch_size=4, unit="sample", remainder="carry", seed=3)
     bad = Own(function=function, after=where == "after")
     order = {"bad": bad, "split": split} if where == "before" else {"split": split, "bad": bad}
     pipeline, without = Pipeline(order), copy.deepcopy(Pipeline(order))
     for each in (pipeline, without):
-        each(numbered(0, 1))  # 10 rows, of which 2 are carried
+        each(numbered(0, 1))  # 8 of 10 rows train, and 2 are carried
     wrong = numbered(0, 2)
     wrong["rollout_id"] = -wrong["rollout_id"] - 1
     before = pipeline.stages["split"].state
@@ -283,7 +283,7 @@ def weigh(batch, weight):
 
 
 @pytest.mark.parametrize("split", [None, ShuffleSplit(minibatches=2)])
-def test_rows_without_weight_from_a_user_stage_are_not_trained(split, make_batch):
+def test_rows_to_which_a_user_stage_gives_weight_0_do_not_train(split, make_batch):
     for weight, trained in ((0.0, 0), (0.5, 4)):
         own = Own(function=partial(weigh, weight=weight), after=split is not None, out_keys=["loss_weight"])
         pipeline = Pipeline({"split": split, "own": own if split else own.function})
@@ -343,10 +343,10 @@ def eight_rows(make_batch, n: int = 8) -> TensorDict:
         lambda run: list(run.minibatches()),
         lambda run: None,
     ],
-    ids=["the whole batch", "a peek", "a first full pass", "nothing"],
+    ids=["the whole batch", "one minibatch", "all minibatches", "nothing"],
 )
 def test_reading_a_run_before_training_leaves_its_checkpoint_unchanged(make_batch, look):
-    """After one of four minibatches three are left, whatever was read before."""
+    """After the first of four minibatches, three are left, even if the run was read before."""
     pipeline, batch = four_steps(), eight_rows(make_batch)
     run = pipeline.run(batch)
     orders = [part["rollout_id"].tolist() for part in four_steps().minibatches(batch)]

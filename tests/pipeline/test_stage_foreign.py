@@ -1,4 +1,4 @@
-"""Any callable is a stage (`run_callable`). Rows that it drops are recorded; wrong output is refused."""
+"""Any callable is a stage (`run_callable`). Rows that it drops are recorded. Wrong output is refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_any_callable_is_a_stage_and_its_dropped_rows_are_recorded(make_batch):
 
 
 class Quiet(BatchTransform):
-    """A stage that drops a row, and names no reason."""
+    """A stage that drops a row without a reason."""
 
     def apply(self, batch):
         return batch[1:]

@@ -1,4 +1,4 @@
-"""The example in two processes, with the variables of torchrun, gives the numbers of one process."""
+"""In two processes with the variables of torchrun, the example gives the numbers of one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS, SECONDS = 4, 240
 
 @pytest.mark.slow
 @pytest.mark.torchrl
-def test_two_processes_with_shared_groups_train_as_one(tmp_path):
+def test_two_processes_with_shared_groups_train_like_one_process(tmp_path):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
     options = ("--steps", str(STEPS), "--out")

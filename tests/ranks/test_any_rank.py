@@ -1,4 +1,4 @@
-"""Ranks that each hold some rows compute the bits of one process that holds all of them."""
+"""Ranks that hold a part of the rows compute the bits of one process that holds all rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_stage_records_the_metrics_of_one_process_on_each_rank(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared_ids", ["same", "different"])
-def test_groups_that_lack_all_rows_are_counted_over_ranks_that_share_ids_or_do_not(shared_ids, tmp_path):
+def test_groups_without_rows_are_counted_over_all_ranks(shared_ids, tmp_path):
     for said, raised in results_of(lack_groups, 2, tmp_path, shared_ids):
         assert said == 1 + 2
         assert "3 incomplete groups" in raised
@@ -49,7 +49,7 @@ def test_groups_that_lack_all_rows_are_counted_over_ranks_that_share_ids_or_do_n
 
 @pytest.mark.slow
 def test_carried_rows_are_weighted_on_their_rank_and_counted_by_all(tmp_path):
-    """Under ``fold="token_mean"`` the number of tokens in its own micro-batch multiplies each row."""
+    """Under ``fold="token_mean"``, each row is multiplied by the number of tokens in its micro-batch."""
     for off, carried, counted in results_of(fold_stream, 2, tmp_path):
         assert carried > 0
         assert off < 1e-6
@@ -58,8 +58,8 @@ def test_carried_rows_are_weighted_on_their_rank_and_counted_by_all(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_no_random_stream_of_carried_rows_ends_and_the_oldest_go_first(world, tmp_path):
-    """Each row trains once in each epoch, and no row is carried while a newer one trains."""
+def test_every_carried_row_trains_once_and_the_oldest_first(world, tmp_path):
+    """Each row trains once in each epoch, and no row is carried while a newer row trains."""
     found = [carry_at_random(0, 1, 60)] if world == 1 else results_of(carry_at_random, world, tmp_path, 20)
     assert found == [[]] * world
 
@@ -67,7 +67,7 @@ def test_no_random_stream_of_carried_rows_ends_and_the_oldest_go_first(world, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_rank_takes_the_same_steps_and_micro_batches(world, tmp_path):
-    """Under ``pad`` this includes a rank without rows, and a rank with fewer units than steps."""
+    """Under ``pad``, a rank may have no rows, or fewer units than optimiser steps."""
     for tried, wrong in results_of(take_as_many_steps, world, tmp_path):
         assert tried > 50
         assert not wrong
@@ -76,7 +76,7 @@ def test_every_rank_takes_the_same_steps_and_micro_batches(world, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_rank_without_rows_trains_with_ddp_and_with_optimise(world, tmp_path):
-    """The gradient is that of one process with all rows: padding is not in the loss."""
+    """The gradient is that of one process with all rows, because padding is not in the loss."""
     for off in results_of(gradients_of_ddp, world, tmp_path):
         assert len(off) == 4
         assert max(off) < 1e-12
@@ -84,7 +84,7 @@ def test_a_rank_without_rows_trains_with_ddp_and_with_optimise(world, tmp_path):
 
 @pytest.mark.slow
 def test_weights_for_another_way_to_combine_gradients_are_named_with_the_factor(tmp_path):
-    """DDP averages gradients; `optimise` sums them, even after DDP, when they are equal on all ranks."""
+    """DDP averages gradients. `optimise` sums them, even after DDP, when they are equal on all ranks."""
     right = {"ddp": "mean", "optimise": "sum", "both": "sum"}
     for found in results_of(factors_of_gradients, 2, tmp_path):
         sizes = {(combined, gradients): size for combined, gradients, size, _ in found}

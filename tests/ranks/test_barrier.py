@@ -34,7 +34,7 @@ REFUSED = {
 
 
 def test_an_error_on_one_rank_is_raised_on_all_with_its_text_in_time(tmp_path):
-    """Afterwards all ranks are at the same batch, and none has kept state of a refused batch."""
+    """Afterwards all ranks are at the same batch, and no rank has kept the state of a refused batch."""
     world = 3
     for rank, (steps, draws) in enumerate(results_of(refuse_together, world, tmp_path)):
         found = {name: said for name, said, _ in steps}
@@ -54,7 +54,7 @@ def test_an_error_on_one_rank_is_raised_on_all_with_its_text_in_time(tmp_path):
         assert draws == 9
 
 
-def test_the_ranks_that_remain_name_one_whose_process_ended_in_time(tmp_path):
+def test_the_other_ranks_name_a_rank_whose_process_ended(tmp_path):
     world = 3
     for said, seconds in results_of(lose_a_rank, world, tmp_path, tmp_path)[: world - 1]:
         assert re.search(rf"rank 2 did not come to .* within {PATIENCE:g} s", said)

@@ -18,7 +18,7 @@ def test_every_recipe_gives_an_empty_run_if_all_rows_leave():
 
 
 @pytest.mark.slow
-def test_two_ranks_give_empty_runs_also_if_one_has_no_rows(tmp_path):
+def test_two_ranks_give_empty_runs_even_if_one_rank_has_no_rows(tmp_path):
     pipelines = [(recipe, composed(f"pipeline={recipe}")) for recipe in CHAINS[::3]]
     results = results_of(run_to_nothing, 2, tmp_path, pipelines)
     assert all(tried > 5 * len(pipelines) for tried, _ in results)

@@ -1,4 +1,4 @@
-"""Ranks distinguish their ids from those of other ranks, and exchange rows. One process plays all ranks."""
+"""Equal ids on two ranks name two units, unless ranks share ids. One process plays all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headrace.transforms.table.process_group import check_one_way
 
 
 @pytest.mark.parametrize("large", [10**17, 10**18 - 1, 2**62, 2**63 - 1])
-def test_large_ids_of_many_ranks_are_apart_and_stay_ids(large):
+def test_large_ids_of_many_ranks_become_different_ids(large):
     rank = torch.arange(12).repeat_interleave(2)
     ids = torch.tensor([large, 3]).repeat(12)
     apart = tell_apart(ids, rank, "different", "rollout_id")
@@ -45,7 +45,7 @@ def test_equal_ids_are_one_unit_only_if_ids_are_shared(rows):
 
 
 @given(ROWS)
-def test_an_id_on_several_ranks_is_refused_with_all_of_them(rows):
+def test_ids_that_are_on_several_ranks_are_refused_by_name(rows):
     ids, rank = columns(rows)
     twice = sorted({i for i, r in rows for j, s in rows if i == j and r != s})
     if not twice:
@@ -56,7 +56,7 @@ def test_an_id_on_several_ranks_is_refused_with_all_of_them(rows):
         tell_apart(ids, rank, "raise", "group_id")
 
 
-def test_ranks_and_process_group_are_not_both_set():
+def test_ranks_and_process_group_cannot_both_be_set():
     check_one_way(1, "world")
     check_one_way(4, None)
     with pytest.raises(ValueError, match="got ranks=2 and process_group='world'"):
@@ -68,7 +68,7 @@ def test_ranks_and_process_group_are_not_both_set():
 
 
 @pytest.mark.slow
-def test_a_group_of_one_rank_has_the_bits_of_a_process_without_one():
+def test_a_pipeline_has_the_same_bits_with_a_process_group_of_one_rank():
     with group_of_one():
         for recipe in FEW:
             compared, differs = compare_with_one_process(0, 1, [(recipe, composed(f"pipeline={recipe}"))])

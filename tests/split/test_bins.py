@@ -1,4 +1,4 @@
-"""Bins of equal cost: their invariants, and how even they are compared with Karmarkar and Karp."""
+"""Bins keep the budget and the number of items, and are as even as those of Karmarkar and Karp."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def loads(costs, found, bins):
 
 
 @given(COSTS, st.integers(1, 20))
-def test_counts_differ_by_at_most_one(costs, bins):
+def test_numbers_of_items_per_bin_differ_by_at_most_one(costs, bins):
     found = balance_evenly(column(costs), bins)
     assert found.shape == (len(costs),)
     assert found.dtype is torch.int64
@@ -63,7 +63,7 @@ def test_swaps_never_make_the_heaviest_bin_heavier(costs, bins):
 
 
 @given(LENGTHS, st.integers(1, 40), st.integers(1, 5), st.data())
-def test_balance_within_keeps_every_promise(lengths, budget, multiple, data):
+def test_balance_within_keeps_the_budget_and_the_number_of_bins(lengths, budget, multiple, data):
     size = len(lengths)
     costs = data.draw(
         st.one_of(st.none(), st.lists(st.integers(0, 2**62), min_size=size, max_size=size)), label="costs"
@@ -92,7 +92,7 @@ def test_balance_within_keeps_every_promise(lengths, budget, multiple, data):
     st.integers(1, 2000),
     st.integers(1, 5),
 )
-def test_first_fit_never_needs_fewer_bins(lengths, budget, multiple):
+def test_first_fit_never_needs_fewer_bins_than_bins_within(lengths, budget, multiple):
     for order in (lengths, sorted(lengths, reverse=True)):
         needed = math.ceil(len(plain_first_fit(order, budget)) / multiple) * multiple
         assert bins_within(column(lengths), budget, multiple_of=multiple) <= needed
@@ -124,13 +124,13 @@ def test_many_items_of_three_lengths_need_the_fewest_bins_possible_in_any_order(
 
 
 @given(LENGTHS, st.integers(1, 40))
-def test_first_fit_decreasing_is_within_its_bound(lengths, budget):
+def test_the_number_of_bins_is_within_its_bounds(lengths, budget):
     lengths = [length for length in lengths if length <= budget]
     bins = int(balance_within(column(lengths), budget).max()) + 1 if lengths else 0
     at_least = math.ceil(sum(lengths) / budget)
     halves = sum(length > budget / 2 for length in lengths)
     assert bins >= max(at_least, halves, min(1, len(lengths)))
-    # The optimum is unknown. If no two neighbouring bins fit in one, their number is within twice the sum.
+    # The optimum is unknown. But any two neighbouring bins exceed the budget, which bounds their number.
     assert bins <= max(1, 2 * sum(lengths) / budget + 1) or not lengths
 
 
@@ -153,7 +153,7 @@ def test_first_fit_takes_the_first_bin_with_capacity(lengths, budget):
     st.integers(30, 40),
 )
 def test_an_item_goes_into_the_cheapest_bin_with_room_for_it(items, count, budget):
-    """Of equally cheap bins, it goes into the one with the fewest items. The longest items come first."""
+    """Of equally cheap bins, the bin with the fewest items takes the item. The longest items come first."""
     items = sorted(items, reverse=True)
     bins: list[list[tuple[int, int]]] | None = [[] for _ in range(count)]
     for length, cost in items:

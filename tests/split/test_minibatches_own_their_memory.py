@@ -15,7 +15,7 @@ MASK = ("masks", "all_assistant_mask")
 
 
 def rows(kind: str) -> TensorDictBase:
-    """Groups of four; a large batch is gathered minibatch by minibatch, a small one at once."""
+    """Groups of four. A large batch is gathered one minibatch at a time, and a small batch at once."""
     tokens = SMALL // 8 if kind == "large" else 4
     ids = torch.arange(16)
     generator = torch.Generator().manual_seed(0)

@@ -65,7 +65,7 @@ def test_whole_units_are_dropped_until_no_micro_batch_is_empty(rows, ranks, max_
         assert len(held) == 1 or int(held[ATTENTION].sum()) <= max_tokens
 
 
-def test_a_minibatch_without_rows_is_not_a_step():
+def test_a_minibatch_without_rows_makes_no_optimiser_step():
     """Rollout 2 has one row for two ranks. The other rollouts fill a minibatch."""
     rows = [(0, 4), (1, 4), (2, 4)]
     split = ShuffleSplit(minibatches=None, minibatch_size=2, max_tokens=4, ranks=2, remainder="drop")
@@ -79,7 +79,7 @@ def test_a_minibatch_without_rows_is_not_a_step():
     assert out[MINIBATCH].tolist() == [0, 0]
 
 
-def test_dropping_all_steps_raises_with_the_counts():
+def test_a_split_without_any_optimiser_step_is_refused_with_its_numbers():
     batch = batch_of([(0, 4), (0, 4), (1, 4)])
     with pytest.raises(BatchError, match=r"2 units are too few for 3 minibatches.*no optimiser step is left"):
         ShuffleSplit(minibatches=3, remainder="drop")(batch)

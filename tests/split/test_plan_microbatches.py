@@ -1,4 +1,4 @@
-"""The promises in the docstring of ShuffleSplit, for minibatches, ranks and micro-batches."""
+"""ShuffleSplit keeps the promises of its docstring about minibatches, ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_split_keeps_its_documented_promises(lengths, fan_out, options, cut)
     split = ShuffleSplit(**options)
     try:
         out, verdict, *_ = cut_alone(split, batch)
-    except BatchError as err:  # fewer rows than ranks, and no padding allowed; fewer units than minibatches
+    except BatchError as err:  # too few rows for the ranks without padding, or too few units
         assume(
             not any(
                 why in str(err) for why in ("no micro-batch may", "no optimiser step is", "would drop all")
@@ -84,7 +84,7 @@ def test_the_split_keeps_its_documented_promises(lengths, fan_out, options, cut)
     left = batch["name"][verdict.bool()].tolist()
     assert sorted(out["name"][~padding].tolist() + left) == batch["name"].tolist()
 
-    # Units are whole in a minibatch.
+    # All rows of a unit are in one minibatch.
     if options["unit"] != "sample":
         homes: dict[int, set[int]] = {}
         for unit, minibatch in zip(
@@ -105,7 +105,7 @@ def test_the_split_keeps_its_documented_promises(lengths, fan_out, options, cut)
         assert len({tuple(numbers) for numbers in counts.values()}) == 1
         assert counts[0] == list(range(len(counts[0]))) != []
 
-    # The budget, size and count hold.
+    # Micro-batches keep the budget of tokens, their size and their number.
     parts = [out[(place == p).all(1)] for p in place.unique(dim=0)]
     real = [part[~part.get(PADDING, torch.zeros(len(part), dtype=torch.bool))] for part in parts]
     tokens = [int(part[ATTENTION].sum()) for part in real]
@@ -148,7 +148,7 @@ def test_ranks_together_have_the_whole_batch(lengths, ranks):
 
 @given(LENGTHS, st.integers(1, 3), st.integers(1, 3), st.sampled_from(["pad", "uneven"]))
 def test_minibatches_one_by_one_equal_those_of_the_ordered_batch(lengths, minibatches, ranks, remainder):
-    """This holds for all ranks together, and for each rank."""
+    """The minibatches of all ranks together are compared, and those of each rank."""
     assume(len(lengths) >= minibatches * ranks)
     options = {"minibatches": minibatches, "ranks": ranks, "remainder": remainder, "seed": 4}
     for rank in (None, *range(ranks)):
@@ -178,7 +178,7 @@ def test_too_few_rows_make_fewer_micro_batches_on_every_rank(rows, ranks, each):
     st.sampled_from([{}, {"microbatches": 3}, {"max_tokens": 9}]),
     st.sampled_from(["none", "tokens", "attention"]),
 )
-def test_every_rank_has_as_many_micro_batches(lengths, ranks, cut, balance):
+def test_every_rank_has_the_same_number_of_micro_batches(lengths, ranks, cut, balance):
     assigned = assign_rows(torch.tensor(lengths).long(), ranks=ranks, balance=balance, **cut)
     (number,) = {len(parts) for parts in assigned}
     assert len(assigned) == ranks
@@ -218,7 +218,7 @@ def test_padding_costs_nothing():
     split = ShuffleSplit(minibatches=1, ranks=2, balance="tokens", remainder="pad")
     outcome = cut_alone(split, batch_of([2, 2, 2]))
     assert int(outcome.batch[PADDING].sum()) == 1
-    assert outcome.measured["rank_imbalance"] == pytest.approx(4 / 3 - 1)
+    assert outcome.measured["rank_imbalance"] == pytest.approx(4 / 3 - 1)  # 4 and 2 tokens, with mean 3
 
 
 def test_a_row_above_the_budget_is_alone_and_counted():
@@ -236,7 +236,7 @@ def test_a_row_as_long_as_the_budget_is_not_above_it():
     assert cut_alone(ShuffleSplit(minibatches=1, max_tokens=8), batch).measured["oversized"] == 2
 
 
-def test_too_few_rows_for_the_ranks_raise_with_what_to_do():
+def test_too_few_rows_for_the_ranks_are_refused_with_advice():
     with pytest.raises(BatchError, match=r"minibatch 0 has 2 rows for 3 ranks.*remainder='pad'"):
         ShuffleSplit(minibatches=1, ranks=3)(batch_of([2, 2]))
     out = ShuffleSplit(minibatches=1, ranks=3, remainder="pad")(batch_of([2, 2]))
@@ -263,7 +263,7 @@ def test_carried_units_come_first_and_are_in_the_ledger():
     assert len(seen) == len(set(seen))
 
 
-def test_each_epoch_has_the_same_rows_with_carried_ones():
+def test_each_epoch_has_the_same_rows_if_others_are_carried():
     pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=2, remainder="carry")})
     batch = batch_of([2] * 5)
     parts = [part["name"] for part in pipeline.minibatches(batch, epochs=2)]
@@ -324,9 +324,9 @@ def test_a_stage_after_the_split_must_not_move_rows():
         Pipeline({"split": ShuffleSplit(minibatches=2), "late": Late()})(batch_of([2] * 8))
 
 
-def test_a_row_without_token_weight_is_recorded_as_such():
+def test_a_row_without_a_token_in_the_loss_is_recorded_as_empty():
     batch = batch_of([2] * 4)
-    batch["log_probs", "full"][1] = float("nan")  # GRPOLoss leaves those tokens out
+    batch["log_probs", "full"][1] = float("nan")  # GRPOLoss leaves these tokens out
     pipeline = Pipeline({"split": ShuffleSplit(minibatches=2), "weight": LossWeight()})
     pipeline(batch)
     assert [row["row"] for row in pipeline.ledger.rows("pipeline/empty")] == [1]
@@ -363,8 +363,8 @@ def test_padding_that_would_train_is_refused_before_state_changes(make_batch):
     assert pipeline.ledger is None
 
 
-def test_the_heaviest_microbatches_go_to_the_rank_with_the_least_tokens():
-    """By hand: 9 and 8, then 7 to the rank with 8, and 6 to the rank with 9."""
+def test_the_heaviest_microbatches_go_to_the_rank_with_the_fewest_tokens():
+    """The ranks get 9 and 8. Then 7 goes to the rank with 8, and 6 to the rank with 9."""
     lengths = torch.tensor([6, 9, 7, 8])
     assigned = assign_rows(lengths, ranks=2, max_tokens=9, balance="tokens")
     assert [[lengths[rows].tolist() for rows in own] for own in assigned] == [[[9], [6]], [[8], [7]]]

@@ -35,7 +35,7 @@ CUTS = {
 
 @pytest.fixture(scope="module")
 def scene():
-    """A policy and a batch in float64; the tests of several processes also use float32."""
+    """A policy and a batch in float64. The tests with processes also use float32."""
     return torch.float64, *make_scene(torch.float64)
 
 
@@ -90,7 +90,7 @@ def test_units_give_different_gradients(scene):
 
 
 @pytest.mark.parametrize("unit", MEANS)
-def test_a_folded_weight_has_the_same_gradient_through_the_plain_loss(scene, unit):
+def test_a_folded_weight_has_the_same_gradient_for_any_cut(scene, unit):
     dtype, policy, batch = scene
     whole = gradient(policy, batch, unit, fold="token_mean")
     for cut in ({"microbatches": 3}, {"max_tokens": 30}, {"microbatches": 4, "remainder": "pad"}):
@@ -115,14 +115,14 @@ def test_folded_and_summed_weights_agree_on_the_policy_term(scene):
 @pytest.mark.slow
 def test_processes_that_share_a_batch_or_have_own_rows_agree(tmp_path):
     for rank, found in enumerate(results_of(run_rank, 2, tmp_path)):
-        assert len(found) == 2 * len(MEANS) * 5
+        assert len(found) == 2 * len(MEANS) * 5  # two dtypes, five ways
         for (dtype, unit, way), far in found.items():
             assert far < (1e-6 if "32" in dtype else 1e-12), (rank, dtype, unit, way)
 
 
 @pytest.mark.slow
 def test_an_error_in_one_process_is_raised_in_all_and_empty_ranks_take_each_step(tmp_path):
-    """Otherwise the other processes would wait for ever."""
+    """If only one process raised the error, the others would wait for ever."""
     first, second = results_of(run_uneven, 2, tmp_path)
     for how, all_steps in (("minibatches", 2), ("call", 1)):
         for told in (first, second):

@@ -1,4 +1,4 @@
-"""Every row is in exactly one minibatch, units are whole, and a seed fixes the order."""
+"""Every row is in exactly one minibatch or left over, with its unit. A seed fixes the order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UNITS = st.one_of(st.none(), st.lists(st.integers(0, 6), min_size=1, max_size=25
     st.sampled_from(["drop", "uneven"]),
     st.booleans(),
 )
-def test_each_row_is_in_one_minibatch_with_its_whole_unit(units, rows, number, by_size, remainder, shuffle):
+def test_each_row_and_each_unit_is_in_one_minibatch(units, rows, number, by_size, remainder, shuffle):
     rows = rows if units is None else len(units)
     cut = {"minibatch_size": number} if by_size else {"minibatches": number}
     ids, total = None if units is None else torch.tensor(units), rows if units is None else len(set(units))
@@ -71,7 +71,7 @@ def test_rows_of_a_unit_keep_their_order():
     assert [i for i in order if units[i] == 2] == [1, 3]
 
 
-def test_orders_differ_between_calls_and_move_all_rows(make_batch):
+def test_orders_differ_between_calls_and_from_the_input(make_batch):
     batch = make_batch([0.0] * 40, [0] * 40)
     stage = ShuffleSplit(minibatches=2, seed=3)
     orders = {tuple(stage(batch)["rollout_id"].tolist()) for _ in range(5)}
@@ -82,7 +82,7 @@ def test_orders_differ_between_calls_and_move_all_rows(make_batch):
     )
 
 
-def test_the_column_and_the_views_equal_the_lazy_gather(make_batch):
+def test_views_of_an_ordered_batch_equal_gathered_minibatches(make_batch):
     batch = make_batch([float(i) for i in range(7)], [0] * 7)
     one, two = (ShuffleSplit(minibatches=3, remainder="uneven", seed=1) for _ in "ab")
     views = list(split_minibatches(one(batch)))
@@ -96,7 +96,7 @@ def test_the_column_and_the_views_equal_the_lazy_gather(make_batch):
         assert list(view["prompt_text"]) == list(part["prompt_text"])
 
 
-def test_a_remainder_raises_by_default(make_batch):
+def test_a_remainder_is_refused_by_default(make_batch):
     batch = make_batch([0.0] * 5, [0, 0, 1, 1, 1], [0, 0, 1, 2, 3])
     with pytest.raises(
         BatchError, match=r"5 units cannot be cut into 2 equal minibatches: 1 left over.*'uneven'.*'drop'"
@@ -112,7 +112,7 @@ def test_a_remainder_raises_by_default(make_batch):
     assert sorted(outcome.batch["row"].tolist() + left) == [0, 1, 2, 3, 4]
 
 
-def test_fewer_units_than_minibatches_make_no_empty_one(make_batch):
+def test_fewer_units_than_minibatches_make_no_empty_minibatch(make_batch):
     batch = make_batch([0.0] * 2, [0, 1])
     assert [len(p) for p in split_minibatches(ShuffleSplit(minibatches=5, remainder="uneven")(batch))] == [
         1,

@@ -1,4 +1,4 @@
-"""For every recipe, permuting rows permutes the bits."""
+"""For every recipe, permuting the rows of a batch permutes its advantages bit by bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recipes import ADVANTAGES, BY_TURN, pipeline_of
 
 from headrace.transforms import BatchError
 
-RESHAPED = ("as/slime",)  # gives the bits of the reshape formula, which depend on the order
+RESHAPED = ("as/slime",)  # has the bits of the reshape formula, which depend on the order
 REWARDS = st.one_of(
     st.sampled_from([0.0, 1.0]), st.floats(0, 1, width=32), st.sampled_from([1e4, 1e4 + 2**-9, 1e-20])
 )
@@ -47,7 +47,7 @@ def collected(draw, make_batch, recipe):
 
 
 def credit_of(recipe, batch):
-    """(N, T) advantages in the input's row order, and metrics of stages before the split; None: refused."""
+    """(N, T) advantages in the input's row order, and metrics of stages before the split. None if refused."""
     pipeline = pipeline_of(recipe, **BY_TURN.get(recipe, {}))
     try:
         run = pipeline.run(batch)
@@ -65,7 +65,7 @@ def credit_of(recipe, batch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [recipe for recipe in ADVANTAGES if recipe not in RESHAPED])
-def test_row_order_permutes_the_bits(make_batch, recipe):
+def test_permuting_rows_permutes_the_bits_of_each_recipe(make_batch, recipe):
     @settings(max_examples=3)
     @given(collected(make_batch, recipe))
     def law(drawn):

@@ -1,4 +1,4 @@
-"""Laws of the order in which the rewards of a group are added up. `reshape_formula` needs equal sizes."""
+"""Laws of the order in which the rewards of a group are added up, for groups of equal or different sizes."""
 
 from __future__ import annotations
 

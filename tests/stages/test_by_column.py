@@ -45,7 +45,7 @@ FILTERS = [
 
 
 def drawn(seed: int) -> tuple[TensorDict, dict[str, dict]]:
-    """Groups of several environments with fan-out, in any order; and the options of each environment."""
+    """Groups with fan-out from several environments, and the options of each environment."""
     rng = random.Random(seed)
     rewards, groups, rollouts, homes = [], [], [], []
     for group in range(rng.randint(3, 9)):
@@ -83,7 +83,7 @@ def of_one(options: dict) -> dict:
     }
 
 
-def test_a_batch_of_several_environments_is_that_of_each_alone():
+def test_each_environment_is_decided_as_if_alone():
     excluded = 0
     for seed in range(100):
         batch, options = drawn(seed)
@@ -114,8 +114,8 @@ def test_a_batch_of_several_environments_is_that_of_each_alone():
     assert excluded > 100
 
 
-def test_yaml_gives_each_environment_its_baseline_and_its_criterion():
-    """By hand: math R − ¼; code 1 − 0 and 0 − ½; in games the reward 9 leaves before the mean of 1 and 0."""
+def test_yaml_sets_the_baseline_and_criterion_of_each_environment():
+    """The baselines are ¼ for math; 0, ½ and ½ for code; and ½ for games, where the reward 9 is excluded."""
     batch = batch_of([1.0, 0, 0, 0, 1, 0, 0, 9, 1, 0], [0] * 4 + [1] * 3 + [2] * 3)
     batch["environment"] = ["math"] * 4 + ["code"] * 3 + ["games"] * 3
     advantage = {"math": {}, "code": {"baseline": "leave_one_out"}, "games": {}}
@@ -130,7 +130,7 @@ def test_yaml_gives_each_environment_its_baseline_and_its_criterion():
     assert out.tolist() == [0.75, -0.25, -0.25, -0.25, 1.0, -0.5, -0.5, 0.0, 0.5, -0.5]
 
 
-def test_what_cannot_be_decided_by_column_is_refused():
+def test_wrong_columns_and_stages_are_refused():
     batch = batch_of([1.0, 0, 1, 0], [0, 0, 1, 1])
     stage = ByColumn(
         column="environment", stages={"a{b}": GroupRelativeAdvantage(), "b": GroupRelativeAdvantage()}
@@ -179,7 +179,7 @@ def test_an_excluded_row_needs_an_entry_too():
         Pipeline({"collapse": FanOutCollapse(), "filter": out, "advantage": advantage})(batch)
 
 
-def test_a_gate_by_column_follows_empty_of_each_value():
+def test_a_gate_by_column_uses_the_option_empty_of_each_value():
     batch = batch_of([1.0, 0, 1, 0], [0, 0, 1, 1])
     batch["environment"] = torch.tensor([0, 0, 1, 1])
     batch["masks", "all_assistant_mask"][[1, 3]] = False
@@ -206,7 +206,7 @@ def test_orders_are_checked_for_each_value():
         Pipeline({"once": TrainSharedOnce(), "correction": corrects})
 
 
-def test_a_filter_must_judge_what_the_advantage_of_its_value_compares():
+def test_filter_and_advantage_of_a_value_need_the_same_several():
     several = {"a": GroupRelativeAdvantage(), "b": GroupRelativeAdvantage(several="decoupled")}
     for judged, wrong in ((("sum", "decoupled"), False), (("sum", "sum"), True)):
         filters = {
@@ -224,7 +224,7 @@ def test_a_filter_must_judge_what_the_advantage_of_its_value_compares():
             Pipeline(stages)
 
 
-def test_an_advantage_by_token_cannot_be_changed_by_column():
+def test_an_advantage_per_token_cannot_be_changed_by_column():
     rows = batch_of([1.0, 0], [0, 1], tokens=3)
     rows["advantage"], rows["environment"] = torch.ones(2, 3, 1), torch.tensor([0, 1])
     stage = ByColumn(column="environment", stages={0: SignFactors(positive=0.5), 1: SignFactors()})

@@ -1,4 +1,4 @@
-"""Terms per token equal statements of their formulas that loop over tokens."""
+"""Token terms equal their formulas, computed in loops over tokens."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def drawn_batch(rows=6, tokens=7):
     return batch
 
 
-def stated(batch, name) -> list[dict[int, float]]:
-    """For each row, the advantages of its tokens in the loss, as the docstring of the term states them."""
+def stated(batch, name) -> dict[tuple[int, int], float]:
+    """The advantage of each (row, token) in the loss, by the equation in the docstring of the term."""
     mask = batch[MASK].tolist()
     places = [(n, t) for n, row in enumerate(mask) for t, trains in enumerate(row) if trains]
     credit = {n: float(batch["advantage"].flatten()[n]) for n in range(len(batch))}
@@ -156,7 +156,7 @@ OF_VERL = {
 @pytest.mark.parametrize("groups", OF_VERL)
 @pytest.mark.parametrize("shift", [0, 2])
 def test_the_optimal_token_baseline_is_that_of_verl(groups, shift):
-    """Prompts may differ in length: tokens before the response are not in the loss and change nothing."""
+    """With `shift`, prompts differ in length. Tokens before the response are not in the loss."""
     expected = OF_VERL[groups]
     batch = batch_of([1.0, 0.0, 0.5, 0.25], groups, tokens=5 + shift)
     batch["next", "reward"] = batch["next", "reward"].double()
@@ -167,7 +167,7 @@ def test_the_optimal_token_baseline_is_that_of_verl(groups, shift):
     batch[MASK][:] = False
     for row, own in enumerate(expected):
         batch[MASK][row, row % (shift + 1) :][: len(own)] = True
-    out = composed("pipeline=otb", "pipeline.stages.gate=null").run(batch).batch  # the rows in another order
+    out = composed("pipeline=otb", "pipeline.stages.gate=null").run(batch).batch  # permutes the rows
     found = out["advantage"].squeeze(-1)[out["rollout_id"].argsort()]
     for row, own in enumerate(expected):
         assert found[row][batch[MASK][row]].tolist() == pytest.approx(own, abs=1e-6)
@@ -190,7 +190,7 @@ def test_a_factor_of_0_changes_nothing(batch, name):
     [("teacher", TEACHER), ("centred", LOG_PROBS), ("directed", TEACHER), ("entropy", ENTROPY)],
 )
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_a_nan_value_is_named(batch, name, key, wrong):
+def test_a_value_that_is_not_finite_is_named(batch, name, key, wrong):
     batch[MASK][2, 4] = True
     batch[key][2, 4] = wrong
     found = f"must be finite for every token in the loss; found -?{wrong} at row 2, token 4"
@@ -217,7 +217,7 @@ def test_invalid_entropies_and_groups_are_named(batch):
     assert torch.equal(TokenAdvantage(**TERMS["share"]())(batch)["advantage"], labelled)
 
 
-def test_a_version_may_be_per_row_and_the_current_one_a_callable(batch):
+def test_versions_per_row_and_a_callable_version_are_accepted(batch):
     batch["version"] = torch.tensor([9, 8, 7, 6, 9, 8]).view(6, 1)
     term = StalenessWeight(current=lambda: 9, decay=0.5, version_key="version")
     out = TokenAdvantage(term=term, how="multiply")(batch)["advantage"]
@@ -241,24 +241,23 @@ def test_rows_without_a_reward_are_in_no_statistic_and_keep_their_advantage(batc
     assert torch.equal(stage(batch)["advantage"][1], batch["advantage"][1].expand(7, 1))
 
 
-def test_equal_entropies_are_treated_alike(batch):
+def test_tokens_with_equal_entropies_are_all_in_the_top_share(batch):
     batch[ENTROPY] = torch.ones(6, 7)
     assert torch.equal(top_share(batch[ENTROPY], batch[MASK], 0.2), batch[MASK])
 
 
-def test_a_user_callable_is_a_term(batch):
+def test_a_user_callable_can_be_a_term(batch):
     out = TokenAdvantage(term=lambda batch, trains: batch[ENTROPY], factor=2.0)(batch)["advantage"]
     added = torch.where(batch[MASK], 2 * batch[ENTROPY], 0.0)[..., None]
     torch.testing.assert_close(out, batch["advantage"] + added)
 
 
 def of_turn(batch, trains):
-    """A term that gives each token the score of its turn, from a column (N, K)."""
+    """A term that gives each token the reward of its turn, from a column (N, K)."""
     return batch["turn_reward"].gather(1, batch["turn_index"].clamp_min(0))
 
 
-def test_scores_of_turns_become_credit_of_their_tokens():
-    """The term has one line, and is compared with a loop."""
+def test_a_term_may_add_the_reward_of_a_turn_to_its_tokens():
     batch = drawn_batch()
     batch["turn_index"] = torch.tensor([[-1, 0, 0, 1, -1, 2, 2]]).expand(6, 7).contiguous()
     batch["turn_reward"] = torch.arange(18.0).view(6, 3)
@@ -282,12 +281,12 @@ def test_a_term_of_another_shape_is_refused(batch, term, found):
         TokenAdvantage(term=term)(batch)
 
 
-def test_for_ragged_rows_a_term_declares_its_columns(batch):
+def test_for_ragged_rows_a_term_must_declare_its_columns(batch):
     with pytest.raises(BatchError, match="needs in_keys, the columns that are padded"):
         TokenAdvantage(term=lambda batch, trains: trains)(lazy_stack(list(batch.unbind(0))))
 
 
-def test_row_values_that_a_term_reads_are_finite(batch):
+def test_row_values_that_a_term_reads_must_be_finite(batch):
     batch["difficulty"] = torch.tensor([1.0, float("nan"), 3, 4, 5, 6])
     term = TopShare(share=0.5, value_key="difficulty")
     with pytest.raises(BatchError, match=r"'difficulty' must be finite for every token.*nan at row 1"):

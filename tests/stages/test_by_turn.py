@@ -20,7 +20,7 @@ MASK = ("masks", "all_assistant_mask")
 
 
 def stated(rollouts, *, discount):
-    """For each rollout, (group, {turn: reward}), the advantage of each turn."""
+    """The advantage of each turn, for rollouts (group, {turn: reward})."""
     returns = [
         {k: sum(discount ** (u - k) * r for u, r in turns.items() if u >= k) for k in turns}
         for _, turns in rollouts
@@ -38,7 +38,7 @@ def stated(rollouts, *, discount):
 
 @st.composite
 def drawn_rollouts(draw):
-    """Rollouts of 1 to 3 groups with any of 4 turns each."""
+    """Rollouts of up to 3 groups. Each rollout has any of 4 turns."""
     number = st.floats(-4, 4, width=32)
     rollout = st.tuples(st.integers(0, 2), st.dictionaries(st.integers(0, 3), number, max_size=4))
     return draw(st.lists(rollout, min_size=1, max_size=8))
@@ -48,8 +48,8 @@ OPTIONS = {"discount": st.sampled_from([0.0, 0.5, 1.0])}
 
 
 @given(drawn_rollouts(), st.fixed_dictionaries(OPTIONS), st.data())
-def test_advantage_equals_that_of_a_loop_for_any_rows_of_turns(rollouts, options, data):
-    """Turns are on rows of their own, on one row, or mixed; rows come in any order."""
+def test_the_advantage_of_turns_equals_that_of_a_loop(rollouts, options, data):
+    """The turns of a rollout are on one to three rows, and the rows have any order."""
     rows = []
     for number, (group, turns) in enumerate(rollouts):
         pieces = defaultdict(dict)
@@ -72,8 +72,8 @@ def test_advantage_equals_that_of_a_loop_for_any_rows_of_turns(rollouts, options
 
 
 @given(drawn_rollouts(), st.sampled_from(["turn", "token"]), st.booleans(), st.data())
-def test_the_stage_writes_it_to_the_tokens_of_each_turn(rollouts, where, ragged, data):
-    """Rows are dense or ragged, with an outcome at the last turn, and rewards on any token of a turn."""
+def test_the_stage_writes_the_advantage_of_a_turn_to_its_tokens(rollouts, where, ragged, data):
+    """Rows are dense or ragged. The outcome counts at the last turn. Rewards are per turn or per token."""
     outcomes = [data.draw(st.sampled_from([0.0, 1.0, 2.5])) for _ in rollouts]
     rows = []
     for number, (group, turns) in enumerate(rollouts):
@@ -112,7 +112,7 @@ def test_the_stage_writes_it_to_the_tokens_of_each_turn(rollouts, where, ragged,
 
 
 def test_an_outcome_is_added_once_at_the_last_turn_on_any_row():
-    """Rollout 0 has turns 0 and 1 on two rows. The outcomes 8 and 2 count at turn 1 of the two rollouts."""
+    """The outcomes 8 and 2 of rollouts 0 and 1 count at turn 1, and half of them at turn 0."""
     has_turn = torch.tensor([[False, True], [True, False], [True, True]])
     reward, outcome = torch.zeros(3, 2), torch.tensor([8.0, 8.0, 2.0])
     groups, rollouts = torch.zeros(3, dtype=torch.int64), torch.tensor([0, 0, 1])
@@ -135,8 +135,8 @@ def turns_as_rows(rewards, groups, rollouts, **columns):
 
 
 @given(drawn_rollouts(), st.fixed_dictionaries(OPTIONS), st.data())
-def test_rows_that_are_turns_equal_turns_inside_rows(rollouts, options, data):
-    """A rollout's k-th row is its turn k; gaps in turn numbers are ignored."""
+def test_turns_as_rows_have_the_advantages_of_turns_inside_rows(rollouts, options, data):
+    """The k-th row of a rollout is its turn k. Gaps in turn numbers are ignored."""
     rollouts = [(group, dict(enumerate(turns.values()))) for group, turns in rollouts if turns]
     rows = [(group, number, k, r) for number, (group, turns) in enumerate(rollouts) for k, r in turns.items()]
     if not rows:
@@ -153,20 +153,20 @@ def test_rows_that_are_turns_equal_turns_inside_rows(rollouts, options, data):
 
 
 def test_an_excluded_turn_keeps_its_index():
-    """There are two rollouts of two turns, and one turn is excluded: the other turns keep their index."""
+    """Two rollouts have two turns each. The first turn of rollout 0 is excluded."""
     batch = turns_as_rows([10.0, 1.0, 20.0, 2.0], [0] * 4, [0, 0, 1, 1], turn=[0, 1, 0, 1])
     batch[COUNTED] = torch.tensor([False, True, True, True])
     for order in ([0, 1, 2, 3], [3, 1, 2, 0]):
         out = TurnAdvantage(turn_index_key=None, turn_key="turn")(batch[order])["advantage"].flatten()
         found = dict(zip(order, out.tolist(), strict=True))
-        assert found == {0: 0, 1: -1, 2: 22, 3: 1}  # turn 0 of rollout 1 is alone, and keeps its return
+        assert found == {0: 0, 1: -1, 2: 22, 3: 1}  # turn 0 of rollout 1 is alone: its return is 20 + 2
 
 
 # -- states -----------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 2)] * 3, st.floats(-4, 4, width=32)), min_size=1, max_size=9))
-def test_a_step_is_compared_with_the_steps_of_its_group_in_its_state(steps):
+def test_a_row_is_compared_with_the_rows_of_its_group_in_its_state(steps):
     groups, rollouts, states, returns = (list(column) for column in zip(*steps, strict=True))
     rollouts = [3 * g + r for g, r in zip(groups, rollouts, strict=True)]
     batch = turns_as_rows(returns, groups, rollouts, state_id=states)
@@ -186,7 +186,7 @@ def test_equal_returns_in_a_state_add_exactly_0():
     assert out["advantage"].flatten().tolist() == [0.0] * 5
 
 
-# -- what is refused, and what is left out ------------------------------------------------------------------
+# -- what is refused --------------------------------------------------------------------------------------
 
 
 def inside(**columns):
@@ -206,7 +206,7 @@ def inside(**columns):
     return batch
 
 
-def test_any_negative_index_says_that_a_token_has_no_turn():
+def test_any_negative_index_means_that_a_token_has_no_turn():
     batch = inside(turn_index=[[-100, 0, 1], [-2, 0, -3], [-1, 0, 1]])
     assert torch.equal(TurnAdvantage()(batch)["advantage"], TurnAdvantage()(inside())["advantage"])
 

@@ -33,9 +33,9 @@ def test_segment_rewards_must_agree_unless_a_reduction_is_set(make_batch):
     st.lists(st.booleans(), min_size=20, max_size=20),
 )
 def test_first_and_last_may_follow_a_turn_column(segments, how, counted):
-    """Compared with a loop: the reward of the segment with the lowest or highest turn.
+    """A loop finds the reward of the segment with the lowest or highest turn.
 
-    If that segment is out of the statistics and others are in, the rollout has no known reward.
+    If this segment is excluded and others are not, the rollout is refused.
     """
     rollouts, turns = [rollout for rollout, _ in segments], [turn for _, turn in segments]
     rewards = [float(row) for row in range(len(segments))]
@@ -76,7 +76,7 @@ def test_a_repeated_turn_of_a_rollout_is_refused(make_batch):
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 1, 1)])
-def test_rewards_have_any_shape_that_collectors_write(make_batch, shape):
+def test_rewards_may_have_any_shape_that_collectors_write(make_batch, shape):
     batch = make_batch([1.0, 3, 3], [0, 0, 0], [0, 1, 1])
     batch["next", "reward"] = batch["next", "reward"].view(shape)
     assert FanOutCollapse()(batch)[REWARD].tolist() == [1, 3, 3]
@@ -107,7 +107,6 @@ def test_without_the_collapse_a_repeated_rollout_raises(make_batch):
 
 
 def test_a_rollout_counts_once_if_its_first_row_leaves(make_batch):
-    # When the first segment of rollout 1 is gone, its second still counts once.
     out = FanOutCollapse()(make_batch([1.0, 3, 3], [0, 0, 0], [0, 1, 1]))[torch.tensor([0, 2])]
     assert GroupRelativeAdvantage(scale="none")(out)["advantage"].flatten().tolist() == [-1, 1]
 
@@ -153,8 +152,8 @@ def test_a_missing_reward_is_refused_unless_skipped(make_batch):
     ("reduce", "expected"),
     [("shared", None), ("first", 2.0), ("last", 3.0), ("sum", 6.0), ("mean", 2.0), ("max", 3.0)],
 )
-def test_each_reduction_by_hand(reduce, expected):
-    """Segments 2, 1 and 3 of one rollout, with a row of another rollout between them."""
+def test_reductions_equal_the_values_by_hand(reduce, expected):
+    """A rollout has the rewards 2, 1 and 3, or 2 on all segments if they are shared."""
     rewards = [2.0, 7.0, 1.0, 3.0] if expected else [2.0, 7.0, 2.0, 2.0]
     found = collapse_fan_out(rewards, [5, 6, 5, 5], reduce=reduce)
     assert found.reward.tolist() == [expected or 2, 7, expected or 2, expected or 2]
@@ -167,6 +166,6 @@ def test_sums_and_means_are_exact_beside_a_large_segment():
     assert collapse_fan_out(rewards, [0, 0, 0], reduce="mean").reward.tolist() == pytest.approx([1 / 3] * 3)
 
 
-def test_long_lists_of_row_ids_are_cut_and_counted():
+def test_a_long_list_of_rows_is_cut_and_the_rest_is_counted():
     with pytest.raises(BatchError, match=r"found -1 at row 0, .*-1 at row 7 and 12 more"):
         collapse_fan_out([1.0] * 20, [-1] * 20)

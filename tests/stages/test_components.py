@@ -1,4 +1,4 @@
-"""Each component of a loss is the mean of its own tokens in the step, however the step is cut."""
+"""Each component of a loss is a mean over its own tokens, for any cut of the optimiser step."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ MORE = {"constant": {"length": 7}, "inverse_length": {"power": 0.75}}
 
 
 def drawn(seed: int) -> TensorDict:
-    """Groups of rollouts of one to three rows of five tokens. Some groups have equal rewards, so that the
-    filter masks them; some rollouts arrive without a token in the loss, so that they are excluded.
+    """Groups of rollouts. Each rollout has one to three rows of five tokens.
+
+    The filter masks groups with equal rewards. Rollouts without a token in the loss are excluded.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -73,7 +74,7 @@ def drawn(seed: int) -> TensorDict:
 
 
 def components_of(seed: int) -> dict[str, dict]:
-    """Three components, whose units depend on the seed: two of tokens in the loss, one of seen tokens."""
+    """Two components over tokens in the loss, and one over seen tokens. The seed decides their units."""
     units = [UNITS[(seed + shift) % 6] for shift in (0, 1, 3)]
     own = [{"unit": unit, **MORE.get(unit, {})} for unit in units]
     return {
@@ -128,7 +129,7 @@ def by_loops(batch: TensorDict, rows: Sequence[int], in_loss: set[int], options:
 
 
 def rows_in_loss(batch: TensorDict) -> set[int]:
-    """The rows in the loss: the rollout has a token in the loss, and its group has different rewards."""
+    """Rows whose rollout has a token in the loss, and whose group has different rewards."""
     count, rollout = batch[LOSS].sum(1), batch["rollout_id"]
     full = {int(each) for each in rollout if int(count[rollout == each].sum())}
     rewards: dict = {}
@@ -143,8 +144,8 @@ def rows_in_loss(batch: TensorDict) -> set[int]:
     }
 
 
-def test_each_component_is_the_mean_of_its_own_tokens_in_the_step_of_any_cut():
-    """In 300 batches, three components at once are compared with loops. Each term has its own values."""
+def test_each_component_is_the_mean_over_its_tokens_for_any_cut():
+    """Loops over tokens compute the three components of 300 batches."""
     masked, excluded, padded = 0, 0, 0
     for seed in range(300):
         batch, components = drawn(seed), components_of(seed)
@@ -179,7 +180,7 @@ def test_each_component_is_the_mean_of_its_own_tokens_in_the_step_of_any_cut():
 
 
 def of_ranks(rank: int, world: int, seeds: Sequence[int], gradients: str) -> list[list[float]]:
-    """For each batch and component: the sum over the rows of this rank."""
+    """For each batch and component, the sum of weight × term over the rows of this rank."""
     found = []
     for seed in seeds:
         batch, components = drawn(seed), components_of(seed)
@@ -236,7 +237,8 @@ CHORD = {"objective": {"factor": 0.9}, "imitation": {"unit": "sample", "loss_mas
 def test_a_demonstration_trains_in_its_component_and_is_in_no_statistic():
     """The demonstration has no token in the loss mask, so it is excluded: only the pair has advantages.
 
-    Imitation is the mean over rows of 1 and of 2 tokens: 0.1/2 each, so a token weighs 0.05 or 0.025.
+    Imitation is 0.1 × the mean over two rows, of 1 and of 2 tokens: a token weighs 0.1/2 or 0.1/4.
+    The objective is 0.9 × the mean over 3 tokens.
     """
     batch = pair()
     batch["expected_rollouts"] = torch.tensor([2, 2, 1])
@@ -254,7 +256,7 @@ def test_a_demonstration_trains_in_its_component_and_is_in_no_statistic():
     assert run.metrics["weight/tokens_objective"] == run.metrics["weight/tokens"] == 3
 
 
-def test_a_group_with_equal_rewards_trains_in_a_component_with_its_own_mask_alone():
+def test_a_masked_group_trains_only_in_components_with_another_mask():
     batch = pair()
     batch["next", "reward"] = torch.zeros(3)
     stages = {"filter": SampleFilter(criterion=RewardsVary()), "weight": LossWeight(components=CHORD)}
@@ -273,7 +275,7 @@ def test_dropped_rows_are_in_no_component():
     assert out["loss_weights", "imitation"].sum() == pytest.approx(0.1)
 
 
-def test_copies_of_rows_are_in_no_component_of_a_stage_without_a_pipeline():
+def test_padding_rows_are_in_no_component_without_a_pipeline():
     split = ShuffleSplit(minibatches=2, microbatches=2, remainder="pad", unit="sample", shuffle=False)
     batch = take_rows(pair(), torch.tensor([1, 2, 2]))
     out = LossWeight(components={"imitation": {"loss_mask_key": SEEN}})(split(batch))
@@ -283,7 +285,7 @@ def test_copies_of_rows_are_in_no_component_of_a_stage_without_a_pipeline():
         assert not minibatch["loss_weights", "imitation"][minibatch[PADDING]].any()
 
 
-def test_a_row_without_an_id_may_not_share_a_weight():
+def test_a_component_by_rollout_needs_rollout_ids():
     batch = pair()
     batch["rollout_id"][2] = -1
     component = {"imitation": {"unit": "rollout", "loss_mask_key": SEEN}}
@@ -294,7 +296,7 @@ def test_a_row_without_an_id_may_not_share_a_weight():
 # -- the loss ---------------------------------------------------------------------------------------------
 
 
-def test_a_component_without_options_is_the_loss_weight_on_the_tokens_in_the_loss():
+def test_a_component_without_options_has_the_loss_weight():
     for unit in UNITS:
         batch, more = drawn(3), MORE.get(unit, {})
         out = LossWeight(unit=unit, **more, components={"objective": {}, "kl": {"factor": 0.5}})(batch)
@@ -303,8 +305,7 @@ def test_a_component_without_options_is_the_loss_weight_on_the_tokens_in_the_los
         assert torch.allclose(out["loss_weights", "kl"], expected / 2, rtol=1e-6)
 
 
-def test_a_term_may_be_anything_outside_of_its_component():
-    """NaN and infinities there reach neither the loss nor the gradient."""
+def test_nan_outside_of_a_component_reaches_no_loss_and_no_gradient():
     batch = pair()
     out = LossWeight(components=CHORD)(batch)
     log_prob = torch.full((3, 3), math.nan)
@@ -317,7 +318,7 @@ def test_a_term_may_be_anything_outside_of_its_component():
     assert torch.equal(log_prob.grad, -out["loss_weights", "imitation"])
 
 
-def test_terms_and_components_have_the_same_names():
+def test_terms_and_components_must_have_the_same_names():
     out = LossWeight(components=CHORD)(pair())
     term = torch.zeros(3, 3)
     for names in (["objective"], ["objective", "imitation", "entropy"], ["objective", "imitatoin"]):
@@ -329,7 +330,7 @@ def test_terms_and_components_have_the_same_names():
         weighted_loss(TensorDict({"loss_objective": term, "loss_imitation": term[0]}), out)
 
 
-def test_rows_with_weights_of_components_get_no_others():
+def test_rows_with_weights_of_components_are_refused():
     """A stage without components would leave the old weights, and weighted_loss would apply them."""
     first, second = LossWeight(components=CHORD), LossWeight()
     with pytest.raises(BatchError, match="already have the weights of components"):
@@ -338,7 +339,7 @@ def test_rows_with_weights_of_components_get_no_others():
         Pipeline({"first": first, "second": second})(pair())
 
 
-def test_without_components_no_column_is_added_or_changed():
+def test_components_change_no_other_column():
     batch = drawn(1)
     plain, with_them = LossWeight()(batch), LossWeight(components=components_of(1))(batch)
     keys = {("headrace", "step_weight"), ("headrace", "counted"), "loss_weight", "num_tokens", "num_samples"}
@@ -374,7 +375,7 @@ def test_packed_rows_have_the_weights_of_their_tokens(tree: bool):
         weighted_loss(TensorDict({"loss_objective": terms, "loss_imitation": terms}), cut)
 
 
-def test_packing_refuses_tokens_of_a_component_that_it_would_drop():
+def test_packing_refuses_to_drop_tokens_of_a_component():
     batch = pair()
     batch[TOKENS], batch[REAL] = torch.ones(3, 3).long(), torch.ones(3, 3).bool()
     for row, place, words in ((2, 2, "must be real"), (2, 0, "no context")):
@@ -403,8 +404,8 @@ def steps_taken(minibatches, seen: list | None = None) -> int:
     return steps
 
 
-def test_a_step_with_tokens_of_a_component_alone_is_taken():
-    """The gradient of 0.1 × a mean of ones is 0.1. Without any token no step is taken."""
+def test_a_step_is_taken_if_only_one_component_has_tokens():
+    """The parameter is 1, and its gradient is 0.1 × a mean of ones. Without tokens no step is taken."""
     batch, seen = pair(), []
     batch[LOSS] &= False
     out = LossWeight(components=CHORD)(batch)
@@ -414,7 +415,7 @@ def test_a_step_with_tokens_of_a_component_alone_is_taken():
     assert steps_taken([LossWeight(components=CHORD)(batch)]) == 0
 
 
-def test_rows_that_are_not_those_of_one_step_are_refused():
+def test_rows_of_different_optimiser_steps_are_refused():
     batch = pair()
     batch[LOSS][2] = torch.tensor([0, 1, 0]).bool()
     out = LossWeight(components=CHORD)(batch)
@@ -426,19 +427,19 @@ def test_rows_that_are_not_those_of_one_step_are_refused():
         mixed[key][2] = LossWeight(components=CHORD)(other)[key][2]
     with pytest.raises(
         BatchError, match=r"all tokens of 2 components of the loss; found the weights of 1\.5"
-    ):
+    ):  # one of the two rows of imitation is missing
         steps_taken([mixed])
     assert steps_taken([out.exclude("headrace")]) == 1  # such rows have no sums to check
 
 
-def test_ragged_rows_of_a_step_are_checked_too():
+def test_ragged_rows_of_an_optimiser_step_are_checked_too():
     rows = [row.clone() for row in pair().unbind(0)]
     for key in (LOSS, SEEN, LOG_PROB):
         rows[0][key] = rows[0][key][1:]
     ragged = LossWeight(components=CHORD)(lazy_stack(rows))
     with pytest.raises(BatchError, match="need dense rows"):
         steps_taken([ragged])
-    ragged.tensordicts[1]["loss_weights", "imitation"] *= 2
+    ragged.tensordicts[1]["loss_weights", "imitation"] *= 2  # the row has half of the weight of imitation
     with pytest.raises(BatchError, match=r"components of the loss; found the weights of 2\.5"):
         steps_taken([ragged])
 
@@ -467,8 +468,8 @@ def test_wrong_options_are_refused(options: dict, words: str):
         LossWeight(**options)
 
 
-def test_a_mask_must_be_there_be_bool_and_have_an_entry_for_each_token():
-    """A missing mask has no default: otherwise the response would be counted instead."""
+def test_a_mask_of_a_component_needs_one_bool_per_token():
+    """Only a missing loss mask has a default, the tokens of the response."""
     batch = pair()
     batch["tokens"] = {"prompt": torch.zeros(3, 1), "response": torch.zeros(3, 2)}
     batch[REAL] = torch.ones(3, 3).bool()
@@ -482,8 +483,8 @@ def test_a_mask_must_be_there_be_bool_and_have_an_entry_for_each_token():
             stage(batch.clone().update({"masks": {"seen": wrong}}))
 
 
-def test_a_recipe_takes_components_as_words():
-    """As on the command line, a list of names is the key of a column."""
+def test_an_override_sets_components():
+    """In an override, a list of names is the key of a column."""
     word = "{objective:{},seen:{unit:sample,loss_mask_key:[masks,seen],factor:0.05}}"
     pipeline = load_pipeline("grpo", f"pipeline.stages.weight.components={word}", "pipeline.stages.gate=null")
     batch = pair()

@@ -157,7 +157,9 @@ def every(law: Callable) -> Callable[[], None]:
 
 
 def rows() -> TensorDict:
-    """Two complete groups with a fan-out, and a group that lacks a rollout. One reward is above 5/16.
+    """Two complete groups of three rollouts, one with a fan-out, and a rollout of an incomplete group.
+
+    One reward is above 5/16, the bound of the filters.
 
     The batch has the columns of earlier stages, for stages that need them.
     """
@@ -168,9 +170,7 @@ def rows() -> TensorDict:
 def made_once() -> TensorDict:
     rewards = [reward / 16 for reward in (1, 2, 2, 9, 3, 3, 3, 4)]
     batch = batch_of(rewards, [0, 0, 0, 0, 1, 1, 1, 2], [0, 1, 1, 2, 3, 4, 5, 6])
-    batch["masks", "all_assistant_mask"][:, :2] = torch.tensor(
-        [False, True]
-    )  # nothing predicts a first token
+    batch["masks", "all_assistant_mask"][:, :2] = torch.tensor([False, True])  # no token predicts the first
     batch[RETURN] = torch.tensor(rewards)
     batch[REWARD] = torch.tensor(rewards)
     batch["advantage"] = torch.linspace(-1, 1, 8).view(8, 1, 1)
@@ -252,7 +252,7 @@ def test_lazy_stacks_of_ragged_rows_are_accepted(name):
 
 
 @every
-def test_an_empty_batch_comes_back_empty(name):
+def test_an_empty_batch_is_returned_unchanged(name):
     for empty in (no_rows(rows()), LazyStackedTensorDict(stack_dim=0)):
         assert STAGES[name]()(empty) is empty
 
@@ -264,7 +264,7 @@ def test_a_batch_of_envs_by_time_is_flattened(name):
 
 
 @every
-def test_it_survives_pickling_and_copying_of_its_state(name):
+def test_a_stage_survives_pickling_and_copying_of_its_state(name):
     stage = STAGES[name]()
     stage(rows())
     twin = pickle.loads(pickle.dumps(stage))
@@ -299,7 +299,7 @@ def test_dtype_and_device_are_kept(name):
 def test_forward_equals_call_and_inverse_is_the_identity(name):
     assert same(STAGES[name]()._call(rows()), STAGES[name]()(rows()))
     batch = rows()
-    if name == "pipeline":  # rows of a buffer must have been through it; otherwise its place is wrong
+    if name == "pipeline":  # rows of a buffer must come from the pipeline
         batch = STAGES[name]()(batch)
     assert same(STAGES[name]().inv(batch), batch)
 
@@ -324,7 +324,7 @@ def test_an_environment_is_refused(name):
         TransformedEnv(CountingEnv(), Compose(STAGES[name]()))
 
 
-def test_an_unknown_option_is_answered_with_all_options():
+def test_the_error_for_an_unknown_option_lists_all_options():
     said = (
         r"no option 'epsilon' \(did you mean 'eps'.*\?\); its options are baseline, .*, eps, .*, reward_key"
     )
@@ -357,8 +357,7 @@ def options_of(stage: BatchTransform) -> list[str]:
     return [p.name for p in parameters]
 
 
-# The columns that each stage requires: `checks` of the table, or the stage, looks for them. If one is
-# missing, the error says what to do.
+# The columns that each stage requires. If one is missing, `checks` of the table or the stage says what to do.
 POLICIES = [OLD, ("log_probs", "full"), ("masks", "all_assistant_mask")]
 NEEDED = {
     "dense": [("tokens", "full"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")],
@@ -390,7 +389,6 @@ NEEDED = {
     "turn-discount": ["advantage", "rollout_id"],
     "to-go": [("next", "reward"), "rollout_id"],
     "states": ["advantage", "group_id", "rollout_id", RETURN],
-    "states-others": ["advantage", "group_id", "rollout_id", RETURN],
     "turns": ["turn_index", "turn_reward", "group_id", "rollout_id", ("next", "reward")],
     "turns-rows": ["group_id", "rollout_id", ("next", "reward")],
     "tree": [("tokens", "full"), REAL, "group_id", "rollout_id", ("next", "reward")],
@@ -423,11 +421,11 @@ def needed(name: str) -> list:
 
 
 @every
-def test_a_missing_column_is_named_with_what_to_do(name):
+def test_a_missing_column_is_named_with_advice(name):
     for key in needed(name):
         batch = rows()
         if REWARD not in needed(name):
-            batch = batch.exclude(REWARD)  # without it, the collected reward is read
+            batch = batch.exclude(REWARD)  # without the column, the collected reward is read
         if name.startswith("weight"):
             batch = batch.exclude(("log_probs", "full"))
         STAGES[name]()(batch)  # with the column there is no error
@@ -436,7 +434,7 @@ def test_a_missing_column_is_named_with_what_to_do(name):
         assert repr(key) in str(info.value)
 
 
-# With the options of STAGES these two stages count rows, as their docstrings say. By default they do not.
+# With the options of STAGES these two stages count rows. By default they count rollouts.
 BY_ROLLOUT = {"advantage": GroupRelativeAdvantage, "whitening": BatchWhitening}
 # Stages whose result depends on the number of rows on purpose.
 COUNT_ROWS = {
@@ -468,7 +466,7 @@ def test_a_rollout_of_more_rows_changes_no_other_rollout(name):
         key for key in before.keys(True, True) if key not in after.keys(True) or not alike(before, after, key)
     ]
     if name in COUNT_ROWS:
-        assert changed, "it counts no rows: take its line out of COUNT_ROWS"
+        assert changed, "the stage counts no rows: remove its line from COUNT_ROWS"
         return
     assert not changed, (
         f"{changed} of other rollouts changed with the number of rows of rollout 0. Take statistics over "
@@ -491,7 +489,7 @@ COUNT_UNREWARDED = {
 
 
 @every
-def test_a_metric_of_rewards_leaves_out_rollouts_without_one(name):
+def test_a_metric_of_rewards_leaves_out_rollouts_without_a_reward(name):
     """Only a metric that no reward changes, such as a count, may count rollouts without a reward."""
     make = WITHOUT_REWARDS.get(name, STAGES[name])
     try:
@@ -508,16 +506,16 @@ def test_a_metric_of_rewards_leaves_out_rollouts_without_one(name):
         if found != absent[metric] and any(each[metric] != found for each in scored)
     ]
     if name in COUNT_UNREWARDED:
-        assert counted, "it counts none: take its line out of COUNT_UNREWARDED"
+        assert counted, "no metric counts them: remove the line from COUNT_UNREWARDED"
         return
     assert not counted, (
-        f"{counted} count a rollout without a reward. Leave out the rows whose reward is NaN, which equals "
-        "nothing, not even itself; or give the reason in COUNT_UNREWARDED"
+        f"{counted} count a rollout without a reward. Leave out rows whose reward is NaN, or give the reason "
+        "in COUNT_UNREWARDED"
     )
 
 
 def metrics_with(stage: BatchTransform, reward: float | None) -> dict[str, str]:
-    """The metrics of the stage if rollout 1, of two rows, has this reward; None: if rollout 1 is absent."""
+    """The metrics of the stage if rollout 1 has this reward. With None, rollout 1 is absent."""
     batch = rows()
     its = batch["rollout_id"] == 1
     for key in (("next", "reward"), REWARD, RETURN):
@@ -536,7 +534,7 @@ def others(out: TensorDict) -> TensorDict:
 
 
 def alike(a: TensorDict, b: TensorDict, key) -> bool:
-    """Whether a column is equal, up to rounding, because a sum may have another number of terms."""
+    """Whether a column is equal up to rounding. Sums may have different numbers of terms."""
     x, y = a.get(key), b.get(key)
     if not isinstance(x, torch.Tensor):
         return list(x) == list(y)
@@ -544,7 +542,7 @@ def alike(a: TensorDict, b: TensorDict, key) -> bool:
 
 
 @every
-def test_what_a_stage_writes_is_in_its_out_keys(name):
+def test_a_stage_declares_the_columns_that_it_writes(name):
     """Exceptions are token columns that ``rows.leave`` masks, and the column that excludes empty rollouts."""
     stage, batch = STAGES[name](), rows()
     if isinstance(stage, Pipeline):
@@ -562,8 +560,8 @@ def test_what_a_stage_writes_is_in_its_out_keys(name):
 
 
 @every
-def test_what_a_stage_reads_is_in_its_columns(name):
-    """Otherwise a column with another name would not be found, and no option could name it."""
+def test_a_stage_declares_the_columns_that_it_reads(name):
+    """An option can give a column another name only if the column is declared."""
     stage = STAGES[name]()
     lacking = [] if isinstance(stage, Pipeline) else undeclared(stage, rows())  # its stages declare them
     assert not lacking, lacking
@@ -572,8 +570,8 @@ def test_what_a_stage_reads_is_in_its_columns(name):
 def undeclared(stage: BatchTransform, batch: TensorDict) -> list[str]:
     """The columns that a stage and its criterion read but do not declare.
 
-    A stage declares its roles, and the reward in `in_keys`. A criterion declares its roles, and all columns
-    of the batch that it reads in `in_keys`.
+    A stage declares the roles that it reads, and has the reward in `in_keys`. A criterion declares its roles,
+    and has all columns of the batch that it reads in `in_keys`.
     """
     read, key = set[tuple[str, object]](), Rows.key
 
@@ -581,7 +579,7 @@ def undeclared(stage: BatchTransform, batch: TensorDict) -> list[str]:
         read.add((self.reader, role))
         return key(self, role)
 
-    table = stage.read_table(batch, stage._own_ranks())  # which reads columns for all stages
+    table = stage.read_table(batch, stage._own_ranks())  # not recorded: these reads are for all stages
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Rows, "key", recorded)
         if stage.knows_the_table():
@@ -617,7 +615,7 @@ def test_the_error_for_a_missing_column_names_only_an_option_that_the_stage_has(
 
 @every
 def test_a_stage_keeps_nothing_of_a_batch(name):
-    """``vars`` are unchanged, except for stages that declare a state."""
+    """``vars(stage)`` is unchanged, unless the stage declares a state."""
     stage = STAGES[name]()
     before = dict(vars(stage))
     inside = {
@@ -633,7 +631,7 @@ def test_a_stage_keeps_nothing_of_a_batch(name):
 
 
 @every
-def test_only_stages_that_declare_it_have_a_state(name):
+def test_only_stateful_stages_change_their_state_dict(name):
     stage = STAGES[name]()
     empty = repr(stage.state_dict())
     stage(rows())
@@ -643,14 +641,14 @@ def test_only_stages_that_declare_it_have_a_state(name):
 
 @every
 def test_rows_that_leave_are_dropped_or_masked_with_a_reason(name):
-    """Of eight rows, those that leave are dropped or masked, and no others."""
+    """No other row of the batch is dropped or masked."""
     stage = STAGES[name]()
     batch = rows()
     batch["number"] = torch.arange(8)
     run = stage.run(batch) if isinstance(stage, Pipeline) else Pipeline({"stage": stage}).run(batch)
     out, reasons = run.batch, run.ledger.names
     if isinstance(stage, Pipeline):
-        assert int((run.ledger.reason == 0).sum()) == len(out) == 6
+        assert int((run.ledger.reason == 0).sum()) == len(out) == 6  # the gate drops row 7, the filter row 3
         return
     assert {f"stage/{reason}" for reason in stage.reasons} == {r for r in reasons if r.startswith("stage/")}
     leaves = {
@@ -664,7 +662,7 @@ def test_rows_that_leave_are_dropped_or_masked_with_a_reason(name):
         assert here == set(range(8))
         assert {row for row in range(8) if not out[IN_LOSS][row]} == leaves
     if name in ("gate", "filter-best", "filter-mask", "filter-exclude", "filter-drop", "filter-diverged"):
-        assert leaves, "the batch of this test has no row to take out"
+        assert leaves, "the batch of this test has no row that leaves"
 
 
 @every

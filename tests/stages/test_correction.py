@@ -44,7 +44,7 @@ ESTIMATORS, OVER = ("k1", "k2", "k3"), ("token", "sum", "mean", "max")
 
 
 def spread_out(rows: list[list[float]], mask: torch.Tensor) -> torch.Tensor:
-    """(N, T) the numbers of the tokens in the loss at these tokens, and 0 at all others."""
+    """(N, T) numbers: those of `rows` at the tokens in the loss, and 0 at all other tokens."""
     out = torch.zeros(mask.shape, dtype=torch.float64)
     out[mask] = torch.tensor([value for row in rows for value in row], dtype=torch.float64)
     return out
@@ -69,10 +69,11 @@ def test_weights_equal_those_of_a_loop():
             assert out["advantage"].shape == (9, 7, 1)
 
 
-def test_the_mean_divergence_of_a_row_of_one_token_is_that_of_the_token():
+def test_the_mean_divergence_of_one_token_is_its_divergence():
     trainer, sampler = torch.tensor([[-1.0, -2.0], [-1.0, -2.0]]), torch.tensor([[-1.5, -1.0], [-1.5, -1.0]])
     mask = torch.tensor([[True, False], [False, False]])
-    assert divergence(trainer, sampler, mask, estimator="k1", level="mean").tolist() == [-0.5, 0.0]
+    found = divergence(trainer, sampler, mask, estimator="k1", level="mean")
+    assert found.tolist() == [-0.5, 0.0]  # log μ − log π_old is −1.5 + 1; a row without tokens has 0
 
 
 def test_divergences_equal_those_of_a_loop():
@@ -122,7 +123,7 @@ def check_rejection(estimator, level, low, high) -> None:
 @pytest.mark.parametrize(("old", "low", "high"), [(math.log(2.0), None, 2.0), (math.log(0.5), 0.5, 5.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bounds_are_inclusive(old, low, high, dtype):
-    """Values are compared in their own precision: the next float32 after log 2 is above the bound."""
+    """Values are compared in their own precision: log 2, rounded to float32, is above the float64 log 2."""
     ratio, zero, mask = (
         torch.tensor([[old]], dtype=dtype),
         torch.zeros(1, 1, dtype=dtype),
@@ -135,7 +136,7 @@ def test_bounds_are_inclusive(old, low, high, dtype):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_ragged_rows_have_the_bits_of_dense_ones(level):
+def test_ragged_rows_have_the_bits_of_dense_rows(level):
     batch = two_policies(9, 7, 4)
     stage = RolloutCorrection(level=level, bound="truncate")
     dense, rows = alone(stage, batch), alone(stage, ragged(batch))
@@ -159,7 +160,7 @@ def test_ragged_rows_have_the_bits_of_dense_ones(level):
 
 @pytest.mark.parametrize("level", ["sequence", "mean"])
 def test_a_rollout_is_one_sequence_for_any_cut_into_rows(level):
-    """Rows of one rollout have the weight that the rollout has as one row, and count once."""
+    """The rows of a rollout have the weight of the rollout as one row. In metrics it counts once."""
     batch = two_policies(8, 6, 3)
     whole = TensorDict({"rollout_id": torch.arange(4), "advantage": torch.ones(4, 1, 1).double()}, [4])
     for key in (OLD, SAMPLER, MASK):
@@ -204,7 +205,7 @@ def test_masked_rows_are_in_no_weight_and_no_metric():
     assert Diverged(high=1e-9)(batch)[2]
 
 
-def test_columns_of_other_tokens_are_refused():
+def test_columns_of_another_width_are_refused():
     batch = two_policies(4, 5)
     batch[OLD] = batch[OLD][:, :3]
     with pytest.raises(BatchError, match=r"one shape \(N, T\); found \('old_log_probs', 'full'\) \(4, 3\)"):
@@ -225,7 +226,7 @@ def test_corrected_rows_are_not_corrected_again():
 @pytest.mark.parametrize("form", [lambda batch: batch, ragged], ids=["dense", "ragged"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_pipeline_equals_its_stages_one_after_another(level, form):
-    """This holds even if a stage reads a column that the stage before it computes when rows are gathered."""
+    """Stages read columns that the stages before them compute only when rows are gathered."""
     keys = {"numerator_key": OLD, "denominator_key": SAMPLER}
     stages = {
         "term": TokenAdvantage(term=LogRatio(**keys), factor=0.5),
@@ -242,7 +243,7 @@ def test_a_pipeline_equals_its_stages_one_after_another(level, form):
         assert all(torch.equal(one, other) for one, other in rows)
 
 
-# -- tokens, and what the loss is divided by ---------------------------------------------------------------
+# -- tokens, and the denominator of the loss --------------------------------------------------------------
 
 
 def test_rejected_tokens_leave_the_mask_or_stay_in_the_denominator():
@@ -268,7 +269,7 @@ def test_rejected_tokens_leave_the_mask_or_stay_in_the_denominator():
 
 
 def test_an_advantage_of_0_is_not_negative():
-    """The rule is A < 0, not A ≤ 0. The ratio of the policies is e everywhere, and 2 is allowed."""
+    """Only A < 0 is negative. The ratio of the policies is e everywhere, above the bound 2."""
     credit = torch.tensor([-1.0, 0.0, -0.0, 1.0])
     stays = [False, True, True, True]
     zero = torch.zeros(4, 1)
@@ -285,7 +286,7 @@ def test_an_advantage_of_0_is_not_negative():
 
 
 @pytest.mark.parametrize("returned", [torch.ones(6, 5), [True], torch.ones(6, 4) > 0])
-def test_a_criterion_without_tokens_is_refused(returned):
+def test_a_criterion_of_another_shape_or_dtype_is_refused(returned):
     with pytest.raises(
         BatchError, match=r"a criterion must return one bool per token, \(6, 5\), or one per row"
     ):
@@ -294,7 +295,7 @@ def test_a_criterion_without_tokens_is_refused(returned):
         TokenFilter(criterion=3)
 
 
-# -- what is measured ------------------------------------------------------------------------------------
+# -- metrics ----------------------------------------------------------------------------------------------
 
 
 def test_metrics_equal_those_of_a_loop():
@@ -347,14 +348,14 @@ def test_divergences_are_measured_before_rejection(unit):
 
 
 @given(st.integers(0, 99), st.floats(0.01, 0.9), st.floats(1.1, 50), st.booleans(), st.booleans())
-def test_every_removes_a_row_if_the_ratio_of_a_token_is_out_of_bounds(seed, least, most, of_rollout, half):
-    """ρ = π_old / μ must be in [a, b], as in a loop over tokens. low and high bound the inverse of ρ."""
+def test_level_every_removes_a_row_if_a_ratio_is_out_of_bounds(seed, least, most, of_rollout, half):
+    """A loop checks ρ = π_old / μ of each token. The options low and high bound the inverse of ρ."""
     batch = two_policies(8, 6, seed, spread=1.5)
     logs = log_ratios(batch)
     inside = [all(math.log(least) <= clamp(log) <= math.log(most) for log in row) for row in logs]
     if half:  # without an upper bound
         inside = [all(math.log(least) <= clamp(log) for log in row) for row in logs]
-    if of_rollout:  # every two rows are a rollout, and stay or leave together
+    if of_rollout:  # two rows are a rollout: both stay, or both leave
         inside = [inside[row - row % 2] and inside[row - row % 2 + 1] for row in range(8)]
     criterion = Diverged(
         estimator="k1",
@@ -369,8 +370,8 @@ def test_every_removes_a_row_if_the_ratio_of_a_token_is_out_of_bounds(seed, leas
     assert criterion(ragged(batch)).tolist() == inside
 
 
-def test_max_bounds_the_largest_token_and_every_bounds_all():
-    # μ / π_old of the tokens is 0.33 and 1: the second is the largest, and 1/3 bounds nothing else.
+def test_level_max_bounds_the_largest_token_and_level_every_all_tokens():
+    # μ / π_old of the tokens is 0.33 and 1. Only the first is below the bound 1/3.
     logs = torch.tensor([[math.log(3.03), 0.0]], dtype=torch.float64)
     zero = torch.zeros(1, 2, dtype=torch.float64)
     batch = TensorDict({OLD: logs, SAMPLER: zero, MASK: zero == 0}, batch_size=[1])
@@ -383,6 +384,6 @@ def test_max_bounds_the_largest_token_and_every_bounds_all():
             assert levels[0](batch).tolist() == levels[1](batch).tolist()
 
 
-def test_every_judges_rows_and_token_judges_single_tokens():
+def test_divergence_has_no_level_every():
     with pytest.raises(ValueError, match="level must be one of 'token', 'sum', 'mean', 'max'"):
         divergence(*[torch.zeros(1, 1)] * 2, torch.ones(1, 1) > 0, level="every")

@@ -1,4 +1,4 @@
-"""Correction in a pipeline: its position, its recipes, the loss after it, and its report."""
+"""In a pipeline, a correction has the right position, numbers, loss and report."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def rewarded(rewards, groups, *, spread: float = 0.002, tokens: int = 6) -> Tens
 
 @pytest.fixture
 def scene():
-    """A policy in float64 that has moved, so that ratios are clipped, and rows of another sampler."""
+    """A policy in float64, and rows of another sampler. The policy has moved, so that ratios are clipped."""
     from rollouts import make_collector, make_env, make_pipeline, make_policy
 
     policy = make_policy().double()
@@ -127,7 +127,7 @@ def test_a_loss_with_the_sampler_in_its_ratio_is_refused(scene):
 @pytest.mark.torchrl
 @pytest.mark.parametrize("denominator", ["kept", "all"])
 def test_rejected_tokens_have_the_declared_denominator(scene, denominator):
-    """The gradient is that of the kept tokens, divided by the number of tokens that the option sets."""
+    """The gradient of the kept tokens is divided by their number, or by that of all tokens."""
     policy, batch = scene
     loss = grpo_loss(policy)
     loss.set_keys(sample_log_prob=OLD)
@@ -244,8 +244,8 @@ def test_meaningful_orders_are_accepted(names):
 @pytest.mark.parametrize(
     ("action", "credit"), [("exclude", [0.5, -0.5]), ("mask", None), ("drop", [0.5, -0.5])]
 )
-def test_a_rejected_reward_is_in_the_baseline_only_if_kept_there(action, credit):
-    """verl's issues 6375 and 6452. The rewards are 100, of a rejected row, 1 and 0. The scale is none."""
+def test_a_rejected_reward_stays_in_the_baseline_only_if_masked(action, credit):
+    """The rejected row has the reward 100, the others 1 and 0. See the issues 6375 and 6452 of verl."""
     batch = rewarded([100.0, 1, 0], [0, 0, 0], spread=0.0)
     batch[OLD][0] += 1.0
     stages = {
@@ -260,7 +260,7 @@ def test_a_rejected_reward_is_in_the_baseline_only_if_kept_there(action, credit)
 
 
 def test_ragged_columns_of_different_lengths_are_refused():
-    """After padding they would be read as log-probabilities of 0."""
+    """The padding of a short column would be read as log-probabilities of 0."""
     batch = lazy_stack(list(rewarded([1.0, 0, 2, 5], [0, 0, 0, 0]).unbind(0)))
     for name, key in (("tis", SAMPLER), ("mis", SAMPLER), ("opd", ("teacher_log_probs", "full"))):
         cut = lazy_stack([row.clone() for row in batch.unbind(0)])
@@ -341,7 +341,7 @@ def test_a_recipe_equals_its_formula(name, kind):
 
 
 def presets() -> dict[str, dict[str, str]]:
-    """For each preset of verl: the options of its stages in the page's table; "–" if there is no stage."""
+    """For each preset of verl, the options of its stages in the page's table. A missing stage has "–"."""
     lines = [line for line in PAGE.splitlines() if line.startswith("| `decoupled_")]
     cells = [[cell.strip(" `") for cell in line.strip("|").split(" | ")] for line in lines]
     return {name: {"reject": reject, "correction": correction} for name, reject, correction in cells}
@@ -387,7 +387,7 @@ def test_every_preset_of_verl_is_in_the_table():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VERL)
 def test_a_preset_of_verl_behaves_as_documented(name, tmp_path):
-    """Weights use the whole mask. A rejected row leaves the mask, and its reward stays in the baseline."""
+    """A rejected row leaves the mask, and its reward stays in the baseline."""
     weigh, reject = VERL[name]
     rewards, groups = [1.0, 0, 2, 5, 3, 3, 4, 4], [0, 0, 0, 0, 1, 1, 1, 1]
     spread = 0.3 if reject and (reject[0] == "k3" or reject[1] == "sum") else 0.002 if reject else 0.9

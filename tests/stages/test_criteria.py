@@ -29,7 +29,7 @@ from headrace.transforms import (
 )
 from headrace.transforms.table.schema import COUNTED, REWARD
 
-# Criteria. Each keeps some rows of the batch, and removes others.
+# Each criterion keeps some rows of the batch, and removes others.
 CRITERIA: dict[str, Callable[[], Criterion]] = {
     "best-reward": lambda: BestOf(k=2),
     "best-variance": lambda: BestOf(k=2, by="variance"),
@@ -46,7 +46,7 @@ CRITERIA: dict[str, Callable[[], Criterion]] = {
 
 
 def batch() -> TensorDict:
-    """Two groups and a lone rollout; rollout 1 has two rows."""
+    """Three groups, the last with one rollout. Rollout 1 has two rows."""
     found = rows().exclude("prompt_text", "stranger")
     found["number"] = torch.arange(8)
     found["next", "policy_version"] = torch.tensor([1, 2, 2, 3, 1, 2, 3, 3])
@@ -60,10 +60,10 @@ def kept(name: str, batch: TensorDict, without: int) -> list[int]:
     return out["number"][out["rollout_id"] != without].tolist()
 
 
-def test_a_rollout_without_a_reward_or_excluded_is_as_if_absent():
+def test_a_rollout_that_is_excluded_or_has_no_reward_counts_as_absent():
     """Such a rollout changes nothing for others, and makes no group leave."""
     for name in CRITERIA:
-        for rollout in (1, 2):  # this rollout has two rows and the highest reward
+        for rollout in (1, 2):  # rollout 1 has two rows, and rollout 2 the highest reward
             with of(f"{name}, rollout {rollout}"):
                 full = batch()
                 its = full["rollout_id"] == rollout
@@ -77,8 +77,8 @@ def test_a_rollout_without_a_reward_or_excluded_is_as_if_absent():
                 assert kept(name, unscored, rollout) == expected, "without a reward"
 
 
-def test_more_rows_of_a_rollout_change_no_other():
-    """A rollout with any rewards gets up to nine more rows, without tokens in the loss."""
+def test_more_rows_of_a_rollout_change_no_other_rollout():
+    """A rollout of a batch with any rewards gets up to nine more rows, without tokens in the loss."""
     draw = random.Random(0)
     for name in CRITERIA:
         with of(name):
@@ -92,11 +92,11 @@ def test_more_rows_of_a_rollout_change_no_other():
                 fanned["masks", "all_assistant_mask"][8:] = False
                 rollout = int(full["rollout_id"][row])
                 assert kept(name, fanned, rollout) == kept(name, full, rollout), (
-                    "it counts rows: compute statistics over rows.voters, or over one row of each rollout"
+                    "the criterion counts rows: compute statistics over rows.voters, or one row per rollout"
                 )
 
 
-def test_what_a_criterion_reads_is_in_its_columns_and_keys():
+def test_a_criterion_declares_the_columns_that_it_reads():
     for name, make in CRITERIA.items():
         with of(name):
             lacking = undeclared(SampleFilter(criterion=make(), action="drop"), batch())
@@ -116,12 +116,12 @@ class RowMean(Criterion, columns=("reward", "group")):
         return groups.spread(mean > 3.2 / 16)
 
 
-def test_these_laws_find_a_criterion_that_counts_rows_or_hides_what_it_reads(monkeypatch):
+def test_these_laws_find_both_faults_of_a_wrong_criterion(monkeypatch):
     monkeypatch.setitem(globals(), "CRITERIA", {"row-mean": RowMean})
-    with pytest.raises(AssertionError, match=r"row-mean: it counts rows"):
-        test_more_rows_of_a_rollout_change_no_other()
+    with pytest.raises(AssertionError, match=r"row-mean: the criterion counts rows"):
+        test_more_rows_of_a_rollout_change_no_other_rollout()
     with pytest.raises(AssertionError, match=r"row-mean: .*self.reward_key to its in_keys"):
-        test_what_a_criterion_reads_is_in_its_columns_and_keys()
+        test_a_criterion_declares_the_columns_that_it_reads()
 
 
 TRUNCATED = int(Status.TRUNCATED)
@@ -129,8 +129,8 @@ TRUNCATED = int(Status.TRUNCATED)
 
 @pytest.mark.torchrl
 @pytest.mark.slow
-def test_all_stages_read_truncation_where_the_gate_reads_it():
-    """An environment writes the status before the step at the root. Still, every truncated row is found."""
+def test_truncation_is_read_from_the_status_after_the_step():
+    """The root has the status before the step, which is read only if `next` has no status."""
     from rollouts import make_collector, make_env, make_policy
 
     batch = next(iter(make_collector(make_env(prompts=8), policy=make_policy(3)))).reshape(-1)

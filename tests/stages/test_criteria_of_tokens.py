@@ -1,4 +1,4 @@
-"""A criterion reads (B, T) columns of tokens and computes one number per row. Errors say how to do that."""
+"""A criterion computes one number per row from (B, T) columns of tokens. Errors say how to read them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sure(Criterion, columns=("loss_mask",)):
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.lists(st.floats(0, 1), min_size=1, max_size=4)), min_size=1))
 def test_a_criterion_of_tokens_keeps_the_rows_of_a_loop(drawn):
-    """A filter has dropped some rows before: the criterion must not confuse tokens of different rows."""
+    """A filter drops rows first, so the criterion must not confuse the tokens of different rows."""
     rewards, entropies = [reward for reward, _ in drawn], [values for _, values in drawn]
     batch = batch_of(rewards, [0] * len(drawn))
     batch["next", "reward"] = torch.tensor(rewards, dtype=torch.float64)
@@ -50,7 +50,7 @@ def test_a_criterion_of_tokens_keeps_the_rows_of_a_loop(drawn):
 
 
 def kept_on(rank: int, world: int) -> torch.Tensor:
-    """The rows that a rank keeps. One rank has one row, and the other has two."""
+    """The rollouts that a rank keeps. Rank 0 has one row, and rank 1 has two."""
     batch = batch_of([0.0, 1.0, 2.0], [0, 0, 0])
     batch[ENTROPY] = torch.tensor([[0.0], [1.0], [0.0]]).expand(3, 4).contiguous()
     own = batch[rank:][: rank + 1]
@@ -63,7 +63,7 @@ def test_each_rank_keeps_its_own_rows_by_their_tokens(tmp_path):
     assert [kept.tolist() for kept in results_of(kept_on, 2, tmp_path)] == [[0], [2]]
 
 
-def test_its_token_columns_are_in_the_order_check():
+def test_the_order_check_reads_the_token_columns_of_a_criterion():
     assert SampleFilter(criterion=Sure(most=1.0)).in_keys == [MASK, ENTROPY]
     later = TensorDictModule(lambda entropy: entropy, in_keys=[("logits", "full")], out_keys=[ENTROPY])
     with pytest.raises(ValueError, match=r"'sure' reads \('entropy', 'full'\), which 'later' writes later"):

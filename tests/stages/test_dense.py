@@ -1,4 +1,4 @@
-"""Ragged rows of any lengths become one dense batch, or are refused with their ids."""
+"""Ragged rows of any lengths become one dense batch. Invalid rows are refused with their ids."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ragged(rows, columns=None) -> TensorDict:
 
 
 def as_written_padded(rows) -> TensorDict:
-    """The same rows with pad_output=True: prompts padded on the left, responses on the right."""
+    """Rows as written with pad_output=True: prompts are padded on the left, responses on the right."""
     width_p, width_r = (max(len(row[part]) for row in rows) for part in (0, 1))
     prompts = [[PAD] * (width_p - len(prompt)) + prompt for prompt, _ in rows]
     responses = [response + [PAD] * (width_r - len(response)) for _, response in rows]
@@ -85,7 +85,7 @@ def read(dense) -> tuple[list, list, list]:
 
 
 @given(some_rows)
-def test_ragged_rows_are_padded_as_by_a_loop(rows):
+def test_padded_rows_equal_those_of_a_loop(rows):
     dense = DenseRows(pad_id=PAD)(ragged(rows))
     assert read(dense) == by_hand(rows, max(len(prompt + response) for prompt, response in rows))
     assert dense["rollout_id"].tolist() == list(range(100, 100 + len(rows)))
@@ -93,7 +93,7 @@ def test_ragged_rows_are_padded_as_by_a_loop(rows):
 
 
 @given(some_rows)
-def test_rows_padded_by_a_wrapper_are_moved_to_the_same_columns(rows):
+def test_rows_padded_by_a_wrapper_become_padded_on_the_left(rows):
     written = as_written_padded(rows)
     dense = DenseRows(pad_id=PAD)(written)
     assert read(dense) == by_hand(rows, written[FULL].shape[1])
@@ -101,8 +101,8 @@ def test_rows_padded_by_a_wrapper_are_moved_to_the_same_columns(rows):
 
 
 @given(some_rows, some_rows)
-def test_rows_padded_by_a_wrapper_at_different_steps_make_one_batch(first, second):
-    """LLMCollector stacks over time, and each step has its own padding."""
+def test_rows_with_different_padding_become_one_batch(first, second):
+    """LLMCollector stacks env steps, and pads each of them separately."""
     steps = [list(as_written_padded(rows).unbind(0)) for rows in (first, second)]
     both = lazy_stack(steps[0] + steps[1])
     dense = DenseRows(pad_id=PAD)(both)
@@ -119,7 +119,7 @@ def test_a_dense_batch_is_unchanged(rows):
 ROWS = [([5, 6], [7]), ([5], [8, 9])]
 
 
-def test_columns_per_token_are_padded_and_others_stacked():
+def test_columns_per_token_are_padded_and_others_are_stacked():
     columns = {
         LOG_PROB: [-torch.ones(3)] * 2,
         ("next", "ref_log_probs", "full"): [torch.ones(3), torch.ones(3)],
@@ -134,7 +134,7 @@ def test_columns_per_token_are_padded_and_others_stacked():
     assert (dense["next", "reward"].dtype, dense["next", "reward"].shape) == (torch.bfloat16, (3, 1))
 
 
-def test_a_mask_in_the_rows_is_kept():
+def test_a_loss_mask_in_the_rows_is_kept():
     masks = [torch.tensor([False, True, True]), torch.tensor([False, False, True])]
     rows = ragged(ROWS)
     for row, mask in zip(rows.tensordicts, masks, strict=True):
@@ -144,25 +144,25 @@ def test_a_mask_in_the_rows_is_kept():
 
 
 @pytest.mark.parametrize("key", [("log_probs", "response"), ("log_probs", "full")])
-def test_response_log_probabilities_align_with_its_tokens(key):
-    """Engines write log-probabilities of the response without those of the prompt."""
+def test_log_probabilities_of_a_response_are_aligned_with_its_tokens(key):
+    """Engines write log-probabilities for the response and none for the prompt."""
     dense = DenseRows(pad_id=PAD)(ragged(ROWS, {key: [torch.tensor([-1.0]), torch.tensor([-2.0, -3.0])]}))
     found = dense["log_probs", "full"]
     assert found[dense[LOSS_MASK]].tolist() == [-1, -2, -3]
     assert found[~dense[LOSS_MASK]].isnan().all()
 
 
-def test_log_probabilities_without_first_tokens_become_nan():
-    """TransformersWrapper's generate writes 0 for first tokens, and their ratios would be close to 0."""
+def test_log_probabilities_of_transformers_wrapper_are_ignored():
+    """TransformersWrapper writes 0 for first tokens. Their ratios would be close to 0."""
     zeros = [torch.tensor([0.0]), torch.tensor([0.0, -3.0])]
     dense = DenseRows(pad_id=PAD)(ragged(ROWS, {("log_probs", "response"): zeros}))
     assert ("log_probs", "full") not in dense.keys(True)
-    zeros[0] -= 1  # any value but 0 is a log-probability
+    zeros[0] -= 1  # if one first token has another value, the column is kept
     found = DenseRows(pad_id=PAD)(ragged(ROWS, {("log_probs", "response"): zeros}))["log_probs", "full"]
     assert sorted(found[found.isfinite()].tolist()) == [-3, -1, 0]
 
 
-def test_parts_are_removed_since_a_loss_would_misread_their_width():
+def test_columns_of_prompts_and_responses_are_removed():
     parts = {("log_probs", "prompt"): [torch.zeros(2), torch.zeros(1)]}
     dense = DenseRows(pad_id=PAD)(ragged(ROWS, parts))
     assert sorted(map(str, dense.keys(True, True))) == sorted(
@@ -222,7 +222,7 @@ def test_truncated_rows_are_refused():
         DenseRows(pad_id=PAD)(rows)
 
 
-def test_a_gap_after_the_first_token_is_refused_though_padding_is_on_the_left():
+def test_a_gap_between_tokens_is_refused():
     batch = TensorDict(
         {FULL: torch.tensor([[0, 5, 0, 6]]), ATTENTION: torch.tensor([[0, 1, 0, 1]]).bool()}, [1]
     )
@@ -231,7 +231,7 @@ def test_a_gap_after_the_first_token_is_refused_though_padding_is_on_the_left():
         DenseRows(pad_id=PAD)(batch)
 
 
-def test_dense_rows_with_padding_on_the_right_or_inside_are_refused():
+def test_padding_on_the_right_or_in_the_loss_is_refused():
     batch = TensorDict({FULL: torch.tensor([[5, 6, 0]]), ATTENTION: torch.tensor([[True, True, False]])}, [1])
     batch[LOSS_MASK] = torch.tensor([[False, True, False]])
     with pytest.raises(BatchError, match=r"after or between tokens in row 0\. Pad on the left"):
@@ -243,7 +243,7 @@ def test_dense_rows_with_padding_on_the_right_or_inside_are_refused():
 
 
 def test_a_padding_token_inside_a_response_is_refused():
-    """With pad_output=True the token is in the row; otherwise TransformersWrapper has removed it."""
+    """Only pad_output=True leaves the token in the row. Otherwise TransformersWrapper removes it."""
     batch = as_written_padded([([5], [6, 7, 8])])
     batch[FULL][0, 2] = batch[RESPONSE][0, 1] = PAD
     batch[ATTENTION] = batch[FULL] != PAD
@@ -262,7 +262,7 @@ def test_rows_without_a_response_or_loss_mask_are_refused():
 
 
 @pytest.mark.slow
-def test_an_order_with_masks_before_dense_rows_is_refused():
+def test_a_filter_before_dense_rows_is_refused():
     dense = DenseRows(pad_id=PAD)
     Pipeline({"gate": CompletenessGate(group_size=1), "dense": dense})
     Pipeline({"dense": dense, "filter": SampleFilter(criterion=LengthWithin(high=2))})
@@ -270,7 +270,7 @@ def test_an_order_with_masks_before_dense_rows_is_refused():
         with pytest.raises(ValueError, match="Put 'dense' before 'filter'"):
             Pipeline({"filter": SampleFilter(criterion=criterion), "dense": dense})
     narrower = DenseRows(pad_id=PAD)
-    narrower.in_keys = [*narrower.in_keys, LOSS_MASK]  # a stage that extends the mask is in order
+    narrower.in_keys = [*narrower.in_keys, LOSS_MASK]  # a stage that reads the mask may come after the filter
     Pipeline({"filter": SampleFilter(criterion=NotTruncated()), "narrower": narrower})
     with pytest.raises(ValueError, match="Put 'dense' before 'filter'"):
         load_pipeline("grpo", stages={"dense": {"pad_id": 0}}, after={"dense": "filter"})

@@ -36,12 +36,12 @@ PAD = TOKENIZER.pad_token_id
 
 
 def steps_of(mode: str, envs: int) -> int:
-    """Steps for a group. With tokens ChatEnv takes one: in a second it would read the mask of the first."""
+    """The env steps of a group. ChatEnv with tokens takes one: in a second it would read the first mask."""
     return 1 if mode == "tokens" else 16 // envs
 
 
 def collect(mode: str, envs: int, most: int, **options) -> tuple[TensorDict, torch.nn.Module]:
-    """A copy of the first batch, [envs, turns], and of its model, which are collected once."""
+    """Copies of the first batch, [envs, turns], and of its model. Both are made once."""
     batch, model = collected(mode, envs, most, *options)
     return batch.clone(), copy.deepcopy(model)
 
@@ -61,7 +61,7 @@ def collected(mode: str, envs: int, most: int, *switched_on: str) -> tuple[Tenso
     return batch, model
 
 
-# TransformersWrapper has no histories of different length side by side.
+# TransformersWrapper cannot batch histories of different lengths.
 CASES = [
     ("text", 3, 3, {}),
     ("text", 3, 1, {"pad_output": True, "return_log_probs": True}),
@@ -79,7 +79,7 @@ def real(row: TensorDict, key) -> list[int]:
 
 
 def says(model: torch.nn.Module, row: TensorDict) -> torch.Tensor:
-    """The log-probabilities of a row's response, by one forward pass without padding."""
+    """The log-probabilities of the response of a row, from a forward pass without padding."""
     full = torch.tensor(real(row, FULL))
     logits = model(full[None]).logits[0].log_softmax(-1)
     return logits[:-1].gather(1, full[1:, None]).flatten()[-len(real(row, RESPONSE)) :]
@@ -119,8 +119,8 @@ def test_each_row_is_padded_on_the_left_and_trains_its_response(mode, envs, most
 
 
 @every_mode
-def test_scores_and_the_loss_equal_those_of_the_ragged_rows_for_any_mask(mode, envs, most, options):
-    """The ragged rows have TorchRL's own scorer and its masking strategy sft."""
+def test_scores_and_the_loss_equal_those_of_rows_without_padding(mode, envs, most, options):
+    """Forward passes of single rows give the expected numbers. Both masking strategies give one loss."""
     batch, model = collect(mode, envs, most, **options)
     flat = batch.reshape(-1)
     actor = make_actor(model, TOKENIZER)
@@ -128,7 +128,7 @@ def test_scores_and_the_loss_equal_those_of_the_ragged_rows_for_any_mask(mode, e
     for row, scored in zip(flat.unbind(0), dense.unbind(0), strict=True):
         alone = says(model, row).detach()
         torch.testing.assert_close(scored[LOG_PROB][scored[LOSS_MASK]], alone, rtol=0, atol=1e-5)
-        assert (alone < 0).all()  # those of TransformersWrapper begin with 0
+        assert (alone < 0).all()  # log-probabilities of TransformersWrapper begin with 0
     generator = torch.Generator().manual_seed(0)
     dense["advantage"] = torch.randn(len(dense), 1, 1, generator=generator)
     with torch.no_grad():  # so that ratios are not 1
@@ -149,7 +149,7 @@ def test_scores_and_the_loss_equal_those_of_the_ragged_rows_for_any_mask(mode, e
 
 @every_mode
 def test_a_report_shows_prompts_and_responses(mode, envs, most, options):
-    """Tokens without texts are decoded by the policy's tokenizer; a history has its messages."""
+    """Tokens without texts are decoded by the tokenizer of the policy. A history has its own messages."""
     batch, model = collect(mode, envs, most, **options)
     rows = batch.reshape(-1).unbind(0)
     decode = decoder_of(None, make_actor(model, TOKENIZER))
@@ -168,8 +168,8 @@ def test_a_report_shows_prompts_and_responses(mode, envs, most, options):
 
 
 @every_mode
-def test_a_recipe_trains_on_what_the_collector_yields(mode, envs, most, options):
-    """Rows with texts and histories are dropped, ordered, reported and trained."""
+def test_a_recipe_trains_the_batch_of_a_collector(mode, envs, most, options):
+    """Rows keep their texts and histories, and the batch of the collector is unchanged."""
     batch, model = collect(mode, envs, most, **options)
     untouched = batch.clone()
     recipe = load_pipeline(

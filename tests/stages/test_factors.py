@@ -1,4 +1,4 @@
-"""Factors of an advantage by its sign or the difficulty of its group, per row and per token."""
+"""An advantage, per row or per token, is multiplied by a factor for its sign or its group's difficulty."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_positive_and_negative_advantages_have_their_factors(dtype):
     assert out.flatten().tolist() == [-4, 0, 1]
 
 
-def test_stages_change_a_token_advantage_as_that_of_its_row():
+def test_stages_change_an_advantage_per_token_like_an_advantage_per_row():
     """The advantage is changed in the table, when rows are gathered, or when a later stage reads it."""
     batch = FanOutCollapse()(batch_of([1.0, 1, 0, 0, 1], [0, 0, 0, 1, 1], [0, 0, 1, 2, 3]))
     batch["advantage"] = torch.tensor([-2.0, 1, 3, 4, -5]).view(5, 1, 1)
@@ -52,7 +52,7 @@ def test_stages_change_a_token_advantage_as_that_of_its_row():
 
 
 def test_a_group_is_weighted_by_its_difficulty():
-    """MGPO, arXiv:2511.06221."""
+    """The weight of MGPO, arXiv:2511.06221, is exp(−KL((p, 1 − p) ‖ (½, ½))), with the group mean p."""
     for successes in range(5):
         batch = batch_of([1.0] * successes + [0.0] * (4 - successes), [0] * 4)
         batch = GroupRelativeAdvantage(scale="none")(FanOutCollapse()(batch))
@@ -78,7 +78,7 @@ def of_several(rewards: list[list[float]], groups: list[int], ids: list[int] | N
 
 
 def decoupled(missing: str = "raise") -> dict[str, BatchTransform]:
-    """The stages of gdpo, up to its advantage."""
+    """The stages of the recipe gdpo, up to the advantage."""
     options = {"several": "decoupled", "scale": "none", "missing": missing}
     return {
         "collapse": FanOutCollapse(columns=2, missing=missing),
@@ -88,7 +88,7 @@ def decoupled(missing: str = "raise") -> dict[str, BatchTransform]:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_a_group_is_weighted_by_the_difficulty_of_one_of_its_rewards(seed):
-    """By loops over rollouts of one to three rows, some without one of the rewards, some excluded."""
+    """Loops over rollouts give the weights. Some rollouts lack a reward, and some are excluded."""
     chance, nan = random.Random(seed), float("nan")
     group = {number: chance.randint(0, 2) for number in range(9)}
     reward = {
@@ -113,7 +113,7 @@ def test_a_group_is_weighted_by_the_difficulty_of_one_of_its_rewards(seed):
         assert float(found[row]) == pytest.approx(before[row] * weight, rel=1e-12)
 
 
-def test_difficulty_says_which_reward_it_needs():
+def test_the_error_of_difficulty_says_which_reward_to_use():
     """The error does not advise RewardScale, because several='decoupled' refuses it."""
     batch = of_several([[0.0, 5], [1, 5], [0, 2]], [0, 0, 1])
     several = Pipeline({**decoupled(), "difficulty": DifficultyWeight()})

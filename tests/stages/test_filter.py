@@ -30,7 +30,7 @@ MASK, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
 
 
 def advantage_after(batch, **options):
-    """The advantages of rewards 1, 3 and 8 in one group, after a filter has taken out the 8."""
+    """The advantages of a group, after a filter has removed rewards above 5."""
     stage = SampleFilter(criterion=RewardWithin(high=5.0), **options)
     return GroupRelativeAdvantage(scale="none")(stage(FanOutCollapse()(batch)))
 
@@ -44,7 +44,7 @@ def test_the_action_decides_what_the_baseline_includes(make_batch, action, advan
 
 
 @pytest.mark.parametrize("action", ["mask", "exclude"])
-def test_masked_rows_have_nothing_to_train(make_batch, action):
+def test_masked_and_excluded_rows_train_nothing(make_batch, action):
     batch = make_batch([1.0, 3, 8], [0, 0, 0])
     out = advantage_after(batch, action=action)
     assert not out[MASK][2].any()
@@ -54,7 +54,7 @@ def test_masked_rows_have_nothing_to_train(make_batch, action):
     assert out[IN_LOSS].tolist() == [True, True, False]
 
 
-def test_a_class_of_criterion_is_refused():
+def test_a_class_in_place_of_a_criterion_is_refused():
     for words in ({"criterion": Finite}, {"criterion": RewardWithin(high=1.0), "also": Finite}):
         with pytest.raises(
             ValueError, match=r"a criterion is an object; got the class Finite: give Finite\(\)"
@@ -62,7 +62,7 @@ def test_a_class_of_criterion_is_refused():
             SampleFilter(**words)
 
 
-def test_a_row_stays_if_both_criteria_keep_it_and_the_metric_counts_these(make_batch):
+def test_a_row_stays_and_is_counted_if_both_criteria_keep_it(make_batch):
     batch = FanOutCollapse()(make_batch([1.0, 3, 8, 9], [0] * 4))
     stage = SampleFilter(criterion=RewardWithin(high=8.5), also=RewardWithin(low=2.0), action="mask")
     run = Pipeline({"filter": stage}).run(batch)
@@ -72,7 +72,7 @@ def test_a_row_stays_if_both_criteria_keep_it_and_the_metric_counts_these(make_b
 
 
 def test_a_masked_row_keeps_its_length_in_statistics(make_batch):
-    """Two filters in sequence mask rows, in both forms of a batch."""
+    """Two filters mask rows, one after the other. The batch is dense or a lazy stack."""
     batch = make_batch([1.0, 8, 9, 3], [0] * 4)
     batch[MASK] = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]]).bool()
     for form in (batch, lazy_stack(list(batch.exclude("prompt_text").unbind(0)))):
@@ -85,7 +85,7 @@ def test_a_masked_row_keeps_its_length_in_statistics(make_batch):
         assert stage(twice)["rollout_id"].tolist() == [0, 3]
 
 
-def test_columns_do_not_depend_on_masked_rows(make_batch):
+def test_a_filter_that_masks_no_row_writes_the_same_columns(make_batch):
     stage = SampleFilter(criterion=RewardWithin(high=5.0))
     some, none = stage(make_batch([1.0, 8], [0, 0])), stage(make_batch([1.0, 2], [0, 0]))
     assert set(some.keys(True, True)) == set(none.keys(True, True))
@@ -95,7 +95,7 @@ def test_columns_do_not_depend_on_masked_rows(make_batch):
     ("unit", "kept"),
     [("sample", [0, 1, 3, 4, 5]), ("rollout", [0, 3, 4, 5]), ("group", [4, 5])],
 )
-def test_a_unit_is_kept_or_removed_as_one(make_batch, unit, kept):
+def test_a_unit_is_kept_or_removed_with_all_its_rows(make_batch, unit, kept):
     batch = make_batch([1.0, 1, 9, 1, 1, 1], [0, 0, 0, 0, 1, 1], [0, 1, 1, 2, 3, 4])
     batch["row"] = torch.arange(6)
     stage = SampleFilter(criterion=RewardWithin(high=5.0), unit=unit, action="drop")
@@ -110,7 +110,7 @@ def test_removing_all_rows_gives_an_empty_batch_and_a_metric(make_batch):
     assert outcome.reasons == ["reward_bounds"] * 2
 
 
-def test_a_row_that_cannot_be_masked_raises(make_batch):
+def test_a_row_that_cannot_be_masked_is_refused(make_batch):
     batch = make_batch([1.0, 8], [0, 0]).exclude(MASK, LOG_PROBS)
     with pytest.raises(BatchError, match=r"1 rows must be masked out of the loss, but .*would still train"):
         SampleFilter(criterion=RewardWithin(high=5.0))(batch)
@@ -125,7 +125,7 @@ def test_a_row_that_cannot_be_masked_raises(make_batch):
         (lambda batch: [True, True], "list"),
     ],
 )
-def test_a_criterion_that_returns_no_mask_raises(make_batch, answer, found):
+def test_a_criterion_that_returns_no_mask_is_refused(make_batch, answer, found):
     with pytest.raises(BatchError, match=rf"one bool per row, \(2,\).*returned .*{found}"):
         SampleFilter(criterion=answer)(make_batch([1.0, 8], [0, 0]))
 
@@ -146,13 +146,13 @@ def kept_by(criterion, batch):
     return criterion(batch).tolist()
 
 
-def test_rewards_vary_keeps_groups_of_two_rewards(make_batch):
+def test_rewards_vary_keeps_groups_with_different_rewards(make_batch):
     batch = make_batch([1.0, 1.5, 2, 2, 7], [0, 0, 1, 1, 2])
     assert kept_by(RewardsVary(), batch) == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool])
-def test_integer_rewards_do_not_wrap(make_batch, dtype):
+def test_integer_rewards_do_not_overflow(make_batch, dtype):
     batch = make_batch([0.0] * 4, [0, 0, 1, 1])
     values = [0, 1, 1, 1] if dtype is torch.bool else [-100, 100, 7, 7]  # 200 is −56 in eight bits
     batch["next", "reward"] = torch.tensor(values, dtype=dtype).view(4, 1)
@@ -160,7 +160,7 @@ def test_integer_rewards_do_not_wrap(make_batch, dtype):
 
 
 def test_rewards_vary_compares_rollouts_not_segments(make_batch):
-    # both rollouts add up to 3
+    # the rewards of both rollouts add up to 3
     batch = make_batch([1.0, 2, 3], [0, 0, 0], [5, 5, 6])
     assert kept_by(RewardsVary(), FanOutCollapse(reward="sum")(batch)) == [False] * 3
 
@@ -170,7 +170,7 @@ def test_reward_bounds_are_inclusive_and_nan_is_outside(make_batch):
     assert kept_by(RewardWithin(low=0.0, high=1.0), batch) == [True, True, False, False]
 
 
-def test_finite_checks_the_whole_row(make_batch):
+def test_finite_checks_every_value_of_a_row(make_batch):
     batch = make_batch([0.0, float("inf"), float("nan")], [0] * 3)
     assert kept_by(Finite(), batch) == [True, False, False]
     batch[LOG_PROBS][0, 2] = float("nan")
@@ -217,7 +217,7 @@ def test_every_value_of_a_ragged_column_is_checked():
     assert Finite(key="x")(batch).tolist() == [True, False, False, True]
 
 
-def test_a_callables_verdict_on_ragged_rows_is_not_taken_for_a_column():
+def test_a_callable_keeps_the_same_rows_of_ragged_and_dense_batches():
     for action in ("mask", "exclude"):
         judged = {"judged": SampleFilter(criterion=lambda rows: rows["rollout_id"] % 2 == 0, action=action)}
         dense = collected("uniform", "opd")
@@ -232,7 +232,7 @@ def test_a_callables_verdict_on_ragged_rows_is_not_taken_for_a_column():
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_oldest_sampled_token_of_a_row_decides(layout):
-    """There are 40 random batches. Only sampled tokens count, and rows without them stay."""
+    """Only sampled tokens count. Rows without sampled tokens stay."""
     found = set()
     for seed in range(40):
         batch = with_versions(seed, layout, rows=12)
@@ -245,8 +245,8 @@ def test_the_oldest_sampled_token_of_a_row_decides(layout):
     assert found == {True, False}
 
 
-def test_a_narrow_column_of_versions_per_token_is_not_a_number_per_row():
-    """Rows have two tokens, and the table reads such narrow columns ahead."""
+def test_versions_of_two_tokens_are_not_read_as_one_version_per_row():
+    """The table reads columns of two numbers per row before a stage asks for them."""
     columns = {
         ("next", "policy_version"): [[5, 3], [3, 5], [4, 4]],
         MASK: [[True, True], [False, True], [0, 0]],
@@ -258,7 +258,7 @@ def test_a_narrow_column_of_versions_per_token_is_not_a_number_per_row():
         SampleFilter(criterion=Fresh(current=4))(batch)
 
 
-def test_a_function_that_looks_for_another_column_is_told_the_column_of_the_reward(make_batch):
+def test_a_key_error_of_a_criterion_names_the_column_of_the_reward(make_batch):
     batch, stage = make_batch([1.0, 0.0], [0, 0]), SampleFilter(criterion=lambda rows: rows["reward"] > 0)
     for run, column in ((stage, "next"), (Pipeline({"collapse": FanOutCollapse(), "it": stage}), "headrace")):
         with pytest.raises(

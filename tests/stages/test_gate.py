@@ -34,14 +34,15 @@ def test_rollouts_are_counted_not_rows(make_batch):
     assert len(CompletenessGate(group_size=2)(fanned)) == 5
 
 
-def test_a_group_size_that_most_groups_lack_is_doubted(make_batch):
-    """The usual advice to drop the groups would leave only groups of another size."""
+def test_the_error_doubts_a_group_size_that_most_groups_do_not_have(make_batch):
+    """Dropping the incomplete groups, the usual advice, would drop most groups."""
     batch = make_batch([0.0] * 8, [0, 0, 1, 1, 2, 2, 2, 2], range(8))
     with pytest.raises(
         IncompleteGroupsError, match=r"Is group_size=4 wrong\? 2 of 3 groups have 2 rollouts\. S"
     ):
         CompletenessGate(group_size=4)(batch)
-    for groups in ([0, 0, 1, 1, 1, 1, 2, 2, 2, 2], [0, 0, 1, 1, 1, 2, 2, 2, 2]):  # one group; different sizes
+    # The error has no doubt if only one group is incomplete, or if incomplete groups differ in size.
+    for groups in ([0, 0, 1, 1, 1, 1, 2, 2, 2, 2], [0, 0, 1, 1, 1, 2, 2, 2, 2]):
         with pytest.raises(IncompleteGroupsError, match=r"completed\)\. Set "):
             CompletenessGate(group_size=4)(make_batch([0.0] * len(groups), groups, range(len(groups))))
 
@@ -53,7 +54,7 @@ def test_a_group_size_that_most_groups_lack_is_doubted(make_batch):
         ({}, {"expected_rollouts": [5] * 6}, r"correct the column 'expected_rollouts' \(expected_key\)"),
     ],
 )
-def test_a_size_that_no_group_has_is_answered_with_the_one_that_all_have(make_batch, option, more, todo):
+def test_the_error_names_the_size_of_all_groups_if_none_has_the_given_size(make_batch, option, more, todo):
     """Dropping the incomplete groups would drop every row."""
     batch = make_batch([0.0] * 6, [0, 0, 1, 1, 2, 2], range(6))
     for name, values in more.items():
@@ -62,13 +63,13 @@ def test_a_size_that_no_group_has_is_answered_with_the_one_that_all_have(make_ba
     with pytest.raises(IncompleteGroupsError, match=said) as refused:
         CompletenessGate(**option)(batch)
     assert "drop" not in str(refused.value)
-    status = torch.tensor([DONE, FAILED] * 3)  # so both were dispatched
+    status = torch.tensor([DONE, FAILED] * 3)  # a failed rollout was dispatched
     with pytest.raises(IncompleteGroupsError, match="on_incomplete='drop'"):
         CompletenessGate(**option)(batch.clone().set("status", status))
 
 
-def test_two_rows_with_one_id_are_named_where_a_group_lacks_ids(make_batch):
-    """The usual advice to wait would not help, because no other id comes. A failed rollout has an id."""
+def test_rows_with_a_repeated_rollout_id_are_named_in_an_incomplete_group(make_batch):
+    """Waiting, the usual advice, would not help, because no other id comes. Failed rollouts have ids, too."""
     ids = r"Are rollout ids repeated\? Group 4 has 3 rows, but 2 rollout ids: rows \[2, 4\] have the id 9\. S"
     with pytest.raises(IncompleteGroupsError, match=ids):
         CompletenessGate(group_size=3)(make_batch([0.0] * 6, [4, 0, 4, 0, 4, 0], [8, 1, 9, 2, 9, 3]))
@@ -78,7 +79,7 @@ def test_two_rows_with_one_id_are_named_where_a_group_lacks_ids(make_batch):
             CompletenessGate(group_size=size)(batch)
 
 
-def test_failed_and_aborted_rollouts_do_not_count_but_truncated_do(make_batch):
+def test_truncated_rollouts_count_and_failed_or_aborted_do_not(make_batch):
     batch = make_batch([0.0] * 6, [0, 0, 1, 1, 2, 2], status=[DONE, CUT, DONE, FAILED, ABORTED, DONE])
     with pytest.raises(
         IncompleteGroupsError,
@@ -92,7 +93,7 @@ def test_failed_and_aborted_rollouts_do_not_count_but_truncated_do(make_batch):
 
 
 @pytest.mark.parametrize("states", [[CUT, FAILED, DONE], [FAILED, DONE, CUT], [DONE, CUT, FAILED]])
-def test_a_rollout_has_its_worst_segments_status(make_batch, states):
+def test_a_rollout_has_the_status_of_its_worst_segment(make_batch, states):
     batch = make_batch([0.0] * 4, [0] * 4, [0, 1, 1, 1], status=[CUT, *states])
     with pytest.raises(IncompleteGroupsError, match=r"group 0 has 1 of 2 \(1 failed, 1 truncated\)"):
         CompletenessGate(group_size=2)(batch)
@@ -115,12 +116,12 @@ def test_a_failed_rollout_never_passes_even_with_a_retry(make_batch):
         ({"min_rollouts": 3, "min_fraction": 0.1}, [2, 2, 2, 2]),
     ],
 )
-def test_keep_requires_enough_rollouts(make_batch, options, kept):
+def test_on_incomplete_keep_requires_enough_rollouts(make_batch, options, kept):
     batch = make_batch([0.0] * 7, [0, 1, 1, 2, 2, 2, 2])
     assert CompletenessGate(group_size=4, on_incomplete="keep", **options)(batch)["group_id"].tolist() == kept
 
 
-def test_a_column_has_the_dispatched_count_of_each_group(make_batch):
+def test_a_column_has_the_number_of_dispatched_rollouts(make_batch):
     batch = make_batch([0.0] * 4, [0, 1, 1, 1], expected_rollouts=[1, 3, 3, 3])
     assert len(CompletenessGate()(batch)) == 4
     batch["expected_rollouts"] = torch.tensor([2, 3, 3, 3])
@@ -152,8 +153,8 @@ def test_a_batch_without_rows_lacks_every_group(make_batch):
     assert CompletenessGate(group_size=2)(empty) is empty
 
 
-def test_a_share_exactly_at_min_fraction_is_kept_in_the_gate_and_in_the_assembler(make_batch):
-    """Groups have up to 13 rollouts. One rollout fewer is not enough. 7 / 13 is not a binary fraction."""
+def test_gate_and_assembler_keep_a_group_at_exactly_min_fraction(make_batch):
+    """With one rollout fewer, the group leaves. Fractions such as 7/13 are rounded in floating point."""
     for expected in range(2, 14):
         for have in range(1, expected):
             rows = make_batch([0.0] * expected, [0] * expected, list(range(expected)))
@@ -194,7 +195,7 @@ def test_a_renamed_status_column_is_required(make_batch):
         ({"rollout_id": [5, 5], "group_id": [0, 1]}, r"rollout 5 in groups \[0, 1\]"),
     ],
 )
-def test_invalid_data_raise_with_the_row_ids(make_batch, columns, message):
+def test_invalid_data_are_refused_with_row_ids(make_batch, columns, message):
     batch = make_batch([0.0, 1], [0, 0], status=[0, 0])
     for name, values in columns.items():
         batch[name] = torch.tensor(values)
@@ -203,7 +204,7 @@ def test_invalid_data_raise_with_the_row_ids(make_batch, columns, message):
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 3)), max_size=12))
-def test_the_function_counts_unique_present_rollouts(rollouts):
+def test_the_function_counts_the_ids_of_rollouts_that_did_not_fail(rollouts):
     rows = [(g, i, s) for i, (g, s, segments) in enumerate(rollouts) for _ in range(segments)]
     groups, ids, states = ([row[k] for row in rows] for k in range(3))
     found = incomplete_groups(groups, ids, group_size=20, status=states, expected_groups=[0, 1, 2, 3])
@@ -212,13 +213,13 @@ def test_the_function_counts_unique_present_rollouts(rollouts):
     assert set(found.expected.tolist()) == {20}
 
 
-def test_the_function_requires_a_dispatched_count():
+def test_the_function_requires_the_number_of_dispatched_rollouts():
     with pytest.raises(BatchError, match="give group_size"):
         incomplete_groups([0], [0])
 
 
 def passing_by_loop(groups, rollouts, size, said):
-    """Find by a loop the groups that lack rollouts, or a text that says what is wrong with the numbers."""
+    """The groups that lack rollouts, or the expected error, by a loop."""
     wrong = []
     for group in dict.fromkeys(groups):
         own = {number for number, home in zip(said, groups, strict=True) if home == group}
@@ -245,7 +246,7 @@ def passing_by_loop(groups, rollouts, size, said):
     st.lists(st.integers(0, 3), min_size=3, max_size=3),
     st.booleans(),
 )
-def test_a_group_size_must_match_the_column_and_groups_pass_as_by_a_loop(rows, size, of_group, agree):
+def test_complete_groups_pass_and_wrong_sizes_are_refused_as_by_a_loop(rows, size, of_group, agree):
     groups = [group for group, _ in rows]
     rollouts = [group * 10 + number for group, number in rows]
     said = [size if agree and size else of_group[group] for group in groups]
@@ -268,7 +269,7 @@ def test_a_group_size_must_match_the_column_and_groups_pass_as_by_a_loop(rows, s
     assert gate(batch)["group_id"].tolist() == [group for group in groups if group not in lacking]
 
 
-def test_the_error_has_both_sizes_and_what_to_do():
+def test_the_error_for_two_group_sizes_has_both_sizes_and_advice():
     batch = TensorDict(
         {"group_id": [7] * 4, "rollout_id": [0, 1, 2, 3], "expected_rollouts": [5] * 4}, batch_size=[4]
     )

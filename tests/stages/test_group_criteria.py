@@ -1,4 +1,4 @@
-"""Criteria that compare the rollouts of a group equal loops and all subsets."""
+"""Criteria that compare the rollouts of a group keep the rows that loops and all subsets give."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_the_best_k_of_each_group_are_kept(drawn, k, by):
     assert keep.tolist() == [label in stay for label in batch["rollout_id"].tolist()]
 
 
-def test_of_sets_of_equal_variance_the_one_with_the_most_large_rewards_is_kept():
-    """So rounding does not decide between sets."""
+def test_rounding_does_not_decide_between_sets_of_equal_variance():
+    """Sets with the largest reward and any three zeros have equal variances. The smaller ids are kept."""
     for most in (0.1, 0.3, 0.7):
         batch = FanOutCollapse()(batch_of([most, 0, 0, 0, 0], [0] * 5))
         assert BestOf(k=4, by="variance")(batch).tolist() == [True] * 4 + [False]
@@ -66,8 +66,8 @@ def test_a_group_mean_equal_to_the_bound_is_within_it():
 
 
 @given(rollouts(), st.integers(1, 5))
-def test_the_k_of_largest_variance_are_kept(drawn, k):
-    """PODS, arXiv:2504.13818, compared with all sets of k; the order of rows changes nothing."""
+def test_the_k_rollouts_with_the_largest_variance_are_kept(drawn, k):
+    """No set of k rollouts has a larger variance (PODS, arXiv:2504.13818)."""
     found, order = drawn
     batch = batch_of_rollouts(found, order)
     keep = per_rollout(batch, BestOf(k=k, by="variance")(batch))
@@ -82,8 +82,7 @@ def test_the_k_of_largest_variance_are_kept(drawn, k):
 
 
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=7), st.integers(1, 5), st.randoms())
-def test_of_equal_rewards_at_either_end_the_smaller_ids_are_kept(rewards, k, random):
-    """This holds for any option `by`."""
+def test_of_rollouts_with_equal_rewards_the_smaller_ids_are_kept(rewards, k, random):
     ids = random.sample(range(20), len(rewards))
     batch = FanOutCollapse()(batch_of(rewards, [0] * len(rewards), ids))
     keep = BestOf(k=k, by="variance")(batch).tolist()
@@ -93,7 +92,7 @@ def test_of_equal_rewards_at_either_end_the_smaller_ids_are_kept(rewards, k, ran
         assert not kept or all(stays for equal, less, stays in found if equal == reward and less < label)
 
 
-def test_statistics_are_over_the_kept_rollouts():
+def test_rollouts_that_are_not_best_leave_the_baseline_if_excluded():
     batch = batch_of([0.0, 1, 5, 6], [0] * 4)
     stages = {
         "collapse": FanOutCollapse(),
@@ -107,7 +106,7 @@ def test_statistics_are_over_the_kept_rollouts():
     assert Pipeline(stages)(batch)["advantage"].flatten().tolist() == [-3, -2, 2, 3]
 
 
-def test_criteria_of_groups_come_after_the_collapse():
+def test_criteria_of_groups_must_come_after_the_collapse():
     for criterion in (BestOf(k=1), GroupMeanWithin(low=0.5)):
         with pytest.raises(MissingKeyError, match="put FanOutCollapse before it"):
             criterion(batch_of([1.0, 2], [0, 0]))

@@ -26,14 +26,14 @@ DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.fl
 
 
 HINTS = get_type_hints(group_relative_advantage)
-# Baselines that need lengths, k, a column or rewards ≥ 0 have laws of their own.
+# Other laws cover the baselines that need lengths, k or a column, and the scale that needs rewards ≥ 0.
 OF_MORE = ("length_weighted", "best_of_k", "column")
 BASELINES = [name for name in get_args(HINTS["baseline"]) if name not in OF_MORE]
 SCALES = [name for name in get_args(HINTS["scale"]) if name != "mean"]
 
 
 def go_together(options):
-    """The options. They get ``skip`` if the scale may be 0, because all other rewards are equal."""
+    """The options. They get ``skip`` if the scale may be 0 although the rewards of a group differ."""
     return options | ({"eps_mode": "skip"} if options["scale"] in ("leave_one_out", "mad") else {})
 
 
@@ -52,7 +52,7 @@ OPTIONS = st.fixed_dictionaries(
 
 @st.composite
 def batches(draw, *, least_segments=1):
-    """Rollouts as (group, id, reward, segments), whose ids have any order and gaps, and their rows."""
+    """The reward, group id and rollout id of each row. Ids have any order and any gaps."""
     rollouts = draw(
         st.lists(
             st.tuples(st.integers(0, 4), REWARDS, st.integers(least_segments, 3)), min_size=1, max_size=14
@@ -154,10 +154,12 @@ def test_advantage_equals_the_definition_rounded_once(batch, options):
         return
     assert found.dtype == torch.promote_types(batch[0].dtype, torch.float32)
     rounding = max(torch.finfo(found.dtype).eps / 2, 1e-9)
-    # The tolerance is relative to the rewards, because differences cancel; float64 has 53 bits.
+    # The tolerance grows with the rewards, because digits cancel in their differences.
     slack = 1e-10 * max(1.0, float(batch[0].abs().max())) / (options["eps"] or 1e-4)
     slack = slack if options["scale"] not in ("none", "nonzero") else 1e-9
-    slack += torch.finfo(found.dtype).smallest_normal * torch.finfo(found.dtype).eps  # the least number
+    slack += (
+        torch.finfo(found.dtype).smallest_normal * torch.finfo(found.dtype).eps
+    )  # the smallest positive number
     torch.testing.assert_close(found.double(), expected, rtol=rounding * 1.001, atol=slack)
 
 
@@ -206,7 +208,7 @@ def test_equal_rewards_have_an_advantage_of_exactly_0(groups, options, double):
 
 @pytest.mark.parametrize("baseline", BASELINES)
 def test_every_baseline_equals_its_definition_in_groups_of_1_to_11(baseline):
-    """Equal rewards get exactly 0 in spite of rounding; `batch` and `none` compare with other groups."""
+    """Equal rewards get exactly 0, except with `batch` and `none`, which do not compare within a group."""
     options = {"baseline": baseline, "scale": "none", "shift": 0.0, "singleton": "zero"}
     options |= {"ddof": 1, "eps": 0.0, "eps_mode": "add"}
     sizes = torch.arange(1, 12)
@@ -222,7 +224,7 @@ def test_every_baseline_equals_its_definition_in_groups_of_1_to_11(baseline):
 
 
 def test_a_group_without_success_has_an_advantage_of_0():
-    """MaxRL, arXiv:2602.02710: neither a shift nor the batch mean is divided by ε alone."""
+    """The group mean is the scale (MaxRL, arXiv:2602.02710). If it is 0, nothing is divided by ε alone."""
     for baseline, eps_mode, eps in itertools.product(BASELINES, ("add", "clamp"), (0.0, 1e-6)):
         options = {"baseline": baseline, "scale": "mean", "eps_mode": eps_mode, "eps": eps, "shift": 0.25}
         found = group_relative_advantage([0.0, 0.0, 0.0, 0.0, 1.0], [0, 0, 7, 7, 7], **options).tolist()
@@ -261,7 +263,7 @@ def test_dtype_of_the_rewards_gives_the_bits_of_the_reshape_formula(
         scale=scale,
         dtype=dtype,
     )
-    if dtype is torch.float64:  # these sums are exact, and need no order
+    if dtype is torch.float64:  # `reshape_formula` is not used
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         return
     assert found.dtype == torch.float32
@@ -298,13 +300,13 @@ def test_rewards_may_be_lists_or_column_vectors():
         ({"group_id": [0, 0, 2**70]}, r"group_id must be integers, at most 63 bits"),
     ],
 )
-def test_invalid_data_raise_with_the_row_ids(changes, message):
+def test_invalid_data_are_refused_with_row_ids(changes, message):
     sound = {"reward": [1.0, 2.0, 3.0], "group_id": [0, 0, 0], "rollout_id": [0, 1, 2]}
     with pytest.raises(BatchError, match=message):
         group_relative_advantage(**(sound | changes))
 
 
-def test_a_group_of_one_rollout_raises_if_asked():
+def test_singleton_raise_refuses_a_group_of_one_rollout():
     with pytest.raises(BatchError, match=r"at least two rollouts.*group 9 \(rollout 4\)"):
         group_relative_advantage([1.0, 2, 3, 3], [0, 0, 9, 9], [1, 2, 4, 4], singleton="raise")
 
@@ -322,7 +324,7 @@ def test_differences_of_rewards_may_exceed_their_dtype():
         group_relative_advantage(reward, [0, 0], baseline="leave_one_out", scale="none")
 
 
-def test_rewards_beyond_their_dtype_use_float64():
+def test_squares_of_rewards_beyond_float32_use_float64():
     found = group_relative_advantage(torch.tensor([1e30, -1e30, 1e30, 0.0]), [0, 0, 1, 1])
     assert found.tolist() == pytest.approx([0.7071068, -0.7071068, 0.7071068, -0.7071068])
 
@@ -371,13 +373,14 @@ def test_counts_may_exceed_the_range_of_float16():
     rewards = torch.tensor([0.0, 1.0] * 40_000, dtype=torch.float16)
     for options in ({}, {"dtype": torch.float16}, {"scale": "batch"}):
         found = group_relative_advantage(rewards, torch.arange(80_000) // 8, **options)
+        # ½ is divided by the std of a group, √(2/7), or by that of the batch, ½
         assert float(found[1]) == pytest.approx(7**0.5 / 8**0.5 if "scale" not in options else 1.0, rel=1e-3)
 
 
 def test_an_advantage_beyond_its_dtype_raises():
     with pytest.raises(BatchError, match=r"must fit into torch.float32; found 2.9997e\+40 at row 0"):
         group_relative_advantage(
-            torch.tensor([3e38, 0, 0.01, 0.02]),
+            torch.tensor([3e38, 0, 0.01, 0.02]),  # 3e38 / (0.01 + ε)
             [0] * 4,
             baseline="leave_one_out",
             scale="leave_one_out",
@@ -395,7 +398,7 @@ def groups_of_at_least(draw, k):
 
 @given(st.integers(2, 5).flatmap(lambda k: st.tuples(st.just(k), groups_of_at_least(k))), st.randoms())
 def test_best_of_k_equals_the_mean_over_all_sets_of_others(drawn, random):
-    """PKPO, arXiv:2505.15201: the gain over the best of k, averaged over all sets of k − 1 others."""
+    """The gain over the best of k − 1 others is averaged over all sets of others (PKPO, arXiv:2505.15201)."""
     k, (reward, groups) = drawn
     order = list(range(len(groups)))
     random.shuffle(order)
@@ -437,8 +440,8 @@ def test_a_group_smaller_than_k_raises_with_its_ids():
             )
 
 
-def test_a_baseline_of_rollouts_that_vote_only_is_theirs_alone():
-    """In ReMax: R − R(greedy). In A*-PO: V* = ½ log((e^(2·0) + e^(2·1)) / 2) = 0.7168903654."""
+def test_votes_only_rollouts_alone_can_give_the_baseline():
+    """In ReMax, the advantage is R − R(greedy). In A*-PO, V* is ½ log((e^(2·0) + e^(2·1)) / 2)."""
     reward, group, votes = [1.0, 0.0, 0.5, 1.0, 0.0], [0, 0, 0, 7, 7], [False, False, True, True, True]
     options = {"scale": "none", "baseline_of": "votes_only", "votes_only": votes}
     reward = torch.tensor(reward, dtype=torch.float64)
@@ -459,7 +462,7 @@ def test_a_baseline_of_a_column_is_subtracted_from_each_rollout():
     found = group_relative_advantage(
         reward, [0, 0, 3, 3], [0, 1, 2, 2], baseline_value=[0.25, 1, 2, 2], **options
     )
-    assert found.tolist() == [0.75, -1.0, 0.0, 0.0]  # the third group has one rollout, which has an advantage
+    assert found.tolist() == [0.75, -1.0, 0.0, 0.0]  # group 3 has one rollout
     for values, bad in (
         ([0.25, 1, 2, 3], r"3\.0 at row 3 \(rollout 2\)"),
         ([math.nan, 1, 2, 2], "nan at row 0"),
@@ -468,7 +471,7 @@ def test_a_baseline_of_a_column_is_subtracted_from_each_rollout():
             group_relative_advantage(reward, [0, 0, 3, 3], [0, 1, 2, 2], baseline_value=values, **options)
 
 
-def test_options_of_a_baseline_that_do_not_go_together_are_refused():
+def test_options_that_a_baseline_does_not_read_are_refused():
     for options, told in (
         ({"baseline": "column"}, "needs baseline_value"),
         ({"baseline_value": [0.0, 1.0]}, "needs baseline_value"),

@@ -15,7 +15,7 @@ from headrace.pipeline.tools.report import page_data, show_report
 from headrace.transforms import GroupRelativeAdvantage, ShuffleSplit
 
 NAN = float("nan")
-# Group 0 keeps one rollout, and in group 1 the mean of the compared rewards is 4/15.
+# Without truncated rollouts, group 0 has one rollout, and the mean of group 1 is 4/15.
 CUT = {
     "group_id": [0] * 3 + [1] * 4,
     "rollout_id": [*range(7)],
@@ -31,7 +31,7 @@ def cut(action: str, recipe: str = "grpo", columns: dict = CUT, **more: dict):
 
 
 def drawn_columns(rng: random.Random) -> dict[str, list]:
-    """Groups of 1 to 5 rollouts of 1 to 3 rows each. Some are truncated, some have no reward."""
+    """Groups of 1 to 5 rollouts of 1 to 3 rows each. Some rollouts are truncated, and some have no reward."""
     rows, rollout = [], 0
     for group in range(rng.randint(1, 6)):
         for _ in range(rng.randint(1, 5)):
@@ -45,7 +45,7 @@ def drawn_columns(rng: random.Random) -> dict[str, list]:
 
 @pytest.mark.parametrize("action", ["mask", "exclude", "drop"])
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
-def test_compared_and_baseline_equal_a_loop(action, baseline, quick):
+def test_compared_rewards_and_baselines_equal_those_of_a_loop(action, baseline, quick):
     for seed in range(10 if quick else 30):
         columns = drawn_columns(random.Random(seed))
         stages = {"gate": None, "filter": {"criterion": "not_truncated", "action": action}}
@@ -69,10 +69,10 @@ def test_compared_and_baseline_equal_a_loop(action, baseline, quick):
 
 @pytest.mark.parametrize(("shift", "singleton"), [(0.0, "raw"), (0.25, "zero")])
 @pytest.mark.parametrize("baseline", get_args(get_type_hints(GroupRelativeAdvantage.__init__)["baseline"]))
-def test_an_advantage_that_is_not_scaled_is_the_reward_less_the_baseline(baseline, shift, singleton):
+def test_an_advantage_without_a_scale_is_the_reward_minus_the_baseline(baseline, shift, singleton):
     k = 2 if baseline == "best_of_k" else None
     if k and singleton == "raw":
-        singleton = "raise"  # best_of_k compares at least k
+        singleton = "raise"  # best_of_k needs at least k rollouts
     option = {"baseline": baseline, "scale": "none", "shift": shift, "singleton": singleton, "k": k}
     action = "mask" if k else "drop"  # with drop, rollout 1 is alone
     given = {"baseline_value": [0.1 * number for number in range(7)]} if baseline == "column" else {}
@@ -114,18 +114,18 @@ def test_a_report_has_the_baseline_that_was_used(action, compared, baselines):
     assert ("compared" in text.get()) == (action != "mask")
 
 
-def test_a_group_whose_rollouts_have_baselines_of_their_own_has_none():
+def test_a_group_has_no_baseline_if_its_rollouts_have_different_baselines():
     report = make_report(cut("drop", "rloo"))
-    # By hand: the mean of the two others. Rollout 1 of group 0 is alone.
+    # A baseline is the mean of the two others. Rollout 1 of group 0 is alone.
     assert report.columns["baseline"][3:6].tolist() == pytest.approx([0.4, 0.1, 0.3])
     assert report.groups["baseline"].tolist() == pytest.approx([0.0, NAN], nan_ok=True)
 
 
-def test_a_rollout_is_compared_if_one_of_its_rewards_is_and_then_has_no_single_baseline():
+def test_a_rollout_with_one_of_two_rewards_is_compared_without_a_baseline():
     known = {"missing": "skip"}
     stages = {"advantage": known | {"several": "decoupled"}, "collapse": known | {"columns": 2}}
     stages |= {"gate": None, "filter": {"also": "not_truncated", "action": "drop"}}
-    for second in (0.0, NAN):  # the second reward of rollouts 1 and 5, which have the first
+    for second in (0.0, NAN):  # the second reward of rollouts 1 and 5
         rewards = [[each, second if row in (1, 5) else 0.0] for row, each in enumerate(CUT["reward"])]
         for columns in (CUT | {"reward": rewards}, CUT | {"reward": [each[::-1] for each in rewards]}):
             found = decide(columns, "grpo", minibatches=1, stages=stages)

@@ -1,4 +1,4 @@
-"""Numbers that can be checked by hand, each with its source."""
+"""Rows without ids are grouped by position. The numbers can be checked by hand."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from headrace.transforms import (
 
 
 @pytest.mark.parametrize("ids", ["absent", "all unset"])
-def test_groups_by_position_with_a_matching_count(ids, make_batch):
+def test_rows_without_ids_are_grouped_by_position(ids, make_batch):
     stage = GroupRelativeAdvantage(scale="none", without_ids=[2, 2], rollout_key=None)
     batch = make_batch([0.0, 2, 10, 14], [-1] * 4)
     batch = batch.exclude("group_id") if ids == "absent" else batch
     assert stage(batch)["advantage"].flatten().tolist() == [-1, 1, -2, 2]
 
 
-def test_without_a_matching_count_all_rollouts_are_one_group(make_batch):
+def test_rows_without_ids_are_one_group_if_the_sizes_do_not_match(make_batch):
     stage = GroupRelativeAdvantage(scale="none", without_ids=[2, 2], rollout_key=None)
     batch = make_batch([0.0, 2, 4], [0, 0, 0]).exclude("group_id")
     assert stage(batch)["advantage"].flatten().tolist() == [-2, 0, 2]
 
 
 def test_groups_by_position_count_rollouts_not_rows(make_batch):
-    # rollouts 5 (two rows), 6 | 7, 8: means 1 and 3
+    # The first group has the rollouts 5 (two rows) and 6, the second 7 and 8. The means are 1 and 3.
     batch = make_batch([0.0, 0, 2, 2, 4], [0] * 5, [5, 5, 6, 7, 8]).exclude("group_id")
     collapsed = FanOutCollapse(group_key=None)(batch)
     stage = GroupRelativeAdvantage(scale="none", without_ids=[2, 2])

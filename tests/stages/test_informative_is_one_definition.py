@@ -1,4 +1,4 @@
-"""A group is informative if its advantage is not 0: filters, dynamic sampling and the report agree."""
+"""Filters, dynamic sampling and the report agree that a group is informative if its advantage is not 0."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ ORDER = ["gate", "collapse", "filter", "advantage", "whitening", "split", "weigh
 
 
 def batch(seed: int, *, missing: bool) -> TensorDict:
-    """Some groups have different rewards with equal sums; rollouts have one or two rows.
-
-    Two reward columns can also cancel: both differ, and their advantages add up to 0.
-    """
+    """Rollouts have one or two rows. Some groups have different rewards with equal sums."""
     dice = np.random.default_rng(seed)
     rewards = dice.integers(0, 2**20, (GROUPS * SIZE, COLUMNS)) / 2.0**20
     for group in range(0, GROUPS, 3):  # equal sums
@@ -60,7 +57,7 @@ def made(several: str, *, missing: bool, has_filter: bool) -> Pipeline:
 @pytest.mark.parametrize("several", ["sum", "decoupled"])
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**31), missing=st.booleans())
-def test_the_groups_that_stay_are_those_whose_advantage_is_not_0(several, seed, missing):
+def test_a_filter_keeps_the_groups_whose_advantage_is_not_0(several, seed, missing):
     rows = batch(seed, missing=missing)
     plain = made(several, missing=missing, has_filter=False).run(rows).batch
     expected = set(plain["group_id"][plain["advantage"].reshape(-1).abs() > 1e-12].tolist())
@@ -98,7 +95,7 @@ def groups_on_ranks(rank: int, world: int) -> list[tuple[int, str, set[int], set
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_keep_the_groups_that_one_process_keeps(world, tmp_path):
     for of_rank in results_of(groups_on_ranks, world, tmp_path):
-        assert len(of_rank) == 24
+        assert len(of_rank) == 24  # 12 seeds, 2 values of `several`
         assert [each for each in of_rank if each[2] != each[3]] == []
         assert any(0 < len(expected) < GROUPS for *_, expected in of_rank)
 

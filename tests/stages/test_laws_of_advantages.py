@@ -72,7 +72,7 @@ STAGES = FIRST | SECOND
 
 
 def rows(dtype: torch.dtype = torch.float64) -> TensorDictBase:
-    """Eight rollouts of one row in three groups. Rewards are in [0, 1]. Rows of two tokens fork anywhere."""
+    """Eight rollouts of one row, in three groups. With only two token ids, rows fork at any token."""
     size, tokens = 8, 6
     batch = batch_of([0, 1, 0.5, 0.25, 1, 0.75, 0, 0.5], [0, 0, 0, 5, 5, 5, 2, 2], tokens=tokens)
     places = torch.arange(size * tokens).view(size, tokens)
@@ -116,7 +116,7 @@ def test_padding_changes_no_bit(side):
             assert torch.equal(found, expected)
 
 
-def test_ragged_rows_have_the_bits_of_dense_ones():
+def test_ragged_rows_have_the_bits_of_dense_rows():
     lengths, batch = [1, 6, 3, 5, 2, 6, 4, 3], rows()
     ragged = [row.clone() for row in batch.unbind(0)]
     for row, length in zip(ragged, lengths, strict=True):
@@ -145,7 +145,7 @@ def test_nothing_outside_the_loss_mask_is_read():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_advantage_is_rounded_once_to_its_dtype(dtype):
-    """Row advantages are computed in float64 and are at least float32. Later changes keep the dtype."""
+    """An advantage per row is computed in float64. A stage that changes an advantage keeps its dtype."""
     for name, make in STAGES.items():
         of_tokens = isinstance(make(), TokenAdvantage | RolloutCorrection)
         wide = torch.float32 if of_tokens else torch.float64
@@ -170,7 +170,7 @@ def test_results_carry_no_gradient_and_inputs_are_unchanged():
             assert all(torch.equal(batch[key], before[key]) for key in FLOATS)
 
 
-def test_an_excluded_row_changes_no_other_and_has_advantage_0():
+def test_an_excluded_row_changes_no_other_row_and_has_advantage_0():
     batch, counts = rows(), torch.tensor([row not in (1, 6) for row in range(8)])
     batch[COUNTED] = batch["headrace", "in_loss"] = counts
     for name in STAGES:

@@ -1,4 +1,4 @@
-"""Turns merged into one row train as separate turns do."""
+"""Turns that are merged into one row train like separate turns."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from headrace.transforms import (
 )
 from headrace.transforms.table.schema import IN_LOSS, IS_FIRST_SEGMENT, ROW
 
-# A rollout has for each turn: the number of tokens that its prompt adds, the number of sampled tokens, and
-# whether the earlier prompt is tokenised again.
+# A turn: the number of tokens that its prompt adds, the number of sampled tokens, and whether the earlier
+# tokens are tokenised again.
 TURN = st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(0, 4).map(lambda each: each == 0))
 ROLLOUTS = st.lists(st.lists(TURN, min_size=1, max_size=5), min_size=1, max_size=4)
 LAYOUTS = st.sampled_from(["left", "right", "ragged"])
 
 
 def rows_of(rollouts) -> list[dict]:
-    """For each turn: its tokens, which of them train, and whether the row continues the row before."""
+    """A row for each turn: its tokens, which of them train, and whether it continues the row before."""
     found, token = [], 1
     for number, turns in enumerate(rollouts):
         whole: list[int] = []
@@ -78,7 +78,7 @@ def merged_by_loop(rows) -> list[list[int]]:
 
 
 @given(ROLLOUTS, LAYOUTS, st.booleans())
-def test_a_merged_row_keeps_each_token_of_the_row_that_trains_it(rollouts, layout, by_turn):
+def test_a_merged_row_has_the_numbers_of_the_turn_that_trains_a_token(rollouts, layout, by_turn):
     rows = rows_of(rollouts)
     batch = batch_of(rows, layout, turn=by_turn)
     stage = MergeTurns(turn_key="turn" if by_turn else None)
@@ -108,8 +108,8 @@ def test_a_merged_row_keeps_each_token_of_the_row_that_trains_it(rollouts, layou
 
 
 @given(ROLLOUTS, st.permutations(range(4)))
-def test_turns_are_merged_by_turn_index(rollouts, order):
-    """The order of rows is arbitrary. A merged row takes the index of the last of its rows."""
+def test_turns_are_merged_in_the_order_of_the_turn_column(rollouts, order):
+    """The rows have any order. A merged row has the row number of its last turn."""
     rows = rows_of(rollouts)
     shuffled = sorted(range(len(rows)), key=lambda i: (order[rows[i]["rollout"]] * 7 + i * 3) % 5)
     batch = batch_of(rows, turn=True)
@@ -146,7 +146,7 @@ def test_merged_rows_have_the_gradient_of_the_turns(mean):
         assert distance(gradient_of(actor, merged, transform, mean=mean), apart) <= 1e-12
 
 
-def test_each_turn_has_a_ledger_entry_and_no_rollout_is_lost():
+def test_each_turn_has_a_ledger_entry_and_every_rollout_trains():
     rows = rows_of(
         [[(2, 2, False), (1, 2, False)], [(1, 2, False), (1, 1, True)], [(1, 1, False)], [(1, 1, False)]]
     )
@@ -182,7 +182,7 @@ def test_a_masked_turn_trains_nothing_in_the_merged_row():
         if quiet == 0:
             assert merged[IN_LOSS].tolist() == [True, True]
             assert merged["headrace", "length"].tolist() == [4, -1]
-        else:  # a row that trains does not leave the loss by merging
+        else:  # a row in the loss is not merged into a masked row
             assert merged[IN_LOSS].tolist() == [True, False, True]
             assert merged["headrace", "length"].tolist() == [-1, 2, -1]
 
@@ -211,7 +211,7 @@ def test_a_merged_row_is_the_first_segment_if_one_of_its_turns_was():
     assert MergeTurns()(FanOutCollapse()(batch))[IS_FIRST_SEGMENT].tolist() == [True, False]
 
 
-def test_a_row_that_trains_tokens_trained_before_is_its_own_segment():
+def test_a_row_that_trains_a_token_again_is_not_merged():
     batch = batch_of(rows_of([[(2, 2, False), (1, 2, False)]]))
     batch[LOSS][1] |= batch[ATTENTION][1] & (batch[ATTENTION][1].cumsum(0) == 4)
     said = said_by(MergeTurns(), batch)
@@ -219,7 +219,7 @@ def test_a_row_that_trains_tokens_trained_before_is_its_own_segment():
     assert said.metrics["broken"] == 1
 
 
-def test_rows_that_cannot_be_merged_raise_with_the_reason():
+def test_rows_that_cannot_be_merged_are_refused_with_the_reason():
     rows = rows_of([[(2, 2, False), (1, 2, False)], [(1, 1, False)]])
     for layout in ("left", "ragged"):
         batch = batch_of(rows, layout)

@@ -1,4 +1,4 @@
-"""Numbers about rows in the statistics are the same whether the other rows were excluded or dropped."""
+"""Metrics and the numbers of a report are the same for excluded and for dropped rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECIPES += ["opmd", "opo", "passk", "pkpo", "rloo", "scalerl", "tis", "icepop", 
 
 
 def batch(seed: int) -> TensorDict:
-    """Groups of six rollouts of one or two rows; a third of the rollouts is truncated."""
+    """Groups of six rollouts of one or two rows. About 30% of the rollouts are truncated."""
     generator = torch.Generator().manual_seed(seed)
     rollout = torch.repeat_interleave(torch.arange(24), torch.randint(1, 3, (24,), generator=generator))
     rows = len(rollout)
@@ -59,7 +59,7 @@ def made(recipe: str, action: str) -> Pipeline:
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "by hand"])
-def test_metrics_and_numbers_are_the_same_for_excluded_and_dropped_rows(recipe):
+def test_excluded_rows_give_the_numbers_of_dropped_rows(recipe):
     for seed in range(3):
         found = []
         for action in ("drop", "exclude"):

@@ -52,11 +52,11 @@ def test_unpacking_restores_the_rows(lengths, side):
 
 
 def ragged(dense, lengths) -> TensorDict:
-    """The same rows, each cut to its length."""
+    """The rows, each cut to its length."""
     return cut_rows(dense, map(slice, lengths), (FULL, ATTENTION, LOSS, ("log_probs", "full")))
 
 
-def test_ragged_rows_pack_as_padded_ones():
+def test_ragged_rows_are_packed_like_padded_rows():
     dense = batch_of([2, 1, 3], side="right")
     rows = ragged(dense, [2, 1, 3])
     found, expected = pack(rows), pack(dense)
@@ -82,8 +82,8 @@ def packed_by_hand(rows, width) -> dict[str, list]:
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), min_size=1, max_size=6), st.booleans())
-def test_rows_of_any_padding_pack_as_by_a_loop(lengths, stacked):
-    """Ragged rows may have padding, as those of a collector that pads each step by itself."""
+def test_packed_rows_equal_those_of_a_loop_for_any_padding(lengths, stacked):
+    """Ragged rows may have padding too, for example from a collector that pads each env step separately."""
     batch = batch_of([length for length, _ in lengths], width=9, side="right")
     batch = ragged(batch, [length + more for length, more in lengths]) if stacked else batch
     packed, rows = pack(batch), batch.unbind(0)
@@ -103,18 +103,18 @@ def test_device_reads_do_not_grow_with_the_rows(stacked):
         lengths = [1 + row % 5 for row in range(rows)]
         batch = batch_of(lengths, side="right")
         batch = ragged(batch, lengths) if stacked else batch
-        assert waits_of(pack, batch) == (2, int(stacked and rows > 1))  # the lengths of ragged rows
+        assert waits_of(pack, batch) == (2, int(stacked and rows > 1))  # ragged rows also copy lengths
         assert waits_of(unpack, pack(batch)) == (0, 0)
 
 
-def test_a_per_token_advantage_is_packed_per_token():
+def test_an_advantage_per_token_is_packed_per_token():
     batch = batch_of([2, 3])
     batch["advantage"] = torch.arange(6.0).view(2, 3, 1)
     assert pack(batch)["advantage"].flatten().tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 def test_columns_of_a_corrected_loss_are_packed():
-    """The ratio of such a loss starts at the trainer's policy at the start of the step."""
+    """A corrected loss reads the log-probabilities of the trainer's policy at the start of the step."""
     batch = batch_of([2, 3])
     batch["old_log_probs", "full"], batch["importance_weight"] = torch.rand(2, 3), torch.rand(2, 3)
     packed = pack(batch)
@@ -130,7 +130,7 @@ def test_gradients_flow_back_through_unpacking():
 
 
 @pytest.mark.slow
-def test_a_transformers_model_scores_packed_rows_as_single_rows():
+def test_a_transformers_model_scores_packed_rows_like_single_rows():
     transformers = pytest.importorskip("transformers", reason="the extra `llm` is not installed")
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -151,7 +151,7 @@ def test_a_transformers_model_scores_packed_rows_as_single_rows():
     )
 
 
-def test_rows_that_cannot_be_packed_raise_with_the_reason():
+def test_rows_that_cannot_be_packed_are_refused_with_the_reason():
     batch = batch_of([2, 3])
     with pytest.raises(MissingKeyError, match="attention_key"):
         pack(batch.exclude(ATTENTION))
@@ -160,7 +160,7 @@ def test_rows_that_cannot_be_packed_raise_with_the_reason():
             pack(rows.exclude(FULL))
     with pytest.raises(BatchError, match=r"every row needs a token; rows \[0\] have none"):
         pack(batch_of([0, 3]))
-    with pytest.raises(BatchError, match=r"rows \[1\] have none"):  # rows after the last token
+    with pytest.raises(BatchError, match=r"rows \[1\] have none"):  # the last row
         pack(batch_of([3, 0]))
     first = batch.clone()
     first[LOSS] = first[ATTENTION].clone()
@@ -183,7 +183,7 @@ def test_rows_that_cannot_be_packed_raise_with_the_reason():
 
 
 def with_row(number, key, value) -> TensorDict:
-    """Ragged rows, one of which has a wrong value."""
+    """Ragged rows. One of them has a wrong value."""
     rows = ragged(batch_of([2, 3, 2], side="right"), [2, 3, 2])
     rows.tensordicts[number][key] = value
     return rows

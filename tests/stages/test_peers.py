@@ -1,4 +1,4 @@
-"""Ids of several columns: equal tuples are compared, within episodes or across."""
+"""Ids are made from several columns. Rows with equal tuples are compared with each other."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ SCORES = [1.0, 4, 6, 3, 0, 8]
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        (["group_id", "role"], [-1, -0.5, 1.5, 1, -4.5, 3.5]),  # in the group: means 2 and 4.5
-        (["episode_id", "role"], [0, -1, 1, 0, -4, 4]),  # in the episode: means 5 and 4; 0 alone
+        (["group_id", "role"], [-1, -0.5, 1.5, 1, -4.5, 3.5]),  # proposers have the mean 2, solvers 4.5
+        (["episode_id", "role"], [0, -1, 1, 0, -4, 4]),  # solvers: 5 and 4; proposers are alone
         (
             ["peer", "role"],
             [-1, -1, 1, 1, -4, 4],
-        ),  # proposers across, solvers within, as prime-rl's hierarchy
+        ),  # proposers of all episodes, solvers of one, as in prime-rl
     ],
 )
 def test_roles_are_compared_within_or_across_episodes(keys, expected):

@@ -36,7 +36,7 @@ def rewards_of(kind: str, rng: np.random.Generator, rows: int) -> np.ndarray:
 
 
 def ragged_batch(make_batch, kind: str, seed: int, *, lone: bool = True):
-    """Groups of 1 (2 without lone rollouts) to 6 rollouts, rows shuffled."""
+    """Shuffled rows of groups of 1 to 6 rollouts, or of 3 to 7 if no rollout may be alone."""
     rng = np.random.default_rng(seed)
     groups = np.repeat(np.arange(8), rng.integers(1 if lone else 2, 7, 8))
     if not lone:
@@ -50,7 +50,7 @@ def ragged_batch(make_batch, kind: str, seed: int, *, lone: bool = True):
 
 
 def with_turns(batch, rewards: torch.Tensor):
-    """The batch with two turns per row, which share all its tokens."""
+    """The batch with two turns per row. Each token belongs to a turn."""
     batch["turn_index"] = (torch.arange(batch[MASK].shape[1]) > 1).long().repeat(len(batch), 1)
     batch["turn_reward"] = rewards
     return batch
@@ -106,7 +106,7 @@ FORMULAS = {
     "nemo_rl": against_the_others,
     "skyrl": divided(1e-6, lone="raw"),
     "rllm": divided(1e-6, ddof=0, lone="raw"),
-    "areal": divided(1e-5),  # whitened over tokens below, too
+    "areal": divided(1e-5),  # the test also whitens over tokens
     "openrlhf": divided(1e-9),
     "open_instruct": divided(1e-8, ddof=0),
     "tinker": centred,
@@ -138,7 +138,7 @@ def test_every_convention_has_a_reference_formula():
 
 
 def test_every_convention_has_its_source_and_date():
-    """The source has repository, file, item, commit and date. Differences are listed, too."""
+    """The source has repository, file, item, commit and date. The header also lists the differences."""
     where = r" Source: [\w.-]+/[\w.-]+, [\w/]+\.py, \w+,? .*\bat [0-9a-f]{10} \(2\d{3}-\d\d-\d\d\)"
     for name in FORMULAS:
         text = (CONF / "as" / f"{name}.yaml").read_text()
@@ -161,7 +161,7 @@ def test_a_convention_equals_its_frameworks_formula(make_batch, name, quick):
 @pytest.mark.parametrize("mode", [None, "sum"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_convention_of_torchrl_equals_torchrls_transform(make_batch, mode, seed):
-    """Rollouts have one to four rows. Both modes that the recipe names are tried."""
+    """Rollouts have one to four rows. The recipe names both modes of `trajectory_return`."""
     from torchrl.objectives.llm import MCAdvantage
 
     rng = np.random.default_rng(seed)
@@ -190,18 +190,18 @@ def golden(name, make_batch, rewards, groups, **changes):
     return run(name, batch, **changes).tolist()
 
 
-def test_rloo(make_batch):
+def test_rloo_subtracts_the_mean_of_the_others(make_batch):
     assert golden("rloo", make_batch, [6.0, 3, 9, 12, 1], [0, 0, 1, 1, 2]) == [3, -3, -3, 3, 0]
 
 
-def test_maxrl(make_batch):
-    # divided by the group's mean 1/4; a group without success has the advantage 0
+def test_maxrl_divides_by_the_mean_of_the_group(make_batch):
+    # the mean is 1/4; a group without success has the advantage 0
     assert golden("maxrl", make_batch, [1.0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1]) == [3, -1, -1, -1, 0, 0]
     with pytest.raises(ValueError, match=r"needs rewards ≥ 0; found -1.0 at row 1 \(rollout 1\)"):
         golden("maxrl", make_batch, [1.0, -1], [0, 0])
 
 
-def test_pass_at_k(make_batch):
+def test_passk_rewards_only_the_best_rollout(make_batch):
     undivided = {"scale": "none"}
     assert golden("passk", make_batch, [1.0, 4, 2], [0, 0, 0], advantage=undivided) == [0, 2, 0]
     assert golden("passk", make_batch, [4.0, 4, 2], [0, 0, 0], advantage=undivided) == [0, 0, 0]  # a tie
@@ -211,26 +211,26 @@ def test_pass_at_k(make_batch):
     )
 
 
-def test_gpg(make_batch):
-    # centred 2 and −2; two rollouts, one of them with a reward
+def test_gpg_divides_by_the_share_of_rewarded_rollouts(make_batch):
+    # the centred rewards are 2 and −2; one of two rewards is not 0
     assert golden("gpg", make_batch, [4.0, 0], [0, 0]) == [4, -4]
 
 
 def test_opo_weighs_the_baseline_by_length(make_batch):
     batch = make_batch([1.0, 0], [0, 0], expected_rollouts=[2, 2])
     batch[MASK] = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]).bool()
-    # (3·1 + 1·0) / 4
+    # the baseline is (3·1 + 1·0) / 4
     assert run("opo", batch).tolist() == [0.25, -0.75]
 
 
-def test_lite_ppo(make_batch):
-    # batch std of 0, 2, 4, 6 is √(20/3)
+def test_lite_ppo_divides_by_the_std_of_the_batch(make_batch):
+    # the std of 0, 2, 4, 6 is √(20/3)
     found = golden("lite_ppo", make_batch, [0.0, 2, 4, 6], [0, 0, 1, 1])
     assert found == pytest.approx([x / (20 / 3) ** 0.5 for x in (-1, 1, -1, 1)], rel=1e-5)
 
 
 def test_gdpo_scales_each_reward_separately(make_batch):
-    # correct 1, 1 gives 0; integer 1, −1 and format 1, 0 give ±0.7071 each, whatever their scale
+    # the first reward gives 0, the others ±0.7071 each; whitened, ±1.4142 becomes ±0.7071
     batch = make_batch([0.0, 0], [0, 0], expected_rollouts=[2, 2])
     batch["next", "reward"] = torch.tensor([[1.0, 1, 1], [1, -1, 0]])
     batch[MASK] = torch.tensor([[1, 0, 0, 0], [1, 0, 0, 0]]).bool()
@@ -245,10 +245,10 @@ def test_reinforce_pp_whitens_over_tokens(make_batch):
 
 
 def test_gigpo_adds_the_advantage_within_a_state(make_batch):
-    """Two rollouts of two steps, rewards 0, 4 and 0, 2; γ = 1/2. Both start in state 7.
+    """Two rollouts of two rows have the rewards 0, 4 and 0, 2. Both start in state 7, and γ is ½.
 
-    The returns are 2, 4 and 1, 2, so the rollouts, of 4 and 2, get ±1. In state 7 the returns 2 and 1 have
-    the mean 1.5, so ±0.5. The other steps are alone in their states.
+    The rewards 4 and 2 of the rollouts give ±1. The returns are 2, 4 and 1, 2. In state 7, the returns 2 and
+    1 have the mean 1.5, which gives ±0.5. The other rows are alone in their states.
     """
     batch = make_batch(
         [0.0, 4, 0, 2], [0] * 4, [0, 0, 1, 1], expected_rollouts=[2] * 4, state_id=[7, 8, 7, 9]
@@ -270,7 +270,7 @@ def test_shaping_counts_tokens_of_all_segments_and_keeps_one_reward(make_batch):
 
 
 @pytest.mark.parametrize("ends", [[0, None], [None, 0.5], [-1, 1]])
-def test_clip(ends):
+def test_clip_bounds_the_advantage(ends):
     low, high = (bound if bound is not None else sign * 9 for bound, sign in zip(ends, (-1, 1), strict=True))
     found = group_relative_advantage([0.0, 1, 5], [0, 0, 0], scale="none", clip=ends)
     assert found.tolist() == [min(max(x, low), high) for x in (-2, -1, 3)]
@@ -280,7 +280,7 @@ def test_clip(ends):
 
 
 def columns_for(name, batch):
-    if name == "mgpo":  # rewards that are shares
+    if name == "mgpo":  # it needs rewards in [0, 1]
         batch["next", "reward"] = batch["next", "reward"].abs().clamp(0, 1)
     if name == "gdpo":
         reward = batch["next", "reward"].view(-1)
@@ -292,13 +292,13 @@ BY_ROW = ("as/torchrl", "spo")  # these compare rows, as documented
 
 
 def test_repeating_a_row_of_a_rollout_changes_no_advantage(make_batch, recipes):
-    """The repeated row is a segment without tokens, since OPO and whitening count tokens."""
+    """The repeated row has no tokens in the loss, because OPO and whitening count them."""
     for name in (name for name in recipes if name not in BY_ROW):
         batch = columns_for(name, ragged_batch(make_batch, "grid", 1, lone=name not in NO_LONE))
         batch["next", "reward"] = batch["next", "reward"].abs()
         more = batch[2:3].clone()
         more[MASK] = torch.zeros_like(more[MASK])
-        if name == "gigpo":  # rows are steps: add a step after the end, in a state of its own
+        if name == "gigpo":  # its rows are env steps: add one after the end, in a new state
             more["next", "reward"] = torch.zeros_like(more["next", "reward"])
             more["state_id"] += 1000
         more["turn_index"] = torch.full_like(more["turn_index"], -1)
@@ -308,8 +308,8 @@ def test_repeating_a_row_of_a_rollout_changes_no_advantage(make_batch, recipes):
             torch.testing.assert_close(after[:-1], before, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-OF_TOKENS = ("gtpo", "high_entropy", "kl_in_advantage", "otb", "ppo")  # they use the tokens in the loss
-BESIDE_REWARDS = ("kl_in_advantage", "opd", "ppo")  # the advantage depends on more than rewards
+OF_TOKENS = ("gtpo", "high_entropy", "kl_in_advantage", "otb", "ppo")  # these read the tokens in the loss
+BESIDE_REWARDS = ("kl_in_advantage", "opd", "ppo")  # these read more than rewards
 
 
 def test_masking_rows_changes_no_advantage(make_batch, recipes):
@@ -321,9 +321,9 @@ def test_masking_rows_changes_no_advantage(make_batch, recipes):
         mask = SampleFilter(criterion=lambda batch: batch["rollout_id"] % 3 > 0)
         with of(name):
             found, expected = run(name, mask(batch), **changes), run(name, batch, **changes)
-            if name in ("tis", "mis", "mlperf"):  # they write an advantage per token in the loss
+            if name in ("tis", "mis", "mlperf"):  # these write an advantage per token in the loss
                 expected[~mask(batch)["headrace", "in_loss"]] = 0.0
-            elif name in ("opd", "rlsd"):  # a token out of the loss has no term of its own
+            elif name in ("opd", "rlsd"):  # a token out of the loss gets no term
                 found, expected = (credit[batch["rollout_id"] % 3 > 0] for credit in (found, expected))
             torch.testing.assert_close(found, expected, equal_nan=True)
 

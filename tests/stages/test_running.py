@@ -68,7 +68,7 @@ def test_a_running_mean_equals_that_of_a_loop(steps, decay, random):
 
 
 def test_a_repeated_batch_counts_once():
-    """An interrupted batch is repeated after its state was loaded."""
+    """After a restart, an interrupted batch is repeated."""
     stage = RunningBaseline(decay=0.5)
     first, second = (groups_of_one(rewards, [0, 0], 10 * i) for i, rewards in enumerate([[1.0, 3], [5.0, 7]]))
     stage(first)
@@ -81,7 +81,7 @@ def test_a_repeated_batch_counts_once():
     assert torch.equal(restored(third)["advantage"], stage(third)["advantage"])
 
 
-def test_rows_of_a_rollout_have_one_baseline():
+def test_rows_of_a_rollout_must_have_one_baseline_key():
     wrong = batch_of([1.0, 1.0], [0, 0], [3, 3], task=[1, 2])
     wrong["advantage"] = torch.zeros(2, 1, 1)
     with pytest.raises(BatchError, match=r"have the same baseline_key; found 2 at row 1 \(rollout 3\)"):
@@ -107,7 +107,7 @@ def test_a_batch_refused_by_a_later_stage_does_not_count():
         assert len(running.memory.after.keys) == 0
     found = Pipeline(stages)(batch_of([4.0, 2.0], [0, 1]))
     assert found["advantage"].flatten().tolist() == [4, 2]
-    assert running.memory.after.mean.tolist() == [2.25]  # 0 + (3 - 0) · (1 + ½) / 2, with the weight of two
+    assert running.memory.after.mean.tolist() == [2.25]  # two rewards halve the distance to 3: 1.5, then 2.25
 
 
 def test_rollouts_without_a_reward_or_excluded_are_not_counted():
@@ -119,7 +119,7 @@ def test_rollouts_without_a_reward_or_excluded_are_not_counted():
 
 
 def test_a_batch_is_recognised_by_its_rollouts_not_by_row_numbers():
-    """Otherwise equal rewards in every batch would look like a repeated batch."""
+    """By row numbers, equal rewards in every batch would look like a repeated batch."""
     with pytest.raises(ValueError, match="needs rollout_key, with ids that are unique across batches"):
         RunningBaseline(rollout_key=None)
     stage = RunningBaseline(decay=0.5)

@@ -26,11 +26,11 @@ FULL, LOSS_MASK, ATTENTION = (
 )
 LOG_PROB = ("log_probs", "full")
 WORDS = 7
-PLACED = ("gate", "collapse", "filter", "advantage", "split", "weight")  # in conf/rows/llm.yaml
+PLACED = ("gate", "collapse", "filter", "advantage", "split", "weight")  # placed by conf/rows/llm.yaml
 
 
 class Bigram(nn.Module):
-    """A model whose next token depends only on the last one. Padding and other rows change no score."""
+    """A model in which a token depends only on the token before. Padding and other rows change no score."""
 
     def __init__(self):
         super().__init__()
@@ -86,7 +86,7 @@ bounds = st.one_of(st.none(), st.integers(1, 5))
 
 
 @given(some_rows, bounds)
-def test_each_row_has_the_score_of_the_row_alone_for_any_passes(rows, max_rows):
+def test_a_score_does_not_depend_on_other_rows_or_on_passes(rows, max_rows):
     for batch in (dense(rows), ragged(rows)):
         actor = Bigram()
         out = ScoreRows(actor=actor, max_rows=max_rows)(batch)
@@ -98,7 +98,7 @@ def test_each_row_has_the_score_of_the_row_alone_for_any_passes(rows, max_rows):
         assert sum(n for n, _ in actor.shapes) == sum(bool(response) for _, response in rows)
 
 
-def test_masked_rows_cost_no_pass():
+def test_removed_rows_need_no_pass():
     rows = [([1], [2, 3]), ([4], [5]), ([6], [1])]
     for action in ("mask", "exclude", "drop"):
         batch, actor = dense(rows), Bigram()
@@ -114,7 +114,7 @@ def test_masked_rows_cost_no_pass():
         assert run.batch[LOG_PROB].isfinite().sum() == 2
 
 
-def test_the_actors_mode_is_restored_and_it_is_not_state_of_the_stage():
+def test_the_mode_of_the_actor_is_restored_and_the_stage_has_no_state():
     actor = nn.Sequential(Bigram(), nn.Dropout())
     actor[0].dropout.eval()
     actor.get_dist = actor[0].get_dist
@@ -135,7 +135,7 @@ def test_the_actors_mode_is_restored_and_it_is_not_state_of_the_stage():
 
 
 @pytest.mark.torchrl
-def test_the_demo_policy_scores_the_log_probabilities_it_sampled_with():
+def test_scores_of_the_demo_policy_equal_its_sampled_log_probabilities():
     from rollouts import make_collector, make_env, make_policy
 
     policy = make_policy()
@@ -145,7 +145,7 @@ def test_the_demo_policy_scores_the_log_probabilities_it_sampled_with():
         torch.testing.assert_close(scored[trains], sampled[trains], rtol=0, atol=1e-5)
 
 
-def test_importance_weights_are_ratios_to_the_trainer_and_1_to_the_sampler():
+def test_importance_weights_compare_the_scoring_policy_with_the_sampler():
     sampler, trainer = Bigram(), Bigram()
     with torch.no_grad():
         trainer.table.mul_(0.9)
@@ -208,7 +208,7 @@ def test_an_order_with_a_misplaced_score_is_refused():
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "mis"])  # without and with stages that conf/rows does not place
-def test_language_model_rows_work_with_every_recipe_or_name_the_unplaced_stage(recipe):
+def test_rows_llm_gives_an_order_or_names_the_stages_that_lack_a_place(recipe):
     words = (f"pipeline={recipe}", "rows=llm", "pipeline.stages.dense.pad_id=0")
     pipeline = load_pipeline(words[0])
     own = pipeline.order

@@ -1,4 +1,4 @@
-"""Shaping changes the reward of each rollout once, and shaping by length equals loops over a group."""
+"""Shaping changes the reward of each rollout once. Shaping by length equals loops over a group."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_bonus_for_every_rollout_changes_no_advantage(drawn, scale, baseline):
 
 
 @given(rollouts())
-def test_shape_gets_each_rollout_once_with_its_reward_group_and_all_its_tokens(drawn):
+def test_shape_gets_each_rollout_once_with_its_reward_length_and_group(drawn):
     found, order = drawn
     batch = batch_of_rollouts(found, order)
     batch["tone"] = 2 * batch["rollout_id"]
@@ -89,7 +89,7 @@ def test_metrics_of_shaping_count_a_rollout_once(drawn):
     assert pipeline.metrics["tone/mean"] == pytest.approx(odd, abs=1e-6)
 
 
-def test_an_excluded_rollout_keeps_its_reward_and_a_missing_one_stays_missing():
+def test_an_excluded_rollout_keeps_its_reward_and_a_missing_reward_stays_missing():
     batch = batch_of([1.0, 9.0, float("nan"), 2.0], [0, 0, 0, 0])
     out = SampleFilter(criterion=RewardWithin(high=5.0), action="exclude")
     kept = Pipeline({"collapse": FanOutCollapse(missing="skip"), "out": out, "bonus": Bonus()})(batch)
@@ -184,7 +184,7 @@ def test_a_shaping_that_is_given_an_option_by_place_is_told_its_name():
         Seen("uid")
 
 
-def test_a_class_that_does_not_call_its_base_class_is_told_the_call():
+def test_the_error_for_a_class_without_a_super_call_names_the_call():
     class Bare(RewardShaping):
         def __init__(self, *, by: float = 1.0, **names):
             self.by = by
@@ -204,7 +204,7 @@ def test_a_class_that_does_not_call_its_base_class_is_told_the_call():
         BareStage()(batch_of([1.0], [0]))
 
 
-def test_a_stage_without_a_method_is_told_which_to_define():
+def test_the_error_for_a_stage_without_methods_names_the_methods():
     class Odd(BatchTransform):
         def aply(self, batch):
             return batch
@@ -220,7 +220,7 @@ def test_a_class_adds_its_columns_to_those_of_the_base_class():
 
 
 class OfRows(BatchTransform, columns=("reward",)):
-    """A stage that is no RewardShaping, and adds 1 to the reward of each row."""
+    """A stage that adds 1 to the reward of each row, and is not a RewardShaping."""
 
     def __init__(self, **names):
         self.name_columns(names)
@@ -230,7 +230,7 @@ class OfRows(BatchTransform, columns=("reward",)):
         rows.put("reward", rows["reward"] + 1)
 
 
-def test_a_stage_that_changes_the_rewards_of_rows_after_the_collapse_is_told_what_to_be():
+def test_a_stage_that_changes_rewards_after_the_collapse_must_be_a_shaping():
     message = (
         r"stage 'collapse' reads \('next', 'reward'\), which 'bonus' writes later.* make 'bonus' a "
         r"headrace.RewardShaping, and put it between 'collapse' and the advantage.* put 'bonus' before"
@@ -241,7 +241,7 @@ def test_a_stage_that_changes_the_rewards_of_rows_after_the_collapse_is_told_wha
         Pipeline({"bonus": Bonus(), "collapse": FanOutCollapse(), "advantage": GroupRelativeAdvantage()})
 
 
-def test_a_function_that_changes_the_rewards_of_rows_after_the_collapse_is_refused():
+def test_a_function_that_changes_rewards_after_the_collapse_is_refused():
     def bonus(batch):
         return batch.set(("next", "reward"), batch["next", "reward"] + 1)
 
@@ -255,7 +255,7 @@ def test_a_function_that_changes_the_rewards_of_rows_after_the_collapse_is_refus
 
 @given(rollouts(), st.sampled_from([0.0, 0.5, 1.0]))
 def test_length_penalties_apply_among_successful_rollouts(drawn, coefficient):
-    """prime-rl's shaping, orchestrator/algo/advantage.py, one rollout after another."""
+    """A loop over rollouts computes the shaping of prime-rl (orchestrator/algo/advantage.py)."""
     found, order = drawn
     batch = batch_of_rollouts(found, order)
     shaped = RelativeLength(coefficient=coefficient)(batch)
@@ -273,7 +273,7 @@ def test_length_penalties_apply_among_successful_rollouts(drawn, coefficient):
 
 @given(rollouts())
 def test_a_rescaled_reward_is_divided_by_its_relative_length(drawn):
-    """GR³, arXiv:2603.10535."""
+    """The length is divided by the mean of the group (GR³, arXiv:2603.10535)."""
     found, order = drawn
     shaped = RelativeLength(form="rescale", coefficient=0.5)(batch_of_rollouts(found, order))
     for label, reward in per_rollout(shaped, shaped[REWARD]).items():
@@ -282,7 +282,7 @@ def test_a_rescaled_reward_is_divided_by_its_relative_length(drawn):
         assert reward == pytest.approx(own / (1 + 0.5 * sum(lengths) / mean), rel=1e-12)
 
 
-def test_a_negative_reward_is_not_rescaled():
+def test_only_rescale_refuses_a_negative_reward():
     batch = FanOutCollapse()(batch_of([1.0, -0.5], [0, 0]))
     with pytest.raises(BatchError, match=r"needs rewards ≥ 0.*found -0.5 at row 1"):
         RelativeLength(form="rescale", coefficient=1.0)(batch)
@@ -300,4 +300,4 @@ def test_excluded_rollouts_are_not_in_length_statistics():
     batch[MASK] = torch.arange(4) < torch.tensor([2, 4, 1])[:, None]
     out = SampleFilter(criterion=lambda batch: batch["rollout_id"] < 2, action="exclude")
     shaped = RelativeLength(coefficient=1.0)(FanOutCollapse()(out(batch)))[REWARD].tolist()
-    assert shaped[:2] == pytest.approx([1 + 1 / 3, 1.0])
+    assert shaped[:2] == pytest.approx([1 + 1 / 3, 1.0])  # lengths 2 and 4, with mean 3

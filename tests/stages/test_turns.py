@@ -1,4 +1,4 @@
-"""Turns inside rows each have weight 1 in the loss of their step, compared with a loop over tokens."""
+"""Each turn inside a row has weight 1 in the loss of its optimiser step, as in a loop over tokens."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def batch_of_rows(rows, ragged):
 
 
 def stated(rows, theta):
-    """The loss and gradient of a step: the mean over turns of the mean over the tokens of each turn."""
+    """The loss and gradient of an optimiser step: the mean over turns of the mean over their tokens."""
     loss, gradient = 0.0, [0.0] * NAMES
     turns = []
     for row in rows:
@@ -108,7 +108,7 @@ WAYS = {"dense": None, "packed": "pack", "a tree": "tree"}
     drawn_rows(), st.sampled_from(list(CUTS)), st.sampled_from(list(WAYS)), st.booleans(), st.integers(1, 2)
 )
 def test_each_turn_has_weight_1_in_the_loss_of_its_step_for_any_cut(rows, cut, way, ragged, minibatches):
-    """Loss and gradient over two epochs. Ragged rows are packed: losses pad them on different sides."""
+    """Ragged rows are always packed, because losses pad them on different sides."""
     ragged = ragged and way != "dense"
     split = ShuffleSplit(
         unit="sample", minibatches=minibatches, seed=3, **({"remainder": "uneven"} | CUTS[cut])
@@ -123,7 +123,7 @@ def test_each_turn_has_weight_1_in_the_loss_of_its_step_for_any_cut(rows, cut, w
             found[0] += float(total.detach())
             return total
 
-        mine = [rows[number] for number in step[ROW].tolist() if number >= 0]  # padding has none
+        mine = [rows[number] for number in step[ROW].tolist() if number >= 0]  # padding rows have −1
         expected, gradient = stated(mine, loss.theta.tolist())
         taken = optimise(
             [step], loss, torch.optim.SGD(loss.parameters(), lr=0.0), reduce=reduce, transform=WAYS[way]
@@ -135,8 +135,8 @@ def test_each_turn_has_weight_1_in_the_loss_of_its_step_for_any_cut(rows, cut, w
 
 
 @given(drawn_rows(), st.booleans())
-def test_the_documented_sum_by_hand_also_over_ragged_rows(rows, ragged):
-    """The loss is Σ loss_weight · Σ mask · token_weight · token loss. A row's token weights have mean 1."""
+def test_the_documented_sum_of_weights_gives_the_loss(rows, ragged):
+    """The loss is Σ loss_weight · Σ mask · token_weight · token loss. Token weights have mean 1 in a row."""
     batch = LossWeight(**INSIDE)(batch_of_rows(rows, ragged))
     theta, total = torch.arange(1.0, NAMES + 1).double(), 0.0
     for row in batch.unbind(0):
@@ -169,8 +169,8 @@ def test_turns_inside_rows_have_the_weights_of_turns_that_are_rows(rows):
 # -- by hand ----------------------------------------------------------------------------------------------
 
 
-def test_a_turn_of_one_token_weighs_as_one_of_three():
-    """Three turns, of 3 and 1 tokens in a row, and of 2 in another: 1/9, 1/9, 1/9, 1/3 and 1/6, 1/6."""
+def test_a_turn_of_one_token_weighs_as_much_as_a_turn_of_three():
+    """Three turns of 3, 1 and 2 tokens each weigh 1/3. Two of them are in one row."""
     batch = batch_of([0.0, 0.0], [0, 0], tokens=5)
     batch[MASK] = torch.tensor([[0, 1, 1, 1, 1], [0, 1, 1, 0, 0]]).bool()
     batch["turn_index"] = torch.tensor([[-1, 4, 4, 4, 2], [-1, 0, 0, 1, -1]])
@@ -186,8 +186,8 @@ def test_a_turn_of_one_token_weighs_as_one_of_three():
     assert float(weighted_loss(one, out)) == pytest.approx(1 / 3)
 
 
-def test_a_recipe_its_ordered_batch_and_copies_have_turn_weights():
-    """Masked rows and padding have weight 0."""
+def test_turn_weights_of_a_recipe_sum_to_1_without_padding():
+    """The ordered batch and the minibatches have the same weights."""
     batch = batch_of([1.0, 0.0, 1.0, 1.0, 0.0, 1.0], [0, 0, 1, 1, 2, 2], tokens=6)
     batch[MASK][:, 0] = False
     batch[MASK][:, -1] = True
@@ -246,7 +246,7 @@ def test_a_token_in_the_loss_without_a_turn_is_refused_with_its_row():
         weight(three_rows())
     out = three_rows()
     out[LOG_PROB][1:, 2] = torch.nan  # out of the loss
-    assert float(weight(out)["loss_weight"].sum()) == pytest.approx(0.25 + 0.25 + 0.25)
+    assert float(weight(out)["loss_weight"].sum()) == pytest.approx(3 / 4)  # three rows, four turns
     with pytest.raises(
         BatchError, match=r"'turn_index' \(turn_index_key\) must hold integers; found torch.float32"
     ):
@@ -264,7 +264,7 @@ def test_the_function_takes_turns_inside_rows_only_for_unit_turn():
             loss_weight(tokens, turns=tokens, **options)
 
 
-def test_token_weights_that_would_be_lost_or_count_twice_are_refused():
+def test_token_weights_that_would_not_be_applied_once_are_refused():
     rows = [[(0, -1, False, True), (1, 0, True, True)], [(0, -1, False, True)] + [(2, 0, True, True)] * 2]
     out = LossWeight(**INSIDE)(batch_of_rows(rows, True))
     terms = TensorDict({"loss_one": torch.ones(2, 3)})

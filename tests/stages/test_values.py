@@ -27,7 +27,7 @@ MASK, VALUES = ("masks", "all_assistant_mask"), ("values", "full")
 
 
 class Drawn:
-    """Random rollouts of one to three rows, ordered by the column `turn`; some tokens are not sampled."""
+    """Random rollouts of one to three rows, ordered by the column `turn`. Some tokens are not sampled."""
 
     def __init__(self, seed: int):
         chance = random.Random(seed)
@@ -105,7 +105,7 @@ UNITS = {
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_the_stage_equals_the_loops_for_dense_and_ragged_rows(unit):
-    """Rows that were excluded before are skipped, and get 0."""
+    """Excluded rows are skipped, and get 0."""
     for seed in range(60):
         drawn = Drawn(seed)
         batch, chance = drawn.batch(), random.Random(seed)
@@ -152,8 +152,8 @@ VERL = (
 # With all tokens sampled: compute_gae_advantage_return of skyrl/backends/skyrl_train/utils/ppo_utils.py,
 # NovaSky-AI/SkyRL at a9564572eb (2026-08-21), which does not skip tokens that were not sampled. The section
 # "compute advantages and returns" of trl/experimental/ppo/ppo_trainer.py, huggingface/trl at f2cd57710a
-# (2026-07-24), gives the same to 1e-7. If a response is shorter than the batch is wide, TRL puts the reward
-# one token after the last, which decays it by γλ once more.
+# (2026-07-24), gives the same numbers to 1e-7. For a response that is shorter than the width of the batch,
+# TRL puts the reward one token after the last, which decays the reward by γλ once more.
 SKYRL = (
     [
         [0.202352663, 1.562325749, -0.394689669, 0.746803512, 1.384147406, 1.302836718],
@@ -185,7 +185,7 @@ def test_advantages_and_targets_are_those_of_other_trainers(sampled, expected, n
 
 
 def test_lambda_0_gives_the_temporal_difference_and_lambda_1_the_return_minus_the_value():
-    """By hand, for γ = 1: δ = V' − V under λ = 0, and R − V under λ = 1."""
+    """For γ = 1, the advantage is V' − V under λ = 0, and R − V under λ = 1."""
     value, reward = torch.tensor([[0.5, 0.25, 1.0]]), torch.tensor([2.0])
     for lam, expected in ((0.0, [-0.25, 0.75, 1.0]), (1.0, [1.5, 1.75, 1.0])):
         found, _ = generalized_advantage(value, torch.ones(1, 3).bool(), reward, lam=lam)

@@ -83,7 +83,7 @@ def named_mean(unit, loss, mask, rollouts, groups, length) -> float:
     ),
     st.sampled_from(MEANS),
 )
-def test_weights_of_each_step_sum_to_its_own_mean(columns, unit):
+def test_the_weighted_sum_of_an_optimiser_step_is_its_mean(columns, unit):
     rollouts, groups, steps, mask = columns
     loss = torch.arange(1.0, 3 * len(mask) + 1, dtype=torch.float64).view(-1, 3) ** 1.5
     batch = TensorDict(
@@ -113,8 +113,8 @@ def test_weights_of_each_step_sum_to_its_own_mean(columns, unit):
         assert out["num_groups"][rows].tolist() == [len({groups[i] for i in speaking})] * len(rows)
 
 
-def test_a_power_of_the_length_interpolates_token_and_rollout_means():
-    """Rollouts of 4 and 2 tokens: under 0 all tokens weigh ½; under 1 they weigh (¼, ½) / (¼ + ½) = ⅓, ⅔."""
+def test_power_0_weighs_tokens_equally_and_power_1_rollouts():
+    """Rollouts have 4 and 2 tokens. With power 1, a token weighs ¼ / (¼ + ½) = ⅓ or ½ / (¼ + ½) = ⅔."""
     batch = batch_of([[1.0, 1, 1], [1, 0, 0], [1, 1, 0]], rollout_id=[5, 5, 9])
     batch[MASK] = batch["loss"] > 0
     for power, expected in ((0.0, [1 / 2, 1 / 2, 1 / 2]), (1.0, [1 / 3, 1 / 3, 2 / 3])):
@@ -128,7 +128,7 @@ def test_masked_rows_are_in_no_denominator():
     batch[IN_LOSS] = torch.tensor([True, True, False])
     batch["log_probs", "full"] = torch.zeros(3, 3)
     batch["log_probs", "full"][1, 0] = float("nan")  # GRPOLoss leaves such a token out
-    for unit, expected in {
+    for unit, expected in {  # of the tokens 1, 2, 3 of row 0, and 5, 6 of row 1
         "token": 17 / 5,
         "sample": (2 + 5.5) / 2,
         "rollout": 3.75,
@@ -155,7 +155,7 @@ def test_folding_into_a_token_mean_cancels_its_denominator():
         for each in {tuple(p) for p in passes}:
             rows = [i for i, p in enumerate(passes) if tuple(p) == each]
             total += float((out["advantage"][rows].squeeze(-1) * batch["loss"][rows]).mean())
-        assert total == pytest.approx(8, rel=1e-12)
+        assert total == pytest.approx(8, rel=1e-12)  # the rollouts have the means 5 and 11
     summing = LossWeight(unit="rollout", fold="sum")(batch)
     assert float((summing["advantage"].squeeze(-1) * batch["loss"]).sum()) == pytest.approx(8, rel=1e-12)
 
@@ -180,7 +180,7 @@ def test_ragged_advantages_per_token_are_folded_row_by_row():
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_a_folded_advantage_is_at_least_float32_dense_or_ragged(tokens):
+def test_a_folded_advantage_of_dense_or_ragged_rows_is_at_least_float32(tokens):
     batch = batch_of(NINE)
     batch["advantage"] = torch.full((3, tokens, 1), 1.5, dtype=torch.bfloat16)
     dense = LossWeight(fold="sum")(batch)["advantage"]
@@ -195,14 +195,14 @@ def test_averaged_gradients_need_the_number_of_ranks():
         LossWeight(gradients="mean")(batch)
 
 
-def test_averaged_gradients_multiply_weights_by_the_ranks():
+def test_averaged_gradients_multiply_weights_by_the_number_of_ranks():
     batch = batch_of(NINE)
     once = LossWeight(dtype="float64")(batch)[WEIGHT]
     assert torch.equal(LossWeight(dtype="float64", gradients="mean", ranks=4)(batch)[WEIGHT], 4 * once)
     assert torch.equal(LossWeight(dtype="float64", ranks=4)(batch)[WEIGHT], once)
 
 
-def test_weights_have_the_advantages_dtype_but_at_least_float32():
+def test_weights_have_the_dtype_of_the_advantage_and_at_least_float32():
     batch = batch_of(NINE)
     for given_, found in (("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")):
         batch["advantage"] = torch.zeros(3, 1, 1, dtype=getattr(torch, given_))
@@ -210,7 +210,7 @@ def test_weights_have_the_advantages_dtype_but_at_least_float32():
     assert LossWeight(dtype="float16")(batch)[WEIGHT].dtype == torch.float16
 
 
-def test_ragged_rows_have_the_weights_of_dense_ones():
+def test_ragged_rows_have_the_weights_of_dense_rows():
     dense = batch_of(NINE, [[1, 1, 0], [1, 1, 1], [1, 0, 0]], rollout_id=[0, 0, 1])
     rows = []
     for row, length in zip(dense.unbind(0), (2, 3, 1), strict=True):
@@ -254,7 +254,7 @@ def test_each_minibatch_has_its_own_mean_for_any_cut(unit, make_batch):
 # -- wrong data -------------------------------------------------------------------------------------
 
 
-def test_a_batch_without_a_loss_mask_or_its_substitute_is_refused():
+def test_a_batch_without_a_loss_mask_or_a_response_is_refused():
     with pytest.raises(MissingKeyError, match=r"\(loss_mask_key\), or of a response.*Write the mask"):
         LossWeight()(TensorDict({"x": torch.zeros(2)}, batch_size=[2]))
 
@@ -280,7 +280,7 @@ def test_weights_need_terms_per_token():
 
 
 @pytest.mark.parametrize("name", ["loss_weight", "w"])
-def test_a_row_of_weight_0_is_not_trained_under_any_name(make_batch, name):
+def test_a_row_of_weight_0_does_not_train_for_any_weight_key(make_batch, name):
     batch = make_batch([1.0, 2, 3, 4], [0, 0, 1, 1])
     batch["log_probs", "full"][0] = float("nan")
     pipeline = Pipeline({"split": ShuffleSplit(minibatches=1), "weight": LossWeight(weight_key=name)})

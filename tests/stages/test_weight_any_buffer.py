@@ -23,7 +23,7 @@ RECIPE = ("pipeline=grpo", "pipeline.stages.gate.group_size=4")
 
 
 def collected(first_group: int = 0) -> TensorDict:
-    """Four groups of four rollouts; every third rollout has two segments."""
+    """Four groups of four rollouts, in 22 rows. Every third rollout has two segments."""
     rows = [(g, 4 * g + k, float((g + k) % 3)) for g in range(first_group, first_group + 4) for k in range(4)]
     rows = [row for i, row in enumerate(rows) for _ in range(2 if i % 3 == 0 else 1)]
     groups, rollouts, rewards = zip(*rows, strict=True)
@@ -47,7 +47,7 @@ def weight_of(minibatches) -> float:
 
 @pytest.mark.torchrl
 @pytest.mark.parametrize("unit", ["token", "group"])
-def test_weights_of_a_sample_weighted_as_a_step_sum_to_one(unit):
+def test_rows_that_are_weighted_after_sampling_have_weights_with_the_sum_1(unit):
     first, second = composed(*RECIPE, f"pipeline.stages.weight.unit={unit}").halves()
     buffer = buffer_of((first, True))
     buffer.extend(collected())
@@ -83,7 +83,7 @@ def test_rows_that_were_not_weighted_together_are_refused(fold):
             weight_of([step.exclude(*PLACES)])
 
 
-def test_an_equal_token_count_does_not_make_a_step():
+def test_duplicate_rows_with_the_tokens_of_a_step_are_refused():
     batch = batch_of([1.0] * 5 + [2.0, 3.0, 4.0], [0] * 8, [0] * 5 + [1, 2, 3])
     batch["masks", "all_assistant_mask"] = torch.ones(8, 4, dtype=torch.bool)
     done = composed(*RECIPE, "pipeline.stages.weight.unit=rollout")(batch).exclude(*PLACES)
@@ -106,7 +106,7 @@ def test_rows_of_two_batches_with_equal_tokens_are_refused(unit):
 
 
 @pytest.mark.torchrl
-def test_a_pipeline_on_the_wrong_side_is_refused_with_the_right_one():
+def test_a_pipeline_on_the_wrong_side_of_a_buffer_is_refused():
     from torchrl.data import LazyTensorStorage, ReplayBuffer
 
     pipeline = composed(*RECIPE)
@@ -124,7 +124,7 @@ def test_a_pipeline_on_the_wrong_side_is_refused_with_the_right_one():
         weighed.sample()
 
 
-def test_a_half_takes_only_rows_of_its_other_half():
+def test_halves_take_each_row_once_and_in_order():
     first, second = composed(*RECIPE).halves()
     with pytest.raises(BatchError, match="needs rows that the first half has processed; got 22"):
         second(collected())

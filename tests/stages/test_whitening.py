@@ -25,7 +25,7 @@ MODES = ["variance", "add", "clamp"]
     st.sampled_from(MODES),
 )
 def test_whitening_equals_its_definition(rows, eps, eps_mode):
-    """Compared with the standard library: each value is repeated as often as its weight says."""
+    """In the reference, each value is repeated as often as its weight says."""
     values, weights = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
     each = [x for x, w in rows for _ in range(w)]
     found = whiten(values, weights, eps=eps, eps_mode=eps_mode)
@@ -39,8 +39,8 @@ def test_whitening_equals_its_definition(rows, eps, eps_mode):
     assert found.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-def test_equal_values_are_exactly_0_though_their_mean_is_rounded():
-    """A row with weight 0 changes nothing, and gets 0 too."""
+def test_equal_values_become_exactly_0_although_their_mean_is_rounded():
+    """A row with weight 0 changes nothing, and also gets 0."""
     for value, eps, eps_mode in product((0.1, -0.7, 1e-30, 3e20), (0.0, 1e-8), MODES):
         values = torch.tensor([value, value, value, value + 1], dtype=torch.float64)
         for some, weights in ((values[:3], torch.ones(3)), (values, torch.tensor([1, 1, 1, 0]))):
@@ -48,7 +48,7 @@ def test_equal_values_are_exactly_0_though_their_mean_is_rounded():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_statistics_are_float64_and_the_result_has_its_dtype(dtype):
+def test_statistics_are_float64_and_the_result_has_the_dtype_of_the_values(dtype):
     values = torch.tensor([4096.0, 4097, 4098, 4099] if dtype is torch.float32 else [1.0, 2, 3, 4]).to(dtype)
     found = whiten(values, torch.ones(4), eps=0.0)
     assert found.dtype is dtype
@@ -73,8 +73,8 @@ def test_excluded_and_masked_rows_get_0(make_batch):
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_a_rollout_counts_once_whatever_its_number_of_rows(seed):
-    """Compared with a dictionary of rollouts and the standard library. Some are excluded or lack a reward."""
+def test_a_rollout_counts_once_for_any_number_of_rows(seed):
+    """Some rollouts are excluded, and some lack a reward."""
     chance = random.Random(seed)
     credits = {9 * number + 4: chance.choice([-1.0, 0.25, chance.uniform(-5, 5)]) for number in range(6)}
     excluded, unscored = (set(chance.sample(list(credits), chance.randint(0, 2))) for _ in range(2))

@@ -25,7 +25,7 @@ TESTED_ELSEWHERE = {
     "transforms/carry/memory": "carry/test_resume.py",
     "transforms/split/permuted": "split/test_split.py",
     "transforms/split/shuffle": "split/test_split.py",
-    "transforms/stages/advantage/reshape_formula": "stages/test_baselines.py",
+    "transforms/stages/advantage/reshape_formula": "stages/test_group_relative.py",
     "transforms/stages/advantage/states": "stages/test_by_turn.py",
     "transforms/stages/advantage/token_terms": "stages/test_by_token.py",
     "transforms/stages/correction/diverged": "stages/test_correction.py",

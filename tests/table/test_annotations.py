@@ -28,7 +28,7 @@ def test_a_wrong_value_is_answered_with_the_nearest_one(call, meant):
         call()
 
 
-def test_a_value_that_is_near_no_other_gets_no_guess():
+def test_a_value_that_is_near_no_known_value_gets_no_guess():
     with pytest.raises(ValueError, match=r"criterion must be a callable; got 'qqq'$"):
         SampleFilter(criterion="qqq")
 

@@ -68,7 +68,7 @@ def test_an_unknown_option_is_answered_with_the_nearest_one(call, meant):
         (lambda: Pipeline([repr]), "(headrace.load_pipeline takes the name of a recipe); got [<built-in"),
     ],
 )
-def test_a_call_that_does_not_fit_the_signature_is_answered_with_one_that_does(call, said):
+def test_the_error_for_a_wrong_call_shows_a_call_that_fits(call, said):
     with pytest.raises((TypeError, ValueError), match=re.escape(said)) as refused:
         call()
     assert ("did you mean" in str(refused.value)) == ("did you mean" in said)
@@ -92,7 +92,7 @@ def test_a_call_of_the_base_class_that_does_not_fit_names_the_base_class():
         Sized()
 
 
-def test_an_error_inside_of_a_call_that_fits_the_signature_is_raised_as_it_is():
+def test_an_error_inside_of_a_call_that_fits_the_signature_is_unchanged():
     class Sums(BatchTransform):
         def __init__(self, *, low: float = 0.0):
             super().__init__()

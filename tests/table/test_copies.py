@@ -1,4 +1,4 @@
-"""Copies in workers, buffers and collectors are recognised; stages that cannot be copied are refused."""
+"""A copy of a pipeline says that it is a copy. Shared buffers refuse stages with memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ASKED = (
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_a_copy_says_so_until_it_runs_a_batch(copied):
+def test_a_copy_has_no_results_until_it_runs_a_batch(copied):
     pipeline = make_pipeline()
     batch = collected("uniform", "grpo")
     pipeline(batch)
@@ -80,7 +80,7 @@ def split_in_a_compose() -> Compose:
 
 @pytest.mark.torchrl
 @pytest.mark.parametrize("make", [make_pipeline, split, split_in_a_compose])
-def test_stages_with_memory_are_refused_where_torchrl_asks(make):
+def test_stages_with_memory_are_refused_by_a_shared_buffer(make):
     from torchrl.data import LazyTensorStorage, ReplayBuffer
 
     with pytest.raises(TypeError, match=REFUSED):
@@ -93,7 +93,7 @@ def test_stages_with_memory_are_refused_where_torchrl_asks(make):
 @pytest.mark.parametrize(
     "make", [CompletenessGate, lambda: make_pipeline().halves()[0], lambda: Pipeline({"f": FanOutCollapse()})]
 )
-def test_stages_without_memory_are_accepted(make):
+def test_stages_without_memory_are_accepted_by_a_shared_buffer(make):
     assert not make().requires_shared_write_state
     buffer_with(make(), invert=False)
 
@@ -126,8 +126,8 @@ def elsewhere(function, *args) -> str:
 
 @pytest.mark.torchrl
 @pytest.mark.slow
-def test_a_worker_that_writes_to_a_buffer_refuses_a_split_and_takes_stages_before_it():
-    """TorchRL 0.14.1 does not check this when rows are written."""
+def test_a_worker_that_writes_to_a_shared_buffer_refuses_only_the_split():
+    """TorchRL 0.14.1 does not look for stages with memory when rows are written."""
     batch = collected("uniform", "grpo").exclude("prompt_text")
     assert re.search(REFUSED, elsewhere(extend, buffer_with(make_pipeline()), batch))
     assert elsewhere(extend, buffer_with(make_pipeline().halves()[0]), batch) == "20 rows"

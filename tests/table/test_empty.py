@@ -29,7 +29,7 @@ NAN = float("nan")
 
 
 def rows_of(rewards, tokens, rollouts=None, groups=None, *, unscored=()):
-    """A batch. Row i has `tokens[i]` of 4 tokens in the mask; `unscored` rows have no log-probability."""
+    """A batch. Row i has `tokens[i]` of 4 tokens in the mask. `unscored` rows have no log-probabilities."""
     count = len(rewards)
     mask = torch.arange(4) < torch.tensor(tokens)[:, None]
     log_probs = torch.full((count, 4), -1.0)
@@ -57,7 +57,7 @@ def advantages(pipeline, batch):
 
 
 def by_hand(batch):
-    """Row by row, R − the mean R of the group's rollouts with a token in the loss; 0 for other rollouts."""
+    """R − the mean R of the group over rollouts with a token in the loss, and 0 for other rollouts."""
     rollouts, groups = batch["rollout_id"].tolist(), batch["group_id"].tolist()
     rewards = batch["next", "reward"].tolist()
     trains = (batch[MASK] & batch[LOG_PROBS].isfinite()).any(1).tolist()
@@ -74,7 +74,7 @@ def by_hand(batch):
 
 
 def test_an_empty_rollout_of_four_leaves_a_mean_over_three():
-    """These are the numbers that NVIDIA-NeMo/RL #3467 asks for."""
+    """NVIDIA-NeMo/RL #3467 asks for these numbers."""
     batch = rows_of([1.0, 1, 0, 0], [2, 0, 2, 2])
     assert advantages(Pipeline(stages()), batch) == [0.667, 0.0, -0.333, -0.333]
     assert advantages(Pipeline(stages(empty="count")), batch) == [0.5, 0.5, -0.5, -0.5]
@@ -90,8 +90,8 @@ def test_the_ledger_names_empty_rollouts_and_the_group_is_complete():
     assert pipeline.metrics["gate/incomplete_rows"] == 0
 
 
-def test_every_statistic_excludes_empty_rollouts_as_a_loop_does():
-    """Random groups with rollouts of several rows. Some rollouts are empty, and some rewards are missing."""
+def test_the_advantage_excludes_empty_rollouts_as_a_loop_does():
+    """Some rollouts of these random groups are empty, and some rows have no log-probabilities."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(high, count):
@@ -116,7 +116,7 @@ def test_every_statistic_excludes_empty_rollouts_as_a_loop_does():
 
 
 def test_a_group_is_judged_without_empty_rollouts():
-    """The rewards are 9, 1, 1 and 1. The first rollout is empty: counted rewards are equal, as in SkyRL."""
+    """The rewards are 9, 1, 1 and 1. If the first rollout is empty, the counted rewards are equal."""
     chain = stages() | {"filter": SampleFilter(criterion=RewardsVary(), action="drop")}
     order = ["gate", "collapse", "filter", "advantage"]
     assert len(Pipeline(chain, order=order)(rows_of([9.0, 1, 1, 1], [0, 2, 2, 2]))) == 0
@@ -124,7 +124,7 @@ def test_a_group_is_judged_without_empty_rollouts():
 
 
 def test_rows_masked_by_a_stage_still_count():
-    """Only rows that arrive without a token are empty; truncated rollouts that DAPO masks still count."""
+    """Only a rollout that arrives without a token in the loss is empty."""
 
     def low(batch):
         return batch["next", "reward"].reshape(-1) > 0.5
@@ -150,7 +150,7 @@ def test_columns_do_not_depend_on_empty_rollouts():
     assert set(some.keys(True, True)) == set(none.keys(True, True))
 
 
-def test_carried_rows_are_counted_as_others():
+def test_carried_rows_are_counted_like_other_rows():
     chain = stages() | {"split": ShuffleSplit(minibatch_size=4, remainder="carry"), "weight": LossWeight()}
     pipeline = Pipeline(chain)
     first = rows_of([1.0, 1, 0, 0] * 3, [2, 0, 2, 2] * 3, groups=[0] * 4 + [1] * 4 + [2] * 4)
@@ -180,7 +180,7 @@ def test_the_reward_of_an_empty_rollout_changes_no_number():
 
 @pytest.mark.slow
 def test_stages_alone_exclude_empty_rollouts_as_a_pipeline_does():
-    """Stages of recipes without a gate do so, too, even if a later stage masks all of a rollout."""
+    """There is no gate. A filter masks all rows of another rollout, which still counts."""
     for recipe in ADVANTAGES:
         if recipe.startswith("as/"):
             continue  # these set `empty` for the whole pipeline
@@ -202,7 +202,7 @@ def test_stages_alone_exclude_empty_rollouts_as_a_pipeline_does():
 
 
 @pytest.mark.parametrize("empty", ["count", "exclude"])
-def test_stages_alone_follow_the_gate_about_empty_rollouts(empty):
+def test_stages_alone_follow_the_option_empty_of_the_gate(empty):
     batch = rows_of([1.0, 1, 0, 0], [2, 0, 2, 2])
     together = Pipeline(stages(empty=empty))(batch)
     for stage in stages(empty=empty).values():
@@ -211,8 +211,8 @@ def test_stages_alone_follow_the_gate_about_empty_rollouts(empty):
 
 
 @pytest.mark.parametrize("recipe", ["trl", "verl", "skyrl", "prime_rl", "slime", "tinker"])
-def test_conventions_that_count_empty_rollouts_do(recipe):
-    """These are TRL's mask_truncated_completions and the advantages of verl, SkyRL and prime-rl."""
+def test_these_conventions_count_empty_rollouts(recipe):
+    """The reward of an empty rollout changes the advantages, as in these frameworks."""
     pipeline = pipeline_of(f"as/{recipe}", gate={"group_size": 4})
     found = []
     for reward in (0.0, 1.0):
@@ -229,7 +229,7 @@ def test_a_report_has_the_number_of_empty_rollouts():
 
 
 def test_without_a_gate_the_recipe_decides_about_empty_rollouts():
-    """With and without a gate, `as/verl` compares all rewards, and `grpo` those of rollouts with tokens."""
+    """`as/verl` compares all rewards, and `grpo` the rewards of rollouts with tokens in the loss."""
     for recipe, counts in (("as/verl", True), ("grpo", False)):
         pipeline = load_pipeline(f"pipeline={recipe}", "~pipeline.stages.gate")
         found = [

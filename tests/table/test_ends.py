@@ -35,6 +35,7 @@ def ended(make_batch, rollouts, done, groups=None, **columns):
 
 
 def verdicts(batch, **options):
+    """The reason of each row: 0 is trained, 1 incomplete, 2 failed, 3 unfinished."""
     sizes = {"group_size": 2, "on_incomplete": "drop"}
     reasons = ["trained", *CompletenessGate.reasons]
     return [reasons.index(reason) for reason in said_by(CompletenessGate(**sizes | options), batch).reasons]
@@ -52,7 +53,7 @@ def test_a_rollout_without_an_end_makes_its_group_incomplete(make_batch):
         CompletenessGate(group_size=2)(batch)
 
 
-def test_a_batch_without_done_is_accepted(make_batch):
+def test_ends_are_checked_only_with_a_done_column_and_rollout_ids(make_batch):
     batch = ended(make_batch, [0, 1], [False, False])
     assert verdicts(batch) == [3, 3]
     assert verdicts(batch, done_key=None) == verdicts(batch.exclude(DONE)) == [0, 0]
@@ -60,7 +61,7 @@ def test_a_batch_without_done_is_accepted(make_batch):
 
 
 @pytest.mark.parametrize("state", [Status.FAILED, Status.ABORTED])
-def test_a_lost_rollout_counts_as_lost_without_an_end(make_batch, state):
+def test_a_failed_or_aborted_rollout_needs_no_end(make_batch, state):
     batch = ended(make_batch, [0, 1], [True, False], status=[Status.COMPLETED, state])
     assert verdicts(batch) == [1, 2]
 
@@ -91,7 +92,7 @@ def test_rows_after_the_end_are_refused(make_batch):
     assert verdicts(batch, segment_key="turn") == [3, 3, 1]
 
 
-def test_ends_are_bool_columns(make_batch):
+def test_ends_must_be_bool(make_batch):
     batch = ended(make_batch, [0, 1], [1.0, 1.0])
     with pytest.raises(
         BatchError, match=r"CompletenessGate needs one bool per row in .*'done'.* found torch.float32"
@@ -102,7 +103,7 @@ def test_ends_are_bool_columns(make_batch):
 
 
 def test_a_collapse_checks_ends_only_without_a_gate(make_batch):
-    """A gate knows the segment numbers, or its options say that ends are not checked."""
+    """The gate reads segment numbers, or its options turn the check off."""
     batch = ended(make_batch, [7, 7, 8], [True, True, True], segment=[0, 1, 0])
     for options in ({"segment_key": "segment"}, {"done_key": None}):
         gate = CompletenessGate(group_size=2, **options)
@@ -112,7 +113,7 @@ def test_a_collapse_checks_ends_only_without_a_gate(make_batch):
 
 @pytest.mark.parametrize("file_format", ["parquet", "jsonl"])
 def test_unfinished_rollouts_stay_unfinished_in_a_dump(make_batch, tmp_path, file_format):
-    """A dump has no ends. A rollout that was unfinished when it was written is absent in a replay."""
+    """A dump has no ends. In a replay, an unfinished rollout has the status aborted."""
     batch = ended(make_batch, [0, 1, 2, 3], [True, False, True, True], [0, 0, 1, 1])
     pipeline = Pipeline({"gate": CompletenessGate(group_size=2, on_incomplete="drop")})
     report = make_report(pipeline.run(batch))
@@ -122,7 +123,7 @@ def test_unfinished_rollouts_stay_unfinished_in_a_dump(make_batch, tmp_path, fil
     assert pipeline(replayed)["rollout_id"].unique().shape == (2,)
 
 
-# -- segments that end each by themselves ----------------------------------------------------------------
+# -- segments with ends of their own ----------------------------------------------------------------------
 
 
 def test_all_expected_segments_must_end(make_batch):
@@ -144,7 +145,7 @@ def test_all_expected_segments_must_end(make_batch):
 
 
 def says(rows) -> bool | None:
-    """Whether a rollout with rows (done, begins, segment, expected) is finished; None: it is refused."""
+    """Whether a rollout with rows (done, begins, segment, expected) is finished. None if it is refused."""
     with_begins, by_segment, expected = rows[0][1] is not None, rows[0][2] is not None, rows[0][3]
     ends = sum(done for done, *_ in rows)
     begun = sum(begins for _, begins, *_ in rows) if with_begins else ends
@@ -228,7 +229,7 @@ def test_finished_rollouts_are_those_of_a_loop(data, with_begins, with_segments,
 
 @pytest.mark.torchrl
 def test_batches_that_end_inside_rollouts_train_no_wrong_reward():
-    """Half of a rollout is in one batch and half in the next; neither half is trained."""
+    """If a rollout begins in one batch and ends in the next, none of its rows trains."""
     from torchrl.collectors import Collector
     from torchrl.envs import InitTracker, TransformedEnv
     from turns import SLOTS, OneAction, TurnsEnv, last_turn, reward_of
@@ -266,7 +267,7 @@ def test_batches_that_end_inside_rollouts_train_no_wrong_reward():
         ({"done": [0, 1, 1], "init": [1, 0, 0]}, {"expected": 2}, 3),  # one agent's first rows are missing
         ({"done": [0, 0, 0, 1], "init": [1, 0, 1, 0]}, {"segment": [0, 0, 1, 1]}, 3),  # one agent still runs
         ({"done": [0, 0, 1], "init": [0, 1, 0]}, {}, 3),  # the rollout begins in its middle
-        ({"done": [0, 0, 1, 1], "init": [1, 1, 0, 0]}, {"expected": 2}, 0),  # both complete, interleaved
+        ({"done": [0, 0, 1, 1], "init": [1, 1, 0, 0]}, {"expected": 2}, 0),  # both end, interleaved
     ],
 )
 def test_a_rollout_has_as_many_starts_as_ends(make_batch, rows, options, verdict):
@@ -280,7 +281,7 @@ def test_a_rollout_has_as_many_starts_as_ends(make_batch, rows, options, verdict
     assert verdicts(batch, group_size=1, segment_key=segment_key) == [verdict] * number
 
 
-def test_collector_padding_is_one_bool_per_row():
+def test_the_mask_of_a_collector_is_one_bool_per_row():
     columns = {"group_id": [0] * 4, "rollout_id": [0, 1, 2, 3], ("next", "reward"): [1.0] * 4}
     batch = TensorDict(columns, batch_size=[4])
     batch["collector", "mask"] = torch.tensor([True, True, False, True])

@@ -1,4 +1,4 @@
-"""Text ids count as numbers do, and errors name their text."""
+"""Text ids give the results of numbers, and errors show the texts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def as_text(batch: TensorDict, *keys: str) -> TensorDict:
 
 
 def as_numbers(batch: TensorDict) -> TensorDict:
-    """The batch of :func:`as_text`, with the labels' numbers."""
+    """The batch of :func:`as_text`, with the number of each label in place of the label."""
     numbered = as_text(batch)
     for key in IDS:
         numbered[key] = number_labels([f"{key[0]}-{number}" for number in batch[key].tolist()])
@@ -43,8 +43,8 @@ def as_numbers(batch: TensorDict) -> TensorDict:
 
 @pytest.mark.slow
 @every
-def test_text_ids_are_counted_as_numbers(name):
-    if name == "by-column":  # entries are ids, here numbers
+def test_text_ids_give_the_results_of_their_numbers(name):
+    if name == "by-column":  # its entries are ids, here numbers
         return
     for made in (lambda batch: batch, lambda batch: lazy_stack(list(batch.unbind(0)))):
         text = made(as_text(rows()))
@@ -58,7 +58,7 @@ def test_text_ids_are_counted_as_numbers(name):
         assert text.get("group_id").tolist()[0] == "g-0", "the input is left alone"
 
 
-def test_the_text_stays_with_its_rows(make_batch):
+def test_a_label_stays_with_its_rows(make_batch):
     batch = as_text(rows())
     out = CompletenessGate(group_size=3, on_incomplete="drop")(batch)
     assert list(out["group_label"]) == ["g-0"] * 4 + ["g-1"] * 3
@@ -70,7 +70,7 @@ def test_the_text_stays_with_its_rows(make_batch):
     assert list(out["x", "uid_label"]) == ["a", "b"]
 
 
-def test_errors_name_the_texts(make_batch):
+def test_errors_show_the_labels(make_batch):
     batch = as_text(make_batch([1.0, 2, 3, 4], [0, 0, 1, 2], [5, 6, 7, 8]))
     batch["next", "done"] = torch.tensor([True, True, True, False])[:, None]
     words = r"2 incomplete groups: group 'g-1' has 1 of 2 .*'g-2' has 0 of 2 \(1 unfinished: \['r-8'\]\)"
@@ -84,7 +84,7 @@ def test_errors_name_the_texts(make_batch):
         FanOutCollapse()(batch)
 
 
-def test_a_whole_recipe_takes_text_ids(make_batch):
+def test_a_recipe_takes_text_ids(make_batch):
     batch = rows()[:7]
     options = ("pipeline=grpo", "pipeline.stages.gate.group_size=3")
     text, numbers = (load_pipeline(*options).run(each) for each in (as_text(batch), as_numbers(batch)))
@@ -102,7 +102,7 @@ def test_text_ids_are_carried_and_saved(make_batch):
     split(batch)
     resumed = ShuffleSplit(minibatch_size=3, remainder="carry", shuffle=False)
     resumed.load_state_dict(split.state_dict())
-    assert len(resumed(batch)) == 0, "it was trained before the state was saved, or is carried"
+    assert len(resumed(batch)) == 0, "every row was trained before the state was saved, or is carried"
     with pytest.raises(BatchError, match="carried"):
         resumed(batch)
     later = as_text(make_batch([5.0, 6], [2, 2], [4, 5]))
@@ -110,15 +110,15 @@ def test_text_ids_are_carried_and_saved(make_batch):
 
 
 @given(st.lists(st.text(min_size=1, max_size=4), max_size=20))
-def test_equal_labels_have_equal_numbers_and_others_do_not(labels):
+def test_labels_are_equal_if_and_only_if_their_numbers_are(labels):
     numbers = number_labels(labels).tolist()
     assert all(0 <= number < 2**62 for number in numbers)
     assert [[a == b for b in labels] for a in labels] == [[a == b for b in numbers] for a in numbers]
-    assert numbers == [int(number_labels([label])) for label in labels], "whatever else is in the batch"
+    assert numbers == [int(number_labels([label])) for label in labels], "the number depends on other labels"
 
 
 def test_a_label_has_the_same_number_in_every_process():
-    """The number is stored in dumps and checkpoints, so it must not change."""
+    """Dumps and checkpoints store the number, so the number must not change."""
     assert number_labels(["ünï", "b"]).tolist() == [1592140951099421541, 2385976210466362333]
 
 
@@ -157,7 +157,7 @@ def jagged(batch: TensorDict) -> TensorDict:
 
 
 @every
-def test_nested_tensors_are_refused_with_what_to_do(name):
+def test_nested_tensors_are_refused_with_advice(name):
     words = r"nested tensors in \('tokens', 'full'\), .*: pass batch\.to_lazystack\(\)"
     with pytest.raises(BatchError, match=words):
         STAGES[name]()(jagged(rows()))

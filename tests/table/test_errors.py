@@ -1,4 +1,4 @@
-"""Errors carry their facts, and speak in the names of the caller."""
+"""Errors keep their facts, and name columns and options as the caller does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from headrace.transforms.ranks import barrier
 ROOT = Path(__file__).parents[2]
 
 
-def test_an_error_keeps_its_facts_when_it_is_sent_to_another_process(make_batch):
+def test_a_pickled_error_keeps_its_facts(make_batch):
     with pytest.raises(IncompleteGroupsError, match=r"group 7 has 1 of 2 .*Set on_incomplete='drop'") as info:
         load_pipeline("grpo", group_size=2).run(make_batch([1.0, 2.0, 3.0], [5, 5, 7]))
     came = pickle.loads(pickle.dumps(info.value))
@@ -75,7 +75,7 @@ def test_braces_in_the_ids_of_a_batch_are_not_fields_of_an_error():
 @pytest.mark.parametrize(
     ("option", "name"), [("also", "best_of"), ("criterion", "fresh"), ("also", "diverged")]
 )
-def test_the_advice_about_a_short_name_that_lacks_an_option_composes(option, name):
+def test_the_advice_for_a_short_name_without_its_option_composes(option, name):
     with pytest.raises(
         ConfigError, match=rf"filter\.{option}: {name} needs \w+\. Set, for example, "
     ) as info:
@@ -86,7 +86,7 @@ def test_the_advice_about_a_short_name_that_lacks_an_option_composes(option, nam
 
 
 @pytest.mark.parametrize("text", ["found {fuond}", "the column {column}", "{missing}", "{found} {present}"])
-def test_a_field_that_is_not_among_the_facts_is_refused_where_the_error_is_made(text):
+def test_every_field_of_an_error_must_be_among_its_facts(text):
     with pytest.raises(KeyError, match="is not among the facts"):
         BatchError(text, found=1)
     facts = {"found": 1, "fuond": 1, "key": "reward", "option": "", "batch": []}
@@ -96,7 +96,7 @@ def test_a_field_that_is_not_among_the_facts_is_refused_where_the_error_is_made(
 
 
 class Odd:
-    """The criterion does not return bools, and its repr has braces."""
+    """A criterion that does not return bools, and whose repr has braces."""
 
     def __init__(self, text):
         self.text = text
@@ -115,7 +115,7 @@ def one_rank():
 
 
 @pytest.mark.parametrize("data", ["{found}", "{a=b}", "{gate/a=b}", "{missing}"])
-def test_braces_in_data_are_shown_as_they_are(make_batch, data):
+def test_braces_in_data_are_shown_unchanged(make_batch, data):
     ids = {"group_id": [0, 0], "rollout_id": [0, 1]}
     for refuse in (
         lambda: number_labels([(data,)]),
@@ -134,7 +134,7 @@ def test_braces_in_data_are_shown_as_they_are(make_batch, data):
         assert not info.value.options
 
 
-def test_segments_of_several_rewards_name_the_option_of_the_collapse_in_any_stage(make_batch):
+def test_the_error_for_segments_with_different_rewards_names_an_option_of_the_collapse(make_batch):
     with pytest.raises(BatchError, match=r"must have the same reward") as info:
         TreeAdvantage()(make_batch([1.0, 2.0, 3.0], [5, 5, 5], [0, 0, 1]))
     assert info.value.options == [("collapse", "reward", "sum")]
@@ -150,7 +150,7 @@ def test_segments_of_several_rewards_name_the_option_of_the_collapse_in_any_stag
         ({"expected_rollouts": [2, 2, 2]}, "Correct the column 'expected_rollouts', or are group ids"),
     ],
 )
-def test_a_group_with_too_many_rollouts_says_where_its_size_came_from(expected, todo):
+def test_the_error_for_too_many_rollouts_says_where_the_size_is_from(expected, todo):
     columns = {"group_id": [5, 5, 5], "rollout_id": [0, 1, 2], "reward": [1.0, 0.0, 1.0]}
     size = expected.pop("group_size", None)
     with pytest.raises(BatchError, match=rf"has 3 of 2\. .*{todo} reused"):
@@ -187,7 +187,7 @@ def test_errors_about_plain_columns_name_no_option_of_a_key(recipe):
         lambda ids, odd: group_relative_advantage(torch.arange(len(ids)).float(), ids, ids),
         lambda ids, odd: SampleFilter(criterion=lambda b: b["group_id"] < 0, unit="group")(odd),
     ],
-    ids=["siblings that disagree", "a rollout in many groups", "many rewards of one rollout", "an unset id"],
+    ids=["rows that disagree", "a rollout in many groups", "many rewards of one rollout", "an unset id"],
 )
 def test_an_error_is_short_for_any_number_of_rows(make_batch, refuse):
     rows = 50_000

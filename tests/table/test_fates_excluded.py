@@ -49,7 +49,7 @@ def test_an_excluded_reward_changes_no_other_row(make_batch, value):
         "advantage": GroupRelativeAdvantage(scale="none"),
         "states": StateAdvantage(weight=1.0),
     }
-    # By hand: rewards and returns 1, 3, 5, each compared twice with their mean.
+    # Two advantages are added: of the rewards 1, 3, 5 and of the equal returns, each against the mean 3.
     assert Pipeline(stages)(batch)["advantage"].flatten().tolist() == [-4.0, 0.0, 0.0, 4.0]
 
 
@@ -63,12 +63,12 @@ def test_the_report_excludes_rows_from_group_statistics(make_batch):
     report = make_report(Pipeline(stages).run(batch))
     assert report.groups["reward_mean"].tolist() == [1.0, 5.0]
     assert report.groups["zero_variance"].tolist() == [True, False]
-    assert report.numbers["reward/all/mean"] == pytest.approx(3.4)
+    assert report.numbers["reward/all/mean"] == pytest.approx(3.4)  # of 1, 1, 3, 5 and 7
     assert report.numbers["reward/all/min"] == 1.0
 
 
 @pytest.mark.parametrize("action", ["exclude", "drop"])
-def test_a_rollout_is_reported_by_its_trained_advantage(make_batch, action):
+def test_the_report_shows_the_advantage_with_which_a_rollout_trains(make_batch, action):
     batch = make_batch([9.0, 1.0, 3.0, 5.0], [0] * 4, [0, 0, 1, 2])
     stages = {
         "filter": SampleFilter(criterion=below(8.0), action=action),
@@ -140,7 +140,7 @@ def test_a_missing_reward_is_read_back_as_missing(make_batch, tmp_path, format):
     assert Pipeline(stages)(again)["advantage"].flatten().tolist() == [0.0, -0.5, 0.5]
 
 
-def test_a_nan_advantage_is_not_whitened(make_batch):
+def test_whitening_refuses_a_nan_advantage(make_batch):
     batch = make_batch([0.0] * 3, [0] * 3)
     batch["advantage"] = torch.tensor([1.0, NAN, 2.0]).view(3, 1, 1)
     with pytest.raises(BatchError, match=r"needs finite advantages .* found nan at row 1$"):

@@ -1,4 +1,4 @@
-"""Arithmetic per id over its counted rows, for any other rows and any order."""
+"""Sums and extremes of an id are over its counted rows, for any other rows and any order."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_sum_does_not_depend_on_order_or_on_other_rows(drawn, random):
 
 
 @given(rows())
-def test_pairs_share_an_id_if_both_ids_are_equal(drawn):
+def test_pairs_have_one_number_if_and_only_if_both_ids_are_equal(drawn):
     labels, counts, values = drawn
     both = ids_of(labels, counts).paired_with(ids_of(values))
     pairs = list(zip(labels, values, strict=True))
@@ -92,7 +92,7 @@ def test_pairs_share_an_id_if_both_ids_are_equal(drawn):
 
 
 @given(rows(), st.booleans())
-def test_rows_of_an_id_have_indices_from_0(drawn, by_value):
+def test_rows_of_an_id_have_positions_from_0(drawn, by_value):
     labels, _, values = drawn
     places = ids_of(labels).positions(torch.tensor(values) if by_value else None).tolist()
     for label in set(labels):

@@ -1,4 +1,4 @@
-"""Under ``masked_log_prob=keep``, any loss that is written as the page says is finite."""
+"""Under ``masked_log_prob=keep``, a loss that is written as documented is finite."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def high_entropy(batch: TensorDict) -> torch.Tensor:
 
 
 def seven_rows(seed: int) -> TensorDict:
-    """Rows for two filters, of which one removes a row and the other some tokens.
+    """Rows for two filters: one removes a row, and the other some tokens.
 
-    Tokens out of the loss, and one token in the mask, have meaningless numbers: NaN and −inf.
+    Some tokens out of the loss have NaN or −inf. One token in the mask has NaN.
     """
     batch = batch_of([1.0, 3.0, 9.0, 2.0, 4.0, 4.5, 0.0], [0, 0, 0, 1, 1, 1, 1], tokens=5)
     generator = torch.Generator().manual_seed(seed)
@@ -72,7 +72,7 @@ def trains(batch: TensorDict, way: str, row: int, token: int) -> bool:
 
 
 def policy_loss(theta, token, log_prob, ref_log_prob, advantage):
-    """The clipped loss of a token with a KL term, in plain PyTorch, for numbers or whole columns."""
+    """The clipped loss of a token with a KL term, in plain PyTorch, for numbers or columns."""
     new = theta.log_softmax(0)[token]
     ratio = (new - log_prob).exp()
     clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
@@ -180,7 +180,7 @@ def test_under_keep_a_loss_mask_is_required():
 
 
 @pytest.mark.slow
-def test_every_recipe_has_the_option():
+def test_every_recipe_has_the_option_masked_log_prob():
     assert composed("pipeline=dapo").masked_log_prob == "nan"
     assert load_pipeline("as/verl", masked_log_prob="keep").halves()[1].masked_log_prob == "keep"
     with pytest.raises(Exception, match="masked_log_prob must be one of 'nan', 'keep'; got 'zero'"):

@@ -1,4 +1,4 @@
-"""Metrics of tokens are computed with the decisions of their stage."""
+"""Metrics of tokens are computed when their stage decides. Later changes do not affect them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def numbers(run) -> dict[str, float]:
 
 @pytest.fixture(autouse=True)
 def frozen() -> None:
-    """Leave older objects out of garbage collection, which would take a second of each test."""
+    """Leave older objects out of garbage collection. With them, it would take a second in each test."""
     gc.freeze()
 
 
@@ -90,7 +90,7 @@ def test_a_loop_holds_the_columns_of_one_batch():
             count(rows)
             del rows
         del batch
-    assert alive == [1] * 12  # before the stages, and with each of two minibatches
+    assert alive == [1] * 12  # 4 batches: before the stages, and in two minibatches
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ class LinearLoss(torch.nn.Module):
         return TensorDict({"loss_objective": (self.scale * rows["advantage"]).mean()}, [])
 
 
-def test_metrics_read_after_the_optimiser_step_are_those_before_it(expected):
+def test_an_optimiser_step_changes_no_metric(expected):
     run, loss = pipeline().run(two_policies(8, 6)), LinearLoss()
     optimizer = torch.optim.SGD(loss.parameters(), lr=1.0)
     assert optimise(run.minibatches(), loss, optimizer, reduce=total_loss) == 2
@@ -119,14 +119,14 @@ def test_metrics_read_after_the_optimiser_step_are_those_before_it(expected):
     assert numbers(run) == expected
 
 
-def test_no_grad_and_inference_mode_have_the_same_metrics(expected):
+def test_inference_mode_changes_no_metric(expected):
     with torch.inference_mode():
         run = pipeline().run(two_policies(8, 6))
     assert numbers(run) == expected
 
 
 def test_rows_masked_later_change_no_metric():
-    """Some rows are masked earlier. A metric covers the rows that are in the loss when it is defined."""
+    """A metric covers the rows that are in the loss when its stage decides. Row 5 is masked before."""
     batch = two_policies(8, 6, spread=3.0)
     batch["headrace", "in_loss"] = torch.arange(8) != 5
     before = Pipeline({"weigh": RolloutCorrection()}).run(batch).metrics
@@ -142,7 +142,7 @@ def test_rows_masked_later_change_no_metric():
 @pytest.mark.slow
 @settings(max_examples=15)
 @given(st.data())
-def test_row_order_changes_no_bit_of_divergences_and_padding_only_rounding(data):
+def test_row_order_changes_no_bit_of_metrics_and_padding_only_rounding(data):
     rows, tokens = data.draw(st.integers(4, 9)), data.draw(st.integers(1, 12))
     batch = two_policies(rows, tokens, data.draw(st.integers(0, 99)))
     left, right = data.draw(st.integers(0, 70)), data.draw(st.integers(0, 70))
@@ -161,7 +161,7 @@ def test_row_order_changes_no_bit_of_divergences_and_padding_only_rounding(data)
         here, there, elsewhere = (alone(stage, each) for each in (batch, batch[order], padded[order]))
         assert here.metrics == there.metrics
         assert elsewhere.metrics == pytest.approx(here.metrics, rel=1e-12, abs=1e-12)
-        for key in ("advantage", "importance_weight", MASK):  # nor a bit of trained columns
+        for key in ("advantage", "importance_weight", MASK):  # no bit of these changes
             if here.batch.get(key) is not None:
                 trained = elsewhere.batch[key]
                 trained = trained[:, left : left + tokens] if trained.shape[1] > 1 else trained

@@ -1,4 +1,4 @@
-"""Columns of unusual dtypes are read right, or refused with their names."""
+"""Columns of unusual dtypes are read correctly, or refused with their names."""
 
 from __future__ import annotations
 
@@ -103,14 +103,14 @@ REFUSED["inexact rewards in a batch"] = (
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_read_right_is_refused_with_its_column(name):
+def test_a_column_that_cannot_be_read_correctly_is_refused_by_name(name):
     work, words = REFUSED[name]
     with pytest.raises(BatchError, match=words):
         work()
 
 
-def test_a_masked_reward_is_a_missing_one():
-    """Values under the mask are not read."""
+def test_a_masked_reward_is_a_missing_reward():
+    """The values of masked entries of an array are not read."""
     columns = {"group_id": [0, 0, 0, 1], "rollout_id": [0, 1, 2, 3], "tokens": [2] * 4}
     options = {"missing": "mask", "stages": {"gate": None}}
     masked = np.ma.array([1.0, 999.0, 0.0, 1.0], mask=[0, 1, 0, 0])
@@ -130,8 +130,8 @@ def test_a_series_of_any_index_is_read_by_row():
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "dr_grpo", "rloo"])
-def test_an_advantage_is_float32_at_least(recipe):
-    """In bfloat16 a third is 0.334, and its advantage would be 1.664 instead of 1.667."""
+def test_an_advantage_is_at_least_float32(recipe):
+    """In bfloat16, the mean 0.3333 of the first group would be 0.334."""
     rewards = torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 2.0])
     ids = torch.tensor([0, 0, 0, 1, 1, 1])
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):

@@ -61,7 +61,7 @@ def numeric_options():
 
 
 def call(thing, **given):
-    """Call a function or class with placeholders for its other arguments. It must check the numbers first."""
+    """Call a function or class with placeholders for its other arguments. Numbers must be checked first."""
     first, needed = [], {}
     for name, parameter in inspect.signature(thing).parameters.items():
         named = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
@@ -78,7 +78,7 @@ def call(thing, **given):
 
 @pytest.mark.slow
 def test_a_numeric_option_refuses_nan_bool_and_infinity_by_default():
-    """A name that is imported only for type checkers would leave its option unchecked: some must be found."""
+    """An annotation that cannot be resolved leaves its option unchecked, so known options must be found."""
     wrong = [math.nan, True, False, math.inf, -math.inf, torch.tensor(math.nan), torch.tensor(True)]
     seen = []
     for name, thing, option, words in numeric_options():
@@ -94,7 +94,7 @@ def test_a_numeric_option_refuses_nan_bool_and_infinity_by_default():
             assert str(value) in str(refused.value).lower() or str(value) in str(refused.value)
     assert {"eps", "clip", "weights", "high", "factor", "patience", "group_size", "seed", "k"} <= set(seen)
     assert len(seen) > 90
-    assert headrace.RewardScale(low=-math.inf, high=math.inf).high == math.inf  # open bounds
+    assert headrace.RewardScale(low=-math.inf, high=math.inf).high == math.inf  # these bounds may be infinite
 
 
 def test_an_option_with_listed_values_refuses_others_and_lists_them():
@@ -140,8 +140,8 @@ def test_options_of_a_user_stage_are_checked():
         ClipReward()
 
 
-# Options that need others to have an effect: a value, options without which it has none, and options with
-# which it has one. Each is accepted at its default, whatever else is set.
+# Options that need others: a value, options with which the value has no effect, and options with which it has
+# an effect. The default is always accepted.
 ONLY_WITH = {
     (RolloutCorrection, "bound"): ("zero", {"high": None}, {"high": None, "low": 0.5}),
     (GroupRelativeAdvantage, "k"): (2, {}, {"baseline": "best_of_k"}),
@@ -261,7 +261,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def test_an_option_without_effect_is_refused_unless_it_is_the_default():
+def test_an_option_without_effect_is_refused_unless_it_has_its_default():
     for (stage, option), (value, without, beside) in ONLY_WITH.items():
         needed, default = NEEDED.get(stage, {}), inspect.signature(stage).parameters[option].default
         with of(f"{stage.__name__}.{option}"):
@@ -281,14 +281,14 @@ def test_options_out_of_range_or_in_contradiction_are_refused():
             thing(**NEEDED.get(thing, {}) | options)
 
 
-def test_functions_refuse_what_their_stages_refuse():
+def test_a_function_refuses_a_bound_without_effect():
     one = torch.zeros(1, 1)
     with pytest.raises(ValueError, match="bound must be left out without low or high"):
         importance_weight(one, one, one == 0, bound="zero", high=None)
 
 
 @pytest.mark.slow
-def test_one_override_that_disables_an_option_composes():
+def test_each_of_these_overrides_composes_alone():
     for recipe, word in (
         ("as/trl", "advantage.scale=none"),
         ("as/open_instruct", "advantage.scale=none"),
@@ -305,7 +305,7 @@ def test_one_override_that_disables_an_option_composes():
 
 
 def test_an_option_is_fixed_at_construction(make_batch):
-    """Values that are computed from an option, such as the columns to read, are computed once."""
+    """Values that are computed from options, such as the columns to read, are computed only once."""
     batch = make_batch([1.0, 2.0], [0, 0], [0, 1])
     stage, criterion = GroupRelativeAdvantage(eps=1e-4), Diverged(high=2.0)
     pipeline = load_pipeline("grpo")

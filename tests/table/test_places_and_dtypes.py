@@ -50,7 +50,7 @@ from headrace.transforms.table.schema import IN_LOSS, RETURN, REWARD, ROW, read_
 MASK, REAL, WORDS = ("masks", "all_assistant_mask"), ("masks", "all_attention_mask"), ("tokens", "full")
 NAN = float("nan")
 
-# -- places of rows ---------------------------------------------------------------------------------------
+# -- the index of a row in its rollout --------------------------------------------------------------------
 
 SEGMENTS = st.lists(
     st.tuples(st.integers(0, 3), st.integers(-4, 4).map(float), st.booleans()), min_size=1, max_size=9
@@ -82,7 +82,7 @@ def only_good(batch):
 
 
 def numbers_by_loop(kind, rollouts, rewards, turns, pays) -> list[float]:
-    """For each row, the number that follows from the indices of all rows in its rollout, dropped or not."""
+    """For each row, its discount factor or its return. Rows that have left keep their index."""
     found = []
     for rollout, turn in zip(rollouts, turns, strict=True):
         later = [j for j, other in enumerate(rollouts) if other == rollout and turns[j] >= turn]
@@ -95,8 +95,8 @@ def numbers_by_loop(kind, rollouts, rewards, turns, pays) -> list[float]:
 
 
 @given(SEGMENTS, st.sampled_from(["to_go", "discount"]), st.booleans(), st.data())
-def test_a_dropped_row_keeps_its_index_or_the_batch_is_refused(segments, kind, by_turn, data):
-    """Rows leave in any way. A single stage refuses rollouts with missing rows."""
+def test_rows_keep_their_index_when_other_rows_leave(segments, kind, by_turn, data):
+    """Rows are masked, excluded or dropped. A stage without a pipeline refuses rollouts with missing rows."""
     rollouts, rewards, bad = map(list, zip(*segments, strict=True))
     turns = list(range(len(rollouts)))
     batch = segments_of(rollouts, rewards, bad)
@@ -128,7 +128,7 @@ def test_a_dropped_row_keeps_its_index_or_the_batch_is_refused(segments, kind, b
 
 @pytest.mark.parametrize("kind", PLACED)
 def test_stages_that_use_row_indices_refuse_missing_rows(kind):
-    """A stage outside of the pipeline dropped or merged rows before. Whole rollouts are accepted."""
+    """Rows were dropped outside of the pipeline, or merged. Rollouts without missing rows are accepted."""
     batch = segments_of([4, 4, 4, 7, 8], [0.0, 0.0, 8.0, 1.0, 2.0], [False, True, False, True, False])
     drop = SampleFilter(criterion=good, unit="sample", action="drop")
     stage = PLACED[kind]()
@@ -150,8 +150,8 @@ def test_stages_that_use_row_indices_refuse_missing_rows(kind):
 
 
 @given(SEGMENTS, st.sampled_from(["first", "last"]), st.sampled_from(["exclude", "drop"]))
-def test_a_rollouts_reward_is_of_its_first_or_last_segment_on_arrival(segments, how, action):
-    """If that segment has left and others stay, the batch is refused with the ids of the rollouts."""
+def test_a_rollout_has_the_reward_of_the_segment_that_arrived_first_or_last(segments, how, action):
+    """If this segment has left and others stay, the batch is refused with the ids of the rollouts."""
     rollouts, rewards, bad = map(list, zip(*segments, strict=True))
     edges, lacking = {}, set()
     for rollout in set(rollouts):
@@ -186,7 +186,7 @@ def test_a_rollouts_reward_is_of_its_first_or_last_segment_on_arrival(segments, 
     st.sampled_from([[1.0, 1.0], [0.5, 2.0], [-1.0, 0.25]]),
 )
 def test_with_several_rewards_the_sum_of_advantages_is_clipped(rollouts, clip, scale, weights):
-    """Compared with a loop: the weighted columns are summed, and the sum is clipped once."""
+    """A loop adds up the weighted columns, and clips the sum once."""
     groups, (low, high) = [each[0] for each in rollouts], clip or (None, None)
     batch = TensorDict({"group_id": groups, "rollout_id": list(range(len(groups)))}, batch_size=[len(groups)])
     batch["next", "reward"] = torch.tensor([each[1:] for each in rollouts], dtype=torch.float64)
@@ -226,7 +226,7 @@ OTHERS = (torch.float16, torch.bfloat16, torch.float64)
 
 
 def bits(thing):
-    """The numbers, dtypes and shapes of any object, for a comparison to the bit."""
+    """The numbers, dtypes and shapes in any object, to compare them bit by bit."""
     if isinstance(thing, torch.Tensor):
         return str(thing.dtype), tuple(thing.shape), thing.double().numpy().tobytes()
     if isinstance(thing, TensorDict):
@@ -245,10 +245,9 @@ def of_a_run(pipeline, batch):
 
 @pytest.mark.slow
 def test_no_number_of_a_recipe_depends_on_torchs_default_dtype(make_batch, quick):
-    """Compares minibatches and metrics for float64, integer and float32 rewards, under half precision or
-    float64.
+    """Minibatches and metrics are compared under float16, bfloat16 or float64.
 
-    Recipes in `FEW` are tried with all kinds of rewards, and the others with one.
+    Recipes in `FEW` are tried with rewards of three dtypes, and the others with one.
     """
     names, kinds, others = ADVANTAGES, (torch.float64, torch.int64, torch.float32), OTHERS
     if quick:
@@ -267,7 +266,7 @@ def test_no_number_of_a_recipe_depends_on_torchs_default_dtype(make_batch, quick
 
 
 class Halved(BatchTransform):
-    """A user's stage with its own column."""
+    """A user's stage that writes a new column."""
 
     def __init__(self):
         super().__init__([("next", "reward")], ["halved"])
@@ -354,13 +353,13 @@ def test_a_padding_token_in_the_loss_is_refused_with_its_row(rows):
         return
     with pytest.raises(BatchError, match="tokens in the loss must be real") as refused:
         MergeTurns()(batch)
-    assert list(map(int, re.findall(r"row (\d+)", str(refused.value)))) == wrong[:8]  # others: a count
+    assert list(map(int, re.findall(r"row (\d+)", str(refused.value)))) == wrong[:8]  # 8 rows are listed
     with pytest.raises(BatchError):
         pack(batch)
     batch["group_id"], batch["next", "reward"] = batch["rollout_id"], torch.ones(len(rows))
     with pytest.raises(BatchError, match="tokens in the loss must be real") as refused:
         TreeAdvantage()(batch)
-    assert list(map(int, re.findall(r"row (\d+)", str(refused.value)))) == wrong[:8]  # others: a count
+    assert list(map(int, re.findall(r"row (\d+)", str(refused.value)))) == wrong[:8]  # 8 rows are listed
     batch[IN_LOSS] = ~(loss & ~real).any(1)  # rows out of the loss do not train
     TreeAdvantage()(batch)
 
@@ -368,12 +367,12 @@ def test_a_padding_token_in_the_loss_is_refused_with_its_row(rows):
 # -- parents without a reward -----------------------------------------------------------------------------
 
 
-def test_a_parent_outside_the_batch_is_refused_only_within_the_tree():
+def test_a_parent_outside_the_batch_is_refused_only_if_the_tree_needs_it():
     batch = TensorDict({"rollout_id": [1, 2, 3], "group_id": [0, 0, 0]}, [3])
     batch["next", "reward"] = torch.tensor([NAN, 2.0, 3.0])
     batch[WORDS] = torch.tensor([[1, 2], [1, 3], [4, 5]])
     stage = TreeAdvantage(attention_key=None, forks="parent", missing="skip")
-    batch["parent_id"] = torch.tensor([9, -1, -1])  # no rollout of the tree forks from it
+    batch["parent_id"] = torch.tensor([9, -1, -1])  # no other rollout continues rollout 1
     stage(batch)
     batch["parent_id"] = torch.tensor([9, 1, -1])
     with pytest.raises(BatchError, match=r"in the same group; found parent 9 of rollout 1 \(row 0\)"):

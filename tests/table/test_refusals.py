@@ -1,4 +1,4 @@
-"""Refusing a batch costs at most a few times as much as accepting a batch of that size."""
+"""Refusing a batch costs at most a few times as much as accepting a batch of the same size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REWARD = ("next", "reward")
 
 
 def batch(rows: int, columns: dict[Any, Any]) -> TensorDict:
-    """Groups of eight rollouts of one row, with these columns in place of the usual ones."""
+    """Groups of eight rollouts of one row. `columns` replace the usual columns."""
     ids = torch.arange(rows)
     every = {
         "group_id": ids // 8,
@@ -91,7 +91,7 @@ class Numbers(TorchDispatchMode):
 
 
 def work(make: Callable[[], Any], rows: TensorDict) -> tuple[int, int, str]:
-    """The number of function calls, and of numbers that operators return, for a batch; and the error."""
+    """For a batch: how many functions are called, how many numbers operators return, and the error."""
     stages, calls, said = make(), [0], ""
 
     def counts(_frame: Any, event: str, _arg: Any) -> None:
@@ -111,7 +111,7 @@ def work(make: Callable[[], Any], rows: TensorDict) -> tuple[int, int, str]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_refusal_costs_no_more_than_a_few_times_what_acceptance_costs(name):
+def test_a_refusal_costs_at_most_a_few_times_as_much_as_acceptance(name):
     make, columns = REFUSED[name]
     calls, numbers, _ = work(grpo, batch(MANY, {}))
     calls_of_refusal, numbers_of_refusal, said = work(make, batch(MANY, columns(MANY)))

@@ -1,4 +1,4 @@
-"""Filters, shaping, metrics and the report use the weighted sum of several rewards that is trained."""
+"""Filters, shaping, metrics and the report use the weighted sum of several rewards, as the loss does."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from headrace.transforms import (
 from headrace.transforms.table.schema import REWARD, REWARDS
 
 NAN = float("nan")
-REWARDED = ("advantage", "turns", "tree")  # stages that skip or refuse a missing reward, too
+REWARDED = ("advantage", "turns", "tree")  # further stages with the option `missing`
 NUMBERS = st.integers(-8, 8).map(lambda x: x / 4)
 
 
 def table(make_batch, rewards, groups=None, rollouts=None):
-    """A batch whose rows have K rewards each; NaN is missing."""
+    """A batch whose rows have K rewards each. NaN means that a reward is missing."""
     batch = make_batch([0.0] * len(rewards), groups or [0] * len(rewards), rollouts)
     batch["next", "reward"] = torch.tensor(rewards)
     return batch
@@ -51,7 +51,7 @@ def by_hand(rewards, weights):
     st.lists(st.lists(st.one_of(st.just(NAN), NUMBERS), min_size=3, max_size=3), min_size=1, max_size=6),
     st.lists(NUMBERS, min_size=3, max_size=3),
 )
-def test_the_reward_is_the_weighted_sum_of_the_present_ones(rewards, weights):
+def test_the_reward_is_the_weighted_sum_of_the_rewards_that_are_present(rewards, weights):
     out = said_by(FanOutCollapse(columns=3, weights=weights, missing="skip"), table(batch_of, rewards))
     expected = [by_hand(each, weights) for each in rewards]
     assert out.batch[REWARD].tolist() == pytest.approx(expected, nan_ok=True)
@@ -62,9 +62,9 @@ def test_the_reward_is_the_weighted_sum_of_the_present_ones(rewards, weights):
 
 def test_several_rewards_train_as_their_weighted_sum(make_batch, recipes):
     """In every recipe, several rewards are filtered, shaped and compared like their sum."""
-    for name in (name for name in recipes if name not in ("gdpo", "gigpo")):  # need a single reward
+    for name in (name for name in recipes if name not in ("gdpo", "gigpo")):  # these do not train the sum
         batch = columns_for(name, ragged_batch(make_batch, "grid", 3, lone=name not in NO_LONE))
-        reward = batch["next", "reward"].view(-1).abs() / 2  # 1.5 times this must be in [0, 1]
+        reward = batch["next", "reward"].view(-1).abs() / 2  # the weighted sum must be in [0, 1]
         batch["next", "reward"] = torch.stack([reward, reward.flip(0)], -1)
         with of(name):
             found = run(name, batch, collapse={"columns": 2, "weights": [1, 0.5]})
@@ -74,7 +74,7 @@ def test_several_rewards_train_as_their_weighted_sum(make_batch, recipes):
 
 @pytest.mark.parametrize("several", ["sum", "decoupled"])
 def test_metric_and_report_have_the_trained_reward(make_batch, several):
-    """Rewards (1, 1) and (0, 1) with weights 0.2 and 0.6 sum to 0.8 and 0.6. From 0.7 on a row is solved."""
+    """Rewards (1, 1) and (0, 1) with weights 0.2 and 0.6 sum to 0.8 and 0.6. Only the first row is solved."""
     batch = table(make_batch, [[1.0, 1.0], [0.0, 1.0]])
     pipeline = Pipeline(
         {
@@ -116,7 +116,7 @@ def test_a_row_dropped_before_the_collapse_is_reported_with_the_same_weights(mak
 
 @pytest.mark.parametrize("several", ["sum", "decoupled"])
 def test_a_group_with_equal_compared_rewards_has_zero_variance(make_batch, several):
-    """Group 0 has weighted sums of 2. In group 1 the present values of each reward are equal."""
+    """In group 0, both weighted sums are 2. In group 1, the present values of each reward are equal."""
     rewards = [[0.0, 1.0], [2.0, 0.0], [1.0, 2.0], [NAN, 2.0], [NAN, NAN]]
     batch = table(make_batch, rewards, [0, 0, 1, 1, 1])
     collapse = FanOutCollapse(columns=2, missing="skip", weights=[1, 2])
@@ -178,8 +178,8 @@ def test_whitening_excludes_rollouts_without_a_reward(make_batch, seed):
     assert found[5] == 0
 
 
-def test_a_rollout_without_a_reward_changes_no_other_and_has_advantage_0(make_batch, recipes):
-    """The exceptions are recipes of steps, whose returns need each reward."""
+def test_a_rollout_without_a_reward_changes_no_other_rollout_and_has_advantage_0(make_batch, recipes):
+    """Recipes with returns are left out, because returns need every reward."""
     for name in (name for name in recipes if name not in ("gigpo", "ppo")):
         batch = columns_for(name, ragged_batch(make_batch, "grid", 5, lone=name not in NO_LONE))
         batch["next", "reward"] = batch["next", "reward"].abs()
@@ -219,7 +219,7 @@ def test_shaping_keeps_a_missing_reward_missing(make_batch):
         assert outcome.metrics == {"reward_changed": 1, "mean": pytest.approx(float(change.mean()))} | free
 
 
-# -- one place for weights -----------------------------------------------------------------------------
+# -- weights of rewards -----------------------------------------------------------------------------------
 
 
 def pair(collapse, **advantage):
@@ -235,7 +235,7 @@ def pair(collapse, **advantage):
 @pytest.mark.parametrize(
     ("collapse", "advantage"), [(None, [1.0, 0.5]), ([1.0, 0.5], [1.0, 2.0]), ([2.0, 1.0], [1.0, 1.0])]
 )
-def test_weights_that_filters_ignore_are_refused(make_batch, collapse, advantage, several):
+def test_weights_that_the_collapse_does_not_use_are_refused(make_batch, collapse, advantage, several):
     batch = table(make_batch, [[0.0, 0.0], [3.0, 2.0]], rollouts=[4, 7])
     with pytest.raises(BatchError, match=r"found \d in place of \d for rollout 7\. .*FanOutCollapse"):
         pair(collapse, weights=advantage, several=several)(batch)
@@ -253,10 +253,11 @@ def test_shaping_before_rewards_are_compared_separately_is_refused(make_batch):
     ):
         Pipeline(stages)(batch)
     stages["advantage"] = GroupRelativeAdvantage(scale="none")
-    assert Pipeline(stages)(batch)["advantage"].flatten().tolist() == [0.5, -0.5]  # 4 and 3
+    # The sum 5 is clipped to 4, and the sum 3 stays.
+    assert Pipeline(stages)(batch)["advantage"].flatten().tolist() == [0.5, -0.5]
 
 
-def test_weights_are_finite_and_one_per_reward(make_batch):
+def test_weights_must_be_finite_and_one_per_reward(make_batch):
     with pytest.raises(ValueError, match="needs a weight; got 1 for 2 columns"):
         FanOutCollapse(columns=2, weights=[1.0])
     with pytest.raises(ValueError, match=r"weights must be a list \(each a finite number"):
@@ -271,6 +272,6 @@ def test_rewards_that_are_text_are_refused_with_their_ids():
     told = r"must be a number; .* has texts: 'right' at row 0, rollout 70, '1.0' at row 1, rollout 71"
     with pytest.raises(BatchError, match=told):
         FanOutCollapse()(batch)
-    batch["next", "reward"] = ["", ""]  # if the rewards were -1
+    batch["next", "reward"] = ["", ""]  # an empty text is no number, either
     with pytest.raises(BatchError, match="has texts: '' at row 0, rollout 70"):
         FanOutCollapse()(batch)

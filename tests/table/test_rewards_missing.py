@@ -1,4 +1,4 @@
-"""``missing="mask"``: a rollout without a reward leaves the loss, and the others train as without it."""
+"""With ``missing="mask"``, a rollout without a reward leaves the loss. Others train as if it were absent."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def lacking(make_batch, name: str) -> TensorDict:
     return both
 
 
-def test_a_masked_rollout_leaves_as_if_finite_excluded_it(make_batch, recipes):
+def test_a_rollout_without_a_reward_leaves_as_if_the_criterion_finite_excluded_it(make_batch, recipes):
     """Advantages, weights and masks of every recipe are compared bit by bit."""
     for name in recipes:
         batch = lacking(make_batch, name)
@@ -70,8 +70,8 @@ def test_a_masked_rollout_leaves_as_if_finite_excluded_it(make_batch, recipes):
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "mt_grpo", "tree_grpo"])
-def test_the_keyword_of_the_recipe_is_enough(make_batch, recipe):
-    """Without it NaN is refused, by an error that names the option."""
+def test_one_override_masks_rollouts_without_a_reward_in_all_stages(make_batch, recipe):
+    """Without the override, NaN is refused by an error that names it."""
     batch = lacking(make_batch, recipe)
     run = composed(f"pipeline={recipe}", "pipeline.stages.collapse.missing=mask").run(batch)
     assert run.ledger.counts()[REASON] > 0
@@ -86,11 +86,8 @@ def test_rows_that_are_turns_may_lack_a_reward(make_batch):
     pipeline = load_pipeline(
         "mt_grpo", reward="sum", missing="mask", minibatches=1, shuffle=False, stages=stages
     )
-    # Returns 3 and 2 of rollout 0, and 5 of rollout 1, which has no second turn.
+    # The returns are 3 and 2 in rollout 0, and 5 in rollout 1, which has no second turn.
     assert pipeline(batch)["advantage"].flatten().tolist() == [-2.0, 2.0, 2.0, 0.0, 0.0]
-
-
-# -- an independent loop ----------------------------------------------------------------------------------
 
 
 # -- several rewards --------------------------------------------------------------------------------------
@@ -98,7 +95,7 @@ def test_rows_that_are_turns_may_lack_a_reward(make_batch):
 
 @pytest.mark.parametrize("several", ["sum", "decoupled"])
 def test_only_a_rollout_that_lacks_all_its_rewards_is_masked(make_batch, several):
-    """The sums are 1, 2 and 3; the third rollout lacks a reward. Each by itself, they are 1, 2 and 0, 0."""
+    """The sums are 1, 2 and 3. If rewards are compared separately, they are 1, 2, 3 and 0, 0."""
     batch = make_batch([0.0] * 4, [0] * 4)
     batch["next", "reward"] = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, NAN], [NAN, NAN]])
     collapse = FanOutCollapse(columns=2, missing="mask")
@@ -109,7 +106,7 @@ def test_only_a_rollout_that_lacks_all_its_rewards_is_masked(make_batch, several
     assert run.batch[COUNTED].tolist() == [True] * 3 + [False]
 
 
-# -- stages by themselves, streams, reports ---------------------------------------------------------------
+# -- single stages and reports ----------------------------------------------------------------------------
 
 
 def test_a_stage_by_itself_masks_tokens_and_log_probabilities(make_batch):
@@ -132,7 +129,7 @@ def test_an_advantage_refuses_a_rollout_that_no_collapse_has_masked(make_batch, 
         stage(missing="mask")(batch)
 
 
-def test_a_reward_is_missing_on_all_rows_of_its_rollout(make_batch):
+def test_a_reward_must_be_missing_on_all_rows_of_its_rollout(make_batch):
     batch = make_batch([1.0, NAN, 3.0], [0] * 3, [0, 0, 1])
     with pytest.raises(BatchError, match="must be missing on all segments"):
         FanOutCollapse(missing="mask", reward="sum")(batch)
@@ -144,7 +141,7 @@ def test_a_batch_without_any_reward_trains_nothing(make_batch):
     assert str(run.ledger) == f"Ledger({REASON}: 2)"
 
 
-def test_the_page_shows_the_rollout_without_reward_and_why_it_left(make_batch):
+def test_the_report_shows_the_rollout_without_a_reward_and_its_reason(make_batch):
     run = load_pipeline("grpo", group_size=3, missing="mask", minibatches=1, shuffle=False).run(
         make_batch([1.0, 0, NAN], [0] * 3)
     )
@@ -158,7 +155,7 @@ def test_the_page_shows_the_rollout_without_reward_and_why_it_left(make_batch):
 
 
 def test_an_advisory_counts_the_rollouts_that_train_without_a_reward(make_batch):
-    """Two rollouts, with three rows together."""
+    """Two rollouts without a reward have three rows."""
     batch = make_batch([1.0, 0, NAN, NAN, NAN], [0] * 5, [0, 1, 2, 2, 3])
     run = load_pipeline("grpo", group_size=4, missing="skip", minibatches=1).run(batch)
     (found,) = [each for each in make_report(run).advisories if each.name == "trained-without-reward"]

@@ -1,4 +1,4 @@
-"""Writing into columns changes only those columns."""
+"""Stages read what user code wrote into columns. Writes into minibatches and results change nothing else."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def as_criterion(change, write):
 
 @pytest.mark.parametrize("change", [pair_up, cut_short])
 @pytest.mark.parametrize("wrap", [as_stage, as_criterion])
-def test_writes_by_user_code_are_detected(change, wrap):
+def test_later_stages_read_what_user_code_wrote(change, wrap):
     def trained(write):
         stages = {
             "gate": CompletenessGate(group_size=4),
@@ -121,7 +121,7 @@ def test_minibatches_of_a_new_pass_are_unaffected_by_writes():
     assert str(content()) == str(before)
 
 
-def test_writing_the_text_of_one_row_changes_no_other():
+def test_writing_the_text_of_one_row_changes_no_other_row():
     rows = TensorDict({"text": as_texts(["a", "a", "b"])}, batch_size=[3])
     rows.set_at_("text", "z", 0)
     assert list(rows["text"]) == ["z", "a", "b"]

@@ -38,7 +38,7 @@ MASK, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
 
 
 class Low(BatchTransform):
-    """A user's own stage, written with the verbs of the table."""
+    """A user's own stage, written with the methods of the table."""
 
     reasons: Mapping[str, str] = {"low": "masked"}
     more: tuple[str, ...] = ()  # further columns
@@ -61,7 +61,7 @@ def test_a_row_that_leaves_the_loss_is_masked_by_any_stage():
 
 
 @pytest.mark.parametrize("names", [{"loss_mask_key": "mask"}, {"columns": {"loss_mask": "mask"}}])
-def test_a_stage_that_names_no_mask_masks_in_that_of_the_pipeline(names):
+def test_a_stage_without_a_mask_key_masks_the_mask_of_the_pipeline(names):
     batch = batch_of([1.0, 2, 3], [0, 0, 0])
     batch["mask"] = batch[MASK].clone()
     assert Pipeline({"low": Low()}, **names).run(batch).batch["mask"].any(1).tolist() == [False, True, True]
@@ -103,7 +103,7 @@ def test_writing_to_some_rows_leaves_the_others_unchanged(values):
 
 
 def reading(base, read, columns=(), **declared):
-    """A user's own stage, shaping or criterion that reads a column, and the columns that it declares."""
+    """A user's own stage, shaping or criterion that declares columns, and calls `read`."""
 
     class Mine(base, columns=columns):
         def __init__(self, **names):
@@ -143,7 +143,7 @@ READS = [
 
 
 @pytest.mark.parametrize(("base", "read", "declared", "how"), READS)
-def test_a_column_is_read_once_it_is_declared_as_the_error_says(base, read, declared, how):
+def test_a_column_can_be_read_if_it_is_declared_as_the_error_says(base, read, declared, how):
     batch = batch_of([1.0, 2, 3], [0, 0, 0])
     batch[ENTROPY], batch["tone"] = torch.zeros(3, 4), torch.ones(3)
     collapse = {"collapse": FanOutCollapse()}
@@ -185,7 +185,7 @@ def test_an_object_in_the_place_of_another_kind_is_refused_before_any_batch(kind
         TAKERS[wanted][0](Low)
 
 
-def test_a_column_as_an_attribute_is_answered_with_its_name():
+def test_the_error_for_a_column_as_an_attribute_names_the_column():
     class Attribute(Low):
         def decide(self, rows):
             rows.advantage  # noqa: B018
@@ -249,7 +249,7 @@ def test_a_column_is_written_with_one_entry_for_each_row(values, found):
     assert some(batch_of([1.0, 2, 3], [0, 0, 0]))["tone"].tolist()[1:] == [1.0, 1.0]
 
 
-def test_each_stage_that_needs_an_id_checks_it():
+def test_an_advantage_without_group_ids_checks_rollout_ids():
     batch = batch_of([1.0, 2, 3, 4], [-1, -1, -1, -1], [0, -1, 2, 3])
     with pytest.raises(BatchError, match=r"rollout_id ≥ 0; found -1 at row 1"):
         GroupRelativeAdvantage(without_ids=[2, 2])(batch)
@@ -276,7 +276,7 @@ def test_a_column_has_one_name_in_all_stages():
 
 
 @pytest.mark.parametrize("role", COLUMNS)
-def test_a_key_may_be_none_only_if_that_is_its_default_or_its_text_says_what_it_means(role):
+def test_a_key_may_be_none_only_if_none_is_its_default_or_is_documented(role):
     class One(BatchTransform, columns=(role,)):
         def __init__(self, **names):
             self.name_columns(names)
@@ -291,14 +291,14 @@ def test_a_key_may_be_none_only_if_that_is_its_default_or_its_text_says_what_it_
 
 
 @pytest.mark.parametrize("stage", [FanOutCollapse, RewardsToGo])
-def test_ends_are_checked_under_any_name(stage):
+def test_ends_are_checked_for_any_done_key(stage):
     batch = batch_of([1.0, 1], [0, 0], [7, 7])
     batch["fin"] = torch.tensor([True, True])
     with pytest.raises(BatchError, match="a rollout ends once"):
         stage(done_key="fin")(batch)
 
 
-def test_carried_rows_are_never_lost():
+def test_carried_rows_train_even_if_the_new_split_does_not_carry():
     first = ShuffleSplit(minibatch_size=2, remainder="carry", unit="sample")
     first(batch_of([1.0, 2, 3], [0, 1, 2]))
     other = ShuffleSplit(minibatches=1, remainder="drop", unit="sample")
@@ -330,7 +330,7 @@ def test_a_stage_that_moves_rows_is_refused():
         Pipeline({"sort": lambda batch: batch[[2, 1, 0]]})(batch_of([1.0, 2, 3], [0, 0, 0]))
 
 
-def test_equal_rewards_have_an_advantage_of_0_over_the_batch_too():
+def test_equal_rewards_of_a_batch_have_an_advantage_of_0():
     for options in ({"baseline": "batch"}, {"baseline": "batch", "scale": "batch"}):
         found = group_relative_advantage([0.7] * 8, [0] * 8, eps=1e-12, **{"scale": "none", **options})
         assert not found.any()
@@ -353,7 +353,7 @@ def test_integer_rewards_are_not_rounded():
     ],
     ids=repr,
 )
-def test_a_batch_without_kept_rows_is_no_error(stage):
+def test_a_batch_without_kept_rows_is_accepted(stage):
     nothing = SampleFilter(criterion=lambda batch: batch["rollout_id"] < 0, action="drop", unit="sample")
     run = Pipeline({"nothing": nothing, "stage": stage}).run(batch_of([1.0, 2], [0, 0]))
     assert len(run.batch) == 0

@@ -1,4 +1,4 @@
-"""A batch on an accelerator is read as seldom as documented, and its numbers equal those on the CPU."""
+"""A batch on an accelerator is read as seldom as documented. Its numbers equal the numbers on the CPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_batch_is_read_once_and_copied_once_with_the_numbers_of_the_cpu(recipe
     assert all(same(one, other) for one, other in zip(there, here, strict=True))
 
 
-def test_metrics_and_ledger_read_nothing_more():
+def test_metrics_and_ledger_cost_no_device_read():
     batch = collected("uniform", "grpo").exclude("prompt_text")
     with FakeDevice() as fake:
         run = composed("pipeline=grpo").run(fake.put(batch))

@@ -1,4 +1,4 @@
-"""The contract and the golden numbers on CUDA tensors, and no undocumented device read."""
+"""CUDA tensors give the golden numbers, and cost no undocumented device read."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ pytestmark = [
 FANNED = ([1.0, 3, 3, 5, 11], [0, 0, 0, 1, 1], [0, 1, 1, 2, 3])
 
 
-def test_golden_numbers():
+def test_cuda_tensors_give_the_golden_numbers():
     reward, groups, rollouts = (torch.tensor(column, device="cuda") for column in FANNED)
     assert group_relative_advantage(reward, groups, rollouts, scale="none").tolist() == [-1, 1, 1, -3, 3]
     found = group_relative_advantage(torch.tensor([1.0, 3, 5], device="cuda"), [0, 0, 1])
-    assert found.tolist() == pytest.approx([-0.70710629, 0.70710629, 0.0], abs=5e-8)
+    assert found.tolist() == pytest.approx([-0.70710629, 0.70710629, 0.0], abs=5e-8)  # ±1 / (√2 + 1e-6)
 
 
 @pytest.mark.parametrize("segments", [1, 3])

@@ -44,7 +44,7 @@ def count_of_any_width(width, rows, seed, odd):
 
 
 @given(st.integers(1, 9), st.sampled_from([0, 1, 7, 300]), st.integers(0, 9), st.integers(0, 9))
-def test_padding_changes_no_bit_of_a_sum_that_decides(rows, width, left, right):
+def test_padding_changes_no_bit_of_a_sum_of_tokens(rows, width, left, right):
     values = torch.randn(rows, width, dtype=torch.float64, generator=torch.Generator().manual_seed(left))
     padded = torch.nn.functional.pad(values, (left, right))
     assert torch.equal(sum_of_tokens(padded), sum_of_tokens(values))
@@ -59,7 +59,7 @@ def test_padding_changes_no_bit_of_a_sum_that_decides(rows, width, left, right):
     st.integers(0, 9),
     st.sampled_from([1, 2]),
 )
-def test_a_plain_sum_is_right_within_rounding_and_depends_only_on_its_row(rows, width, seed, threads):
+def test_a_plain_sum_is_correct_up_to_rounding_and_depends_only_on_its_row(rows, width, seed, threads):
     values = torch.randn(rows, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -90,8 +90,8 @@ def test_values_outside_a_mask_are_not_read(values, dtype, data):
         assert bool((column.isfinite() | ~mask).all())
 
 
-def test_a_batch_may_reuse_the_memory_of_the_last():
-    """Another process, or NumPy, changes no version of a tensor."""
+def test_a_batch_may_reuse_the_memory_of_the_last_batch():
+    """Writes by NumPy or by another process do not change the version of a tensor."""
     memory = torch.ones(4, 6, dtype=torch.bool)
     batch = TensorDict({"mask": memory}, batch_size=[4])
     pipeline = Pipeline(
@@ -106,7 +106,7 @@ def test_a_batch_may_reuse_the_memory_of_the_last():
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_token_with_a_nan_log_probability_is_masked(value):
-    """GRPOLoss masks it, so no mean may count it."""
+    """GRPOLoss masks such a token, so no mean may count it."""
     mask, log_prob = torch.tensor([[True, True, False], [True, True, True]]), torch.zeros(2, 3)
     log_prob[1, 2] = value
     batch = TensorDict({"mask": mask, "log_prob": log_prob}, batch_size=[2])
@@ -125,7 +125,7 @@ def row_of(prompt: int, response: int) -> TensorDict:
 
 
 def scored(form: str) -> TensorDict:
-    """Prompts of 1 and 3 tokens and responses of 2 and 1, as TorchRL's wrappers lay them out; all scored."""
+    """Prompts of 1 and 3 tokens and responses of 2 and 1, as TorchRL's wrappers write them."""
     if form == "ragged":
         return lazy_stack([row_of(1, 2), row_of(3, 1)])
     attention = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]]).bool()  # padding before and after
@@ -137,7 +137,7 @@ forms = pytest.mark.parametrize("form", ["dense", "ragged"])
 
 
 @forms
-def test_without_a_mask_only_the_response_trains_though_its_prompt_was_scored(form):
+def test_without_a_mask_only_the_response_trains(form):
     batch = scored(form)
     assert loss_tokens(batch, "absent", LOG_PROB).tolist() == [2, 1]
     assert loss_tokens(batch, "absent", None).tolist() == [2, 1]

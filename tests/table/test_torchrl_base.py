@@ -1,4 +1,4 @@
-"""Without TorchRL, stages give the same numbers, and parts that need it say so."""
+"""Without TorchRL, stages give the same numbers, and parts that need TorchRL say so."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow  # each starts processes that import torch
 WITHOUT = """
 import sys
 
-class Finder:  # one that does not find it; tensordict 0.15 looks for pyarrow, and imports it later
+class Finder:  # it does not find refused packages; tensordict 0.15 imports pyarrow late if it is found
     def __init__(self, finder):
         self.finder = finder
 
@@ -70,7 +70,7 @@ batch = TensorDict(keys, batch_size=[8])
 """
 
 
-def test_numbers_without_torchrl_are_those_with_it(saved):
+def test_numbers_without_torchrl_equal_those_with_torchrl(saved):
     program = LOAD.format(path=str(saved)) + (
         "from headrace import load_pipeline\n"
         "run = load_pipeline('grpo', group_size=4, shuffle=False).run(batch)\n"
@@ -79,7 +79,7 @@ def test_numbers_without_torchrl_are_those_with_it(saved):
     assert run(program) == f"{advantages()}\n"
 
 
-def test_pickles_travel_both_ways(saved, tmp_path):
+def test_pickles_can_be_loaded_with_and_without_torchrl(saved, tmp_path):
     pipeline = headrace.load_pipeline("grpo", group_size=4, shuffle=False)
     with_torchrl, without = tmp_path / "with", tmp_path / "without"
     with_torchrl.write_bytes(pickle.dumps(pipeline))
@@ -102,7 +102,7 @@ def test_all_recipes_build_without_torchrl():
     assert int(run(program)) > 50
 
 
-def test_what_needs_torchrl_says_so():
+def test_names_that_need_torchrl_say_so():
     program = f"import headrace\nfor name in {NEED_TORCHRL}:\n" + (
         "    try:\n        getattr(headrace, name)\n    except ImportError as err:\n        print(err)\n"
     )
@@ -111,7 +111,7 @@ def test_what_needs_torchrl_says_so():
     assert all("pip install 'headrace[torchrl]'" in line for line in lines)
 
 
-def test_a_training_without_torchrl_is_one_sentence(tmp_path):
+def test_the_error_of_a_training_without_torchrl_is_one_sentence(tmp_path):
     program = (
         f"import os\nos.chdir({str(tmp_path)!r})\n"
         "from headrace.pipeline.main import main\n"
@@ -128,7 +128,7 @@ def test_a_training_without_torchrl_is_one_sentence(tmp_path):
 
 
 def test_plain_columns_and_adapters_need_neither_rich_nor_pyarrow(saved):
-    """They do not import rich and pyarrow even if these are installed."""
+    """rich and pyarrow are not imported even if they are installed."""
     program = (
         "from headrace import decide\n"
         "import headrace.adapters\n"
@@ -142,7 +142,7 @@ def test_plain_columns_and_adapters_need_neither_rich_nor_pyarrow(saved):
     assert run(program) == expected
 
 
-def test_plain_columns_need_torch_tensordict_and_hydra_alone():
+def test_plain_columns_need_only_torch_tensordict_and_hydra():
     """Each module makes the start slower, so few of headrace's own modules are imported."""
     program = (
         "import torch, tensordict, tensordict.nn, hydra, omegaconf\n"

@@ -57,7 +57,7 @@ def close(found, expected):
         assert found[each] == pytest.approx(value, rel=1e-12, abs=1e-12)
 
 
-def test_random_batches_are_as_a_loop_has_them():
+def test_random_batches_equal_those_of_a_loop():
     """The 300 batches have fan-out, exclusions, several or missing rewards, and every kind of baseline."""
     voted = 0
     for seed in range(300):
@@ -77,7 +77,7 @@ def test_random_batches_are_as_a_loop_has_them():
                 {row: weight[row] for row in step},
                 dict.fromkeys(step, 0.0) | voting.weights_by_loops(batch, trains, voting.options_of(seed)[2]),
             )
-        # The steps are as even as they are without the rollouts that vote only.
+        # Rollouts that vote only do not make the minibatches less even.
         units = [len({int(batch["rollout_id"][row]) for row in step}) for step in steps]
         assert not units or max(units) - min(units) <= 1
         voted += sum(reason == "pipeline/votes_only" for reason in reasons.values())
@@ -86,7 +86,7 @@ def test_random_batches_are_as_a_loop_has_them():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_that_share_a_batch_have_the_votes_of_all(world, tmp_path):
+def test_ranks_that_share_a_batch_count_the_votes_of_all_ranks(world, tmp_path):
     seeds = range(300)
     of_ranks = results_of(voting.vote_on_ranks, world, tmp_path, seeds)
     for seed in seeds:
@@ -103,8 +103,8 @@ def test_ranks_that_share_a_batch_have_the_votes_of_all(world, tmp_path):
         assert voted == set(batch["votes_only"].nonzero().flatten().tolist())
 
 
-def test_it_counts_for_completeness_for_the_filter_and_in_the_baseline():
-    """The rewards are 1, 1, and 4 for the voter. The group is complete, rewards differ, the mean is 2."""
+def test_a_votes_only_rollout_counts_for_the_gate_the_filter_and_the_baseline():
+    """The rewards are 1, 1 and 4, and the rollout with 4 votes only. The mean of the group is 2."""
     run = Pipeline(stages()).run(rows_of([1.0, 1.0, 4.0], [False, False, True]))
     assert run.batch["advantage"].flatten().tolist() == [-1.0, -1.0]
     assert run.batch["loss_weight"].tolist() == [0.25, 0.25]  # four tokens are in the loss
@@ -112,19 +112,19 @@ def test_it_counts_for_completeness_for_the_filter_and_in_the_baseline():
     assert dict(zip(run.ledger.names, run.ledger.actions, strict=True))["pipeline/votes_only"] == "dropped"
 
 
-def test_its_reason_is_that_it_votes_only_whatever_becomes_of_its_group():
+def test_a_votes_only_rollout_has_its_own_reason_even_if_its_group_leaves():
     run = Pipeline(stages()).run(rows_of([1.0, 1.0, 1.0], [False, False, True]))
     assert run.ledger.rows("pipeline/votes_only") == [{"row": 2, "rollout": 2, "group": 0}]
     assert run.ledger.counts()["filter/zero_variance"] == 2
 
 
-def test_it_needs_no_token_to_vote():
+def test_a_votes_only_rollout_needs_no_token_in_the_loss():
     batch = rows_of([1.0, 1.0, 4.0], [False, False, True])
     batch[MASK][2] = False
     assert Pipeline(stages()).run(batch).batch["advantage"].flatten().tolist() == [-1.0, -1.0]
 
 
-def test_a_batch_without_the_column_has_the_same_bits_and_no_such_reason():
+def test_without_the_column_the_bits_are_the_same_and_the_reason_is_missing():
     batch = rows_of([1.0, 0.0, 4.0], [False] * 3)
     with_column, without = (Pipeline(stages()).run(each) for each in (batch, batch.exclude("votes_only")))
     assert "pipeline/votes_only" in with_column.ledger.names
@@ -133,29 +133,29 @@ def test_a_batch_without_the_column_has_the_same_bits_and_no_such_reason():
         assert torch.equal(with_column.batch[key], without.batch[key])
 
 
-def test_rows_of_a_rollout_that_disagree_are_refused_with_its_id():
+def test_rows_of_a_rollout_that_disagree_on_votes_only_are_refused():
     batch = rows_of([1.0, 1.0, 4.0, 4.0], [False, False, True, False], [0, 1, 9, 9])
     told = r"all rows of a rollout vote only, or none does.*rollout 9 \(rows \[2, 3\]: \[True, False\]\)"
     for run in (Pipeline(stages()), GroupRelativeAdvantage(), ShuffleSplit(minibatches=1)):
         with pytest.raises(BatchError, match=told):
             run(batch)
     unset = rows_of([1.0, 1.0, 4.0, 4.0], [False, False, True, False], [0, 1, -1, -1])
-    with pytest.raises(BatchError, match=r"rollout_id ≥ 0"):  # and no disagreement is named
+    with pytest.raises(BatchError, match=r"rollout_id ≥ 0"):  # the disagreement is not named
         Pipeline(stages())(unset)
     with pytest.raises(BatchError, match=r"one bool per row in 'votes_only'.*int64"):
         Pipeline(stages())(batch.set("votes_only", torch.tensor([0, 0, 1, 1])))
 
 
-def test_stages_that_run_one_by_one_decide_as_the_pipeline():
+def test_stages_that_run_one_by_one_decide_like_the_pipeline():
     batch = rows_of([1.0, 1.0, 4.0], [False, False, True])
     batch["log_probs", "full"] = torch.full((3, 2), -1.0)
     batch[MASK][2, 1] = False
-    chain = stages(baseline="length_weighted")  # (2 + 2 + 4) / 5 tokens
+    chain = stages(baseline="length_weighted")  # (2 · 1 + 2 · 1 + 1 · 4) / 5 tokens
     whole, one_by_one = Pipeline(chain).run(batch).batch, batch
     assert whole["advantage"].flatten().tolist() == pytest.approx([-0.6, -0.6])
     for stage in chain.values():
         one_by_one = stage(one_by_one)
-        assert one_by_one[MASK].any(1).tolist() == [True, True, False][: len(one_by_one)]  # if it is the last
+        assert one_by_one[MASK].any(1).tolist() == [True, True, False][: len(one_by_one)]  # row 2 may leave
     for key in ("advantage", "loss_weight", "rollout_id", MASK):
         assert torch.equal(one_by_one[key], whole[key]), key
     assert LossWeight()(batch)["loss_weight"].tolist() == [0.25, 0.25, 0.0]  # also without a split
@@ -180,7 +180,7 @@ def test_the_column_may_have_another_name():
     assert own.halves()[0](batch)["rollout_id"].tolist() == [0, 1]
 
 
-def test_decide_on_plain_columns_says_which_rows_only_voted():
+def test_decide_on_plain_columns_says_which_rows_vote_only():
     columns = {
         "group_id": ["a"] * 3,
         "rollout_id": [0, 1, 2],
@@ -191,14 +191,14 @@ def test_decide_on_plain_columns_says_which_rows_only_voted():
     found = headrace.decide(columns, "remax", group_size=3)
     assert found.advantage.tolist() == [-1.5, 0.5, 0.0]
     assert found.baseline.tolist() == [2.5, 2.5, 2.5]
-    assert found.compared.tolist() == [2, 2, 1]  # the voter and itself
+    assert found.compared.tolist() == [2, 2, 1]  # the row itself, and the row that votes only
     assert found.loss_weight.tolist() == [0.5, 0.5, 0.0]
     assert found.reason == ["", "", "pipeline/votes_only"]
     assert sorted(found.steps[0].tolist()) == [0, 1]
 
 
 def test_rows_that_wait_for_the_next_batch_train_there():
-    """Three of four rows train in each batch, two per step, so one row waits."""
+    """Three of four rows of a batch train, and two rows are an optimiser step, so one row waits."""
     split = ShuffleSplit(minibatch_size=2, remainder="carry", shuffle=False)
     pipeline = Pipeline({"advantage": GroupRelativeAdvantage(), "split": split, "weight": LossWeight()})
     votes, trained = [False, False, True, False], []
@@ -210,7 +210,7 @@ def test_rows_that_wait_for_the_next_batch_train_there():
 
 
 @pytest.mark.parametrize("recipe", ["remax", "a_star_po"])
-def test_a_recipe_of_those_that_vote_refuses_a_group_without_one(recipe):
+def test_a_recipe_with_votes_only_rollouts_refuses_a_group_without_them(recipe):
     pipeline = copy.copy(composed(f"pipeline={recipe}"))
     batch = rows_of([1.0, 1.0], [False, False], expected_rollouts=torch.tensor([2, 2]))
     with pytest.raises(BatchError, match=r"needs a rollout that votes only in each group.*group 0"):

@@ -23,10 +23,10 @@ WORDS = ("tokens", "full")
 
 
 def stated(paths, groups, rewards, *, baseline):
-    """For each token of each rollout: V of its node, minus V of the node from which that node forks.
+    """For each token, the mean reward of the rollouts of its node minus that of the node before.
 
-    A node is a prefix. The node of a token is the longest prefix that the same rollouts share; it forks from
-    the prefix before its first token.
+    A node is a prefix. The node of a token is the longest prefix that the same rollouts share. The node
+    before ends where these rollouts fork from others.
     """
 
     def through(i, depth):
@@ -47,7 +47,7 @@ def stated(paths, groups, rewards, *, baseline):
             node = through(i, t + 1)
             begin = next(
                 (d for d in range(t, -1, -1) if len(through(i, d)) > len(node)), None
-            )  # the fork before it
+            )  # the fork before the node
             if begin is None:
                 credit.append(0.0)
                 continue
@@ -131,10 +131,10 @@ def test_equal_rewards_have_an_advantage_of_exactly_0():
 
 
 @given(trees(), OPTIONS, st.data())
-def test_ancestors_equal_the_labels_of_the_nodes_with_rewards_or_without(tree, options, data):
-    """Each rollout continues an earlier one of its group after some tokens, or starts a new tree.
+def test_forks_by_parents_equal_forks_by_labels_of_nodes(tree, options, data):
+    """Each rollout continues an earlier rollout of its group after some tokens, or starts a new tree.
 
-    A parent without a reward, or out of the statistics, shares its tokens and is in no mean.
+    A parent that is excluded or has no reward shares its tokens, and is in no mean.
     """
     groups, paths, rewards = tree
     parents, labels = [], []
@@ -183,7 +183,7 @@ def test_parent_ids_may_be_text():
         TreeAdvantage(forks="parent")(batch)
 
 
-def test_parents_of_ranks_with_ids_of_their_own_are_those_of_one_process():
+def test_parents_on_ranks_equal_those_of_one_process():
     paths, parents = [[1, 2, 3], [1, 2, 4], [1, 5, 6], [1, 2, 3]], [-1, 0, 1, -1]
     batch = leaves(paths, [0] * 4, [1.0, 2.0, 4.0, 8.0], rollout_id=[0, 1, 2, 3], parent_id=parents)
     stages = {"tree": TreeAdvantage(forks="parent")}
@@ -198,7 +198,7 @@ def test_parents_of_ranks_with_ids_of_their_own_are_those_of_one_process():
 
 
 def test_later_rows_of_a_rollout_are_their_own_branch():
-    """Rollout 10 has two rows. Its first row is all of rollout 11, and its second row branches after it."""
+    """The first row of rollout 10 equals rollout 11. The second row branches after the first row."""
     batch = leaves([[1, 2], [1, 2], [1, 3], [8, 8]], [0] * 4, [1.0, 5.0, 3.0, 1.0])
     rows = list(batch.unbind(0))
     rows[3]["rollout_id"] = torch.tensor(10)
@@ -209,7 +209,7 @@ def test_later_rows_of_a_rollout_are_their_own_branch():
         assert found == {0: [0, 0], 1: [0, 0], 2: [0, 0], 3: [-2, -2]}
 
 
-def test_later_rows_branch_where_another_rollout_continues():
+def test_a_later_row_branches_where_another_rollout_continues():
     """Rollout 12 continues [1], which 10 and 11 share, so the second row of 10 branches from all three."""
     rows = list(leaves([[1], [1], [1, 9], [7, 7]], [0] * 4, [0.0, 0.5, 2.5, 0.0]).unbind(0))
     rows[3]["rollout_id"] = torch.tensor(10)
@@ -221,7 +221,7 @@ def test_later_rows_branch_where_another_rollout_continues():
 
 
 def test_a_rollout_without_its_first_row_is_not_in_the_tree():
-    """Otherwise its second row would start at the root."""
+    """If it were, the second row of the rollout would start at the root."""
     rows = list(leaves([[5, 1], [9, 9], [5, 2]], [0] * 3, [1.0, 1.0, 3.0]).unbind(0))
     rows[1]["rollout_id"] = torch.tensor(10)
     for row, counts in zip(rows, (False, True, True), strict=True):
@@ -243,8 +243,8 @@ class DropsFirst(BatchTransform):
         rows.leave(torch.arange(len(rows)) == 0, "first")
 
 
-def test_a_fork_of_a_rollout_whose_first_row_has_left_is_refused():
-    """The fork's tokens begin in the row that has left. The second row is out of the statistics."""
+def test_a_rollout_that_continues_a_rollout_without_its_first_row_is_refused():
+    """The shared tokens are in the row that has left. The second row is excluded."""
     batch = leaves([[1], [1, 2], [1, 3]], [0] * 3, [1.0, 1.0, 5.0], parent_id=[-1, -1, 10])
     batch["rollout_id"] = torch.tensor([10, 10, 11])
     batch[COUNTED] = torch.tensor([True, False, True])

@@ -1,4 +1,4 @@
-"""Rows with a shared prefix are split together, at their shared cost."""
+"""Rows with a shared prefix are in one micro-batch, and their shared tokens cost once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.transforms.stages.sequences import END
 from headrace.transforms.trees.forest import Forest
 from headrace.transforms.trees.prefixes import prefix_order
 
-# The first token decides the tree; later tokens are shared by few rows.
+# The first token decides the tree. Later tokens are shared by few rows.
 ROW_OF = st.tuples(st.sampled_from([1, 2, 3]), st.lists(st.sampled_from([4, 5]), max_size=7)).map(
     lambda row: [row[0], *row[1]]
 )
@@ -80,8 +80,8 @@ NUMBERS = st.sampled_from([-(2**63) + 1, -256, -1, 0, 1, 255, 256, 2**40, 2**63 
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.lists(NUMBERS, max_size=4)), max_size=8))
-def test_rows_are_sorted_as_lists_and_share_what_a_loop_counts(rows):
-    """This holds for any numbers: each byte and the sign are compared, and nothing is hashed."""
+def test_rows_are_sorted_like_lists_and_shared_tokens_are_those_of_a_loop(rows):
+    """Numbers may be large or negative: each byte and the sign are compared, and nothing is hashed."""
     labels = torch.full((len(rows), 5), END)
     for number, (_, row) in enumerate(rows):
         labels[number, : len(row)] = torch.tensor(row, dtype=torch.int64)
@@ -120,7 +120,7 @@ def test_a_tree_above_the_budget_is_split_where_the_next_row_does_not_fit(rows, 
 
 @given(st.lists(ROW_OF, min_size=1, max_size=8), st.sampled_from(["tokens", "attention"]))
 def test_a_tree_costs_the_sum_over_its_nodes(rows, balance):
-    """Under attention, a token costs as much as the tokens that it attends to: 2 · depth + 1."""
+    """Here, attention costs n² + 10 n for a row of n tokens, so 2 d + 1 + 10 for a node at depth d."""
     lengths, number = torch.tensor([len(row) for row in rows]), torch.tensor([row[0] for row in rows])
     tree, common = forest_of(rows).pieces(torch.arange(len(rows)), None)
     assert (tree[:, None] == tree).equal(number[:, None] == number)
@@ -152,10 +152,11 @@ def test_shared_tokens_of_any_rows_equal_those_of_a_loop(seed):
 
 def test_trees_are_assigned_by_their_shared_cost():
     lengths, tree = torch.tensor([9, 9, 9, 1]), torch.tensor([0, 0, 0, 1])
-    shared = torch.tensor([0, 8, 8, 0])  # 11 nodes and 1
+    shared = torch.tensor([0, 8, 8, 0])  # the trees have 11 nodes and 1 node
     assert len(assign_rows(lengths, max_tokens=12, tree=tree, shared=shared)[0]) == 1
     assert len(assign_rows(lengths, max_tokens=12, tree=tree)[0]) == 2
-    # A tree of 10 nodes and 30 tokens, beside 20, 15 and 5: by nodes it goes with 15, by tokens with 5.
+    # A tree of 10 nodes and 30 tokens, and rows of 20, 15 and 5 tokens. By nodes, the tree is with the row of
+    # 15 tokens, and by tokens with the row of 5.
     lengths, tree = torch.tensor([10, 10, 10, 20, 15, 5]), torch.tensor([0, 0, 0, 1, 2, 3])
     for balance in ("tokens", "attention"):
         options = {"microbatches": 2, "balance": balance, "tree": tree}
@@ -165,14 +166,14 @@ def test_trees_are_assigned_by_their_shared_cost():
         assert sorted(rows.tolist() for rows in apart[0]) == [[0, 1, 2, 5], [3, 4]]
 
 
-def test_fewer_trees_than_micro_batches_leave_none_empty():
+def test_fewer_trees_than_micro_batches_make_no_empty_micro_batch():
     rows = [[1, 2, 3], [1, 2, 4], [1, 2, 5], [2, 2]]
     passes = cut_into(batch_of(rows, [0] * 4), tree="group", microbatches=3, shuffle=False)
     assert sorted(passes) == [[0, 1, 2], [3]]
 
 
-def test_padding_rows_cost_nothing_more():
-    rows = [[1, 2, 3], [1, 2, 4], [1, 2, 5], [2, 2]]
+def test_padding_rows_cost_nothing():
+    rows = [[1, 2, 3], [1, 2, 4], [1, 2, 5], [2, 2]]  # the first tree has 9 tokens and 5 nodes
     split = ShuffleSplit(minibatches=1, microbatches=2, tree="group", remainder="pad", balance="tokens")
     outcome = cut_alone(split, batch_of(rows, [0] * 4))
     assert outcome.measured["padded"] == 2

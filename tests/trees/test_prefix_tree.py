@@ -24,7 +24,7 @@ from headrace.transforms import (
     unpack_tokens,
 )
 
-# Few kinds of tokens, so that rows share them. 0 is also padding, and −200 an image in some models.
+# Few token ids, so that rows share tokens. 0 is also padding, and −200 is an image in some models.
 ROWS = st.lists(st.lists(st.sampled_from([0, 1, 2, -200]), min_size=1, max_size=9), min_size=1, max_size=9)
 LAYOUTS = st.sampled_from(["left", "right", "ragged"])
 
@@ -74,7 +74,7 @@ def test_a_token_attends_to_its_path(rows):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-def test_flex_attention_equals_the_mask():
+def test_flex_attention_equals_attention_with_the_mask():
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     packed = pack(dense(scenes()["forks anywhere"]), tree=True)
@@ -86,7 +86,7 @@ def test_flex_attention_equals_the_mask():
 
 
 @given(ROWS, LAYOUTS)
-def test_rows_and_node_values_return_to_their_rows(rows, layout):
+def test_values_of_rows_and_nodes_return_to_their_rows(rows, layout):
     batch = batch_of(rows, layout)
     packed, plain = pack(batch, tree=True), pack(batch)
     back, expected = unpack(packed), unpack(plain)
@@ -137,11 +137,11 @@ def test_rows_with_different_images_share_no_node():
 
 @pytest.mark.parametrize("name", list(scenes()))
 def test_log_probs_of_nodes_equal_those_of_the_rows(name):
-    """This holds even if rows continue differently after a node."""
+    """Rows may continue differently after a node."""
     rows = scenes(tokens=8)[name]
     packed = pack(dense(rows), tree=True)
     logits = torch.randn(1, packed["input_ids"].shape[1], 8, dtype=torch.float64)
-    logits[..., 0] = -30.0  # may be far from 0
+    logits[..., 0] = -30.0  # a logit may be far from 0
     before = torch.cat([torch.zeros(len(rows), 1, 8), unpack_tokens(logits, packed)[:, :-1]], 1)
     batch = dense(rows)
     expected = before.log_softmax(-1).gather(-1, batch[FULL][..., None]).squeeze(-1)
@@ -164,7 +164,7 @@ def test_device_reads_do_not_grow_with_the_rows(layout):
         assert waits_of(tree_mask, packed) == (0, 0)
 
 
-def test_rows_that_make_no_tree_raise_with_the_reason():
+def test_rows_that_make_no_tree_are_refused_with_the_reason():
     batch = dense([[1, 2], [1, 3]])
     packed = pack(batch, tree=True)
     with pytest.raises(BatchError, match=r"\(1, 3, ...\), for the 3 nodes of a tree .* got \(1, 4\)"):

@@ -54,5 +54,5 @@ def test_a_tree_of_a_llama_has_the_gradient_of_its_rows(name):
 
 def test_a_tree_has_the_gradient_of_its_rows_on_two_processes(tmp_path):
     for found in results_of(run_rank, 2, tmp_path):
-        assert len(found) == 4 * len(SCENES)
+        assert len(found) == 4 * len(SCENES)  # each scene in four ways
         assert {way: far for way, far in found.items() if far > 1e-12} == {}

@@ -92,7 +92,7 @@ def trained_by_loop(batch: TensorDict, once: bool) -> list[list[tuple]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_sampled_prefix_of_a_rollout_trains_exactly_once(layout):
-    """In 100 random batches, it trains in the first row that has it in the loss."""
+    """A prefix trains in the first row of the rollout that has the prefix in the loss."""
     shared = 0
     for seed in range(100):
         batch = forked(seed, layout)
@@ -119,7 +119,7 @@ def test_each_sampled_prefix_of_a_rollout_trains_exactly_once(layout):
     assert shared > 300
 
 
-def test_the_rows_of_the_docs():
+def test_the_rows_of_the_docs_train_as_documented():
     """Of rows 3 4 5 6 and 3 4 7 8, the second keeps 7 and 8. Another rollout keeps all tokens."""
     batch = dense([[3, 4, 5, 6], [3, 4, 7, 8], [3, 4, 9, 9]])
     batch[LOSS] = batch[ATTENTION].clone()
@@ -129,8 +129,8 @@ def test_the_rows_of_the_docs():
     assert out[LOG_PROBS].isfinite().int().tolist() == out[LOSS].int().tolist()
 
 
-def test_a_token_of_the_prompt_keeps_no_token():
-    """A turn has the turns before it in its prompt: each token trains where it was sampled."""
+def test_a_sampled_token_trains_although_a_later_prompt_contains_it():
+    """The prompt of a turn contains the turns before. Each token trains where it was sampled."""
     batch = dense([[1, 2, 3, 4, 5], [1, 2, 3]])
     batch[LOSS] = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 0, 0]]).bool()
     batch["rollout_id"] = torch.tensor([0, 0])
@@ -138,7 +138,7 @@ def test_a_token_of_the_prompt_keeps_no_token():
 
 
 def test_advantages_and_baselines_do_not_change():
-    """A row that equals another one leaves the loss as `once/shared`; its rollout still counts once."""
+    """A row that equals another row leaves the loss with the reason `once/shared`."""
     rows = [[1, 2, 3], [1, 2, 3], [1, 2], [1, 4]]
     batch = dense(rows).exclude("advantage", "loss_weight")
     batch["rollout_id"], batch["group_id"] = torch.tensor([0, 0, 1, 2]), torch.zeros(4, dtype=torch.int64)
@@ -201,7 +201,7 @@ def test_packed_rows_and_trees_have_the_same_gradient():
     batch["rollout_id"] = torch.tensor([0, 0, 0, 1, 2])
     batch["advantage"] = torch.tensor([1.0, 1.0, 1.0, -1.0, 0.5]).double().view(5, 1, 1)
     once = TrainSharedOnce()(batch)
-    assert int(batch[LOSS].sum() - once[LOSS].sum()) == 3 + 3 + 1
+    assert int(batch[LOSS].sum() - once[LOSS].sum()) == 3 + 3 + 1  # 2, 3, 4 of rows 1 and 2, 7 of row 2
     alone = gradient_of(actor, once, mean="token")
     assert alone.norm() > 1e-3
     for transform in ("pack", "tree"):
@@ -210,8 +210,8 @@ def test_packed_rows_and_trees_have_the_same_gradient():
     assert distance(again, gradient_of(actor, batch, mean="token")) <= 1e-12 < 1e-3 < distance(again, alone)
 
 
-def test_turns_merge_after_the_tokens_before_them_train_once():
-    """Both rows train 2 and 3. Without the stage the second does not continue the first."""
+def test_turns_can_be_merged_if_shared_tokens_train_once():
+    """Both rows train 2 and 3. Without the stage, the second row does not continue the first."""
     batch = dense([[1, 2, 3], [1, 2, 3, 4, 5]])
     batch[LOSS] = batch[ATTENTION] & (batch[FULL] > 1) & (batch[FULL] != 4)
     batch[LOG_PROBS] = torch.where(batch[LOSS], -0.5, torch.nan).double()
@@ -224,7 +224,7 @@ def test_turns_merge_after_the_tokens_before_them_train_once():
 
 @pytest.mark.slow
 def test_rows_of_a_rollout_on_two_ranks_train_a_shared_token_once(tmp_path):
-    """It trains as in one process with the rows of both ranks in order, even if a rank has no rows."""
+    """The masks are those of one process with the rows of both ranks, even if a rank has no rows."""
     found = results_of(trained_once_of_rank, 2, tmp_path, SEEDS)
     for case, seed in enumerate(SEEDS):
         alone = Pipeline({"once": TrainSharedOnce()}).run(forked(seed))
@@ -242,8 +242,8 @@ def test_padding_in_the_loss_mask_is_refused():
         TrainSharedOnce()(batch)
 
 
-def test_a_filter_behind_the_stage_is_refused():
-    """The filter could remove the row that has the token."""
+def test_a_filter_after_the_stage_is_refused():
+    """The filter could remove the row in which a shared token trains."""
     for late in (
         SampleFilter(criterion=LengthWithin(low=1)),
         SampleFilter(criterion=RewardWithin(high=1.0), action="mask"),
@@ -275,7 +275,7 @@ def test_a_report_counts_tokens_that_train_again_and_names_the_stage():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_count_of_a_report_is_that_of_a_loop(layout):
+def test_the_number_of_tokens_that_train_again_is_that_of_a_loop(layout):
     for seed in range(20):
         batch = forked(seed, layout, odd=False)
         before, after = trained_by_loop(batch, once=False), trained_by_loop(batch, once=True)

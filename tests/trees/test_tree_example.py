@@ -1,4 +1,4 @@
-"""The example of a model on prefix trees trains as on its rows."""
+"""The example trains a model on prefix trees with the result of training on rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="the extra `llm` is not installed")
 pytestmark = [pytest.mark.llm, pytest.mark.slow]
 
 
-def test_the_final_weights_equal_those_of_the_rows_with_a_third_of_the_tokens():
+def test_trees_give_the_weights_of_rows_with_a_third_of_the_tokens():
     path = Path(__file__).parents[2] / "examples" / "tree_llama.py"
     spec = importlib.util.spec_from_file_location("tree_llama", path)
     example = importlib.util.module_from_spec(spec)
@@ -24,7 +24,7 @@ def test_the_final_weights_equal_those_of_the_rows_with_a_third_of_the_tokens():
     run = example.train(trees, batch, transform="tree", tree="group")
     assert 0 < 3 * trees.seen < rows.seen
     said = run.report(batch=batch).numbers["tree/tokens/group"]
-    assert 0.99 * said < trees.seen / 2 <= said  # in each of two epochs; groups may begin alike, too
+    assert 0.99 * said < trees.seen / 2 <= said  # in each of two epochs; groups may share tokens, too
     moved, apart = 0.0, 0.0
     for a, b, c in zip(*(actor.state_dict().values() for actor in (rows, trees, before)), strict=True):
         moved, apart = moved + float((a - c).norm()), apart + float((a - b).norm())

@@ -101,7 +101,7 @@ def at_least(option: str, value: Any, low: int) -> Any:
     """Check that an integer is ≥ `low`, and return it. None is allowed.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the integer is lower.
     """
     if value is not None and value < low:
         raise ValueError(f"{option} must be an integer ≥ {low}; got {value!r:.200}")
@@ -112,7 +112,7 @@ def within(option: str, value: Any, low: float, high: float = INF) -> Any:
     """Check that a number is in [low, high], and return it. None is allowed.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the number is outside.
     """
     if value is not None and not low <= value <= high:
         range_ = f"in [{low:g}, {high:g}]" if high < INF else f"finite and ≥ {low:g}"
@@ -124,7 +124,7 @@ def above_zero(option: str, value: Any, high: float = INF) -> Any:
     """Check that a number is in (0, high], and return it. None is allowed.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the number is outside.
     """
     if value is not None and not 0 < value <= high:
         range_ = f"in (0, {high:g}]" if high < INF else "finite and > 0"
