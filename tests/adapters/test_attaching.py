@@ -1,4 +1,4 @@
-"""A recipe is attached to a trainer: an option that you do not set follows the trainer."""
+"""An option of an attached recipe follows the trainer, unless you set the option."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headrace.transforms import GroupRelativeAdvantage, MissingKeyError
 
 SCALES = {"group": "group", True: "group", "batch": "batch", "none": "none", False: "none"}
 CLIP = "pipeline.stages.advantage.clip=[-5,5]"
-# Ways to set other options than the scale and the number of rewards, at the same stages and elsewhere.
+# Ways to set options other than the scale and the number of rewards, in the same stages and in others.
 OTHERS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     ((), {}),
     ((CLIP,), {}),
@@ -49,14 +49,14 @@ def attached(trainer: Any, *words: str, **options: Any) -> Any:
     return attach(trainer, None, "pipeline.stages.gate.group_size=4", *words, **options).pipeline.stages
 
 
-def test_an_option_that_is_not_set_follows_the_trainer_however_others_are_set():
+def test_an_option_follows_the_trainer_whatever_other_options_are_set():
     for (words, options), rewards, scale in product(OTHERS, (1, 2), SCALES):
         stages = attached(trainer_of(rewards=rewards, scale_rewards=scale), *words, **options)
         assert stages["advantage"].scale == SCALES[scale], (words, options, scale)
         assert stages["collapse"].columns == rewards, (words, options, rewards)
 
 
-def test_an_option_that_is_set_wins_over_the_trainers():
+def test_an_option_that_you_set_has_priority_over_that_of_the_trainer():
     own = GroupRelativeAdvantage(scale="batch")
     for words, options in (
         ((), {"scale": "batch"}),
@@ -72,7 +72,7 @@ def test_an_option_that_is_set_wins_over_the_trainers():
     assert named.stages["advantage"].scale == load_pipeline("grpo").stages["advantage"].scale == "group"
 
 
-def test_a_trainer_with_a_recipe_names_its_stages_and_the_options_that_are_the_trainers():
+def test_a_trainer_with_a_recipe_names_its_stages_and_the_options_from_the_trainer():
     trainer = attach(trainer_of(rewards=2, scale_rewards="batch"), stages={"advantage": {"clip": [-5, 5]}})
     stages = "gate → collapse → advantage → split → weight"
     taken = "advantage.scale=batch, collapse.columns=2"
@@ -88,7 +88,7 @@ def test_rewards_that_are_normalized_one_by_one_are_refused_unless_the_scale_is_
     assert attached(trainer_of(**apart), scale="none")["advantage"].scale == "none"
 
 
-def test_an_environment_whose_overrides_set_other_options_has_the_trainers_scale():
+def test_the_trainers_scale_applies_unless_the_overrides_set_the_scale_or_replace_the_stage():
     for (words, _), recipe in product(OTHERS, (None, "as/verl")):
         assert scale_overrides(False, recipe, "as/verl", words) == ("pipeline.stages.advantage.scale=none",)
     assert scale_overrides(False, "grpo", "as/verl", []) == ()
@@ -103,8 +103,8 @@ def test_an_environment_whose_overrides_set_other_options_has_the_trainers_scale
         assert scale_overrides(False, None, "as/verl", [CLIP, word]) == ()
 
 
-def test_unsloths_patched_trainer_is_known_by_name_and_its_other_trainers_are_refused():
-    """A class that Unsloth writes is derived from TRL's class, and its own module is in no package."""
+def test_unsloths_grpo_trainer_is_recognised_and_its_other_trainers_are_refused():
+    """Unsloth generates a class that is derived from TRL's class, in a module that is in no package."""
 
     def of_unsloth(name: str) -> Any:
         base = type("_BaseTrainer", (), {"__module__": "trl.trainer.base_trainer"})
@@ -176,7 +176,7 @@ def test_a_group_size_that_is_not_num_generations_is_refused():
         trainer.pipeline = load_pipeline("grpo", group_size=8)
 
 
-def test_a_recipe_that_is_set_later_is_checked_and_the_one_before_stays():
+def test_a_recipe_that_is_set_later_is_checked_and_a_refused_one_changes_nothing():
     trainer = attach(trainer_of(), "grpo")
     before = trainer.pipeline
     with pytest.raises(

@@ -1,7 +1,7 @@
 """The adapters of docs/coming-from compute what the trainers compute, and refuse invalid batches.
 
-Trainers that are not on the package index have stand-ins here. The others are run by
-tests/support/peer_checks.py, which `make test-light` runs.
+Trainers that are not on the package index have stand-ins here. tests/support/peer_checks.py runs the
+others, and `make test-light` runs this script.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def recipe(monkeypatch) -> Callable[..., None]:
 
 
 SHARED = ("__init__", "attaching", "environment", "measured", "over_generation", "samples")
-# Longer limits: NeMo RL's protocol has eight methods, `trl` has two trainers, `trl_async` a queue and pacing.
+# These limits are longer: NeMo RL's protocol has eight methods, `trl` two trainers, `trl_async` pacing.
 OWN_RULES = {"nemo_rl": 90, "trl": 105, "trl_async": 250}
 
 
@@ -94,7 +94,7 @@ def test_a_missing_option_is_named_as_an_environment_override(monkeypatch, recip
 
 
 def test_without_std_in_the_trainer_the_default_recipe_has_none(monkeypatch, recipe):
-    """R - 1/4 = 3/4, -1/4, ...; a scale or a recipe that you name wins, and divides by the std, 1/2."""
+    """The advantages are 3/4 and -1/4. A scale or a recipe that you name divides them by the std, 1/2."""
     registry = foreign.skyrl_ppo_utils(monkeypatch)
     status = foreign.torchtitan_config(monkeypatch)
     size, rewards = "pipeline.stages.gate.group_size=4", [1.0, 0.0, 0.0, 0.0]
@@ -137,7 +137,7 @@ def samples_of(rewards, groups, rollouts=None, **columns) -> list[foreign.SlimeS
     ]
 
 
-def test_slime_gets_its_own_numbers_for_complete_groups(recipe):
+def test_slime_gets_its_usual_advantages_for_complete_groups(recipe):
     args = foreign.slime_args(group_size=8, groups=3)
     for seed in range(5):
         rng = random.Random(seed)
@@ -149,7 +149,7 @@ def test_slime_gets_its_own_numbers_for_complete_groups(recipe):
         assert not any(sample.remove_sample for sample in samples)
 
 
-def test_miles_gets_its_own_numbers_where_rollouts_fan_out(recipe):
+def test_miles_gets_its_usual_advantages_if_rollouts_fan_out(recipe):
     recipe("as/miles")
     for seed in range(5):
         rng = random.Random(seed)
@@ -161,7 +161,7 @@ def test_miles_gets_its_own_numbers_where_rollouts_fan_out(recipe):
 
 
 def test_slime_removes_rows_that_a_recipe_masks(recipe):
-    recipe("grpo", "pipeline.empty=count")  # slime counts them, too
+    recipe("grpo", "pipeline.empty=count")  # slime also counts removed rows in the baseline
     samples = samples_of([1.0, 1.0, 1.0, 0.0], [0, 0, 1, 1])
     samples[2].remove_sample = True
     _, advantages = slime.post_process_rewards(foreign.slime_args(2, 2), samples)
@@ -200,7 +200,7 @@ def mean_of(unit: str, rows: list[foreign.SlimeSample]) -> dict[int, float]:
 
 @pytest.mark.parametrize(("trainer", "unit"), [("slime", "token"), ("miles", "sample"), ("slime", "rollout")])
 def test_slimes_data_have_the_weights_of_the_recipe(monkeypatch, recipe, trainer, unit):
-    """Rollouts with fan-out, in two steps; groups of equal rewards are masked."""
+    """Rollouts fan out, there are two steps, and groups of equal rewards are masked."""
     {"slime": foreign.slime_ray, "miles": foreign.miles_ray}[trainer](monkeypatch)
     hook = importlib.import_module(f"headrace.adapters.{trainer}").convert_samples_to_train_data
     recipe("dr_grpo", f"pipeline.stages.weight.unit={unit}", "pipeline.stages.weight.length=null")
@@ -227,7 +227,7 @@ def test_slimes_data_have_the_weights_of_the_recipe(monkeypatch, recipe, trainer
     assert silent > 4
 
 
-def test_with_its_own_recipe_slimes_data_are_unchanged(monkeypatch, recipe):
+def test_with_the_default_recipe_slimes_data_are_unchanged(monkeypatch, recipe):
     foreign.slime_ray(monkeypatch)
     args = foreign.slime_args(group_size=4, groups=2)
     rng = random.Random(0)
@@ -240,7 +240,7 @@ def test_with_its_own_recipe_slimes_data_are_unchanged(monkeypatch, recipe):
     assert {name: found[name] for name in own} == own
 
 
-def test_what_slimes_data_cannot_express_is_refused(monkeypatch, recipe):
+def test_weights_and_steps_that_slimes_data_cannot_express_are_refused(monkeypatch, recipe):
     foreign.slime_ray(monkeypatch)
     foreign.miles_ray(monkeypatch)
     samples = samples_of([1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1])
@@ -261,7 +261,7 @@ def test_what_slimes_data_cannot_express_is_refused(monkeypatch, recipe):
 
 
 def rollout_data(seed: int, **columns) -> dict[str, list]:
-    """The rows of one rank, of different lengths and with log-probabilities, as slime's actor has them."""
+    """The rows of one rank, with different lengths and with log-probabilities, as in slime's actor."""
     rng, torch_rng = random.Random(seed), torch.Generator().manual_seed(seed)
     lengths = [rng.randint(1, 5) for _ in range(6)]
     made = {"response_lengths": lengths, "rollout_ids": [10 + row // 2 for row in range(6)]}
@@ -273,7 +273,7 @@ def rollout_data(seed: int, **columns) -> dict[str, list]:
 
 
 def test_slimes_tokens_have_the_recipes_advantage(recipe):
-    """Without a term, the reward of the row; with `opd`, slime's --use-opd: A − c · (student − teacher)."""
+    """A token has the reward of its row, or with `opd` slime's A − c · (student − teacher) of --use-opd."""
     args = foreign.slime_args(2, 3)
     for seed in range(5):
         recipe("as/slime")
@@ -312,7 +312,7 @@ def test_slimes_hooks_share_a_recipe_between_rows_and_tokens(recipe):
         ("opd", {"kl": [torch.zeros(1)] * 6}, BatchError, r"kl must .*found 1 for the \d+ tokens of row 0"),
     ],
 )
-def test_recipes_over_slimes_ranks_are_refused(recipe, name, columns, error, message):
+def test_recipes_that_compare_rows_of_slimes_ranks_are_refused(recipe, name, columns, error, message):
     recipe(name)
     with pytest.raises(error, match=message):
         slime.compute_advantages(foreign.slime_args(2, 3), rollout_data(0, **columns))
@@ -338,7 +338,7 @@ def episode(reward: float, *masks: list[bool], **columns) -> foreign.Episode:
     return foreign.Episode([foreign.Trace(reward, [foreign.Node(mask) for mask in masks], **columns)])
 
 
-def test_prime_rl_gets_its_own_numbers(prime_rl):
+def test_prime_rl_gets_its_usual_advantages(prime_rl):
     for seed in range(5):
         rng = random.Random(seed)
         episodes = [episode(rng.random(), [False], [True] * rng.randint(1, 3)) for _ in range(8)]
@@ -362,7 +362,7 @@ def test_prime_rl_gets_an_advantage_per_token(prime_rl, recipe):
     assert score(prime_rl, episodes) == [[0.0, 0.5], [1.0], [-0.0]]
 
 
-def test_prime_rl_reports_a_lost_rollout(prime_rl, recipe):
+def test_prime_rl_refuses_a_group_that_lacks_a_rollout(prime_rl, recipe):
     recipe(None, "pipeline.stages.gate.group_size=3")
     with pytest.raises(IncompleteGroupsError, match="2 of 3"):
         score(prime_rl, [episode(1.0, [True]), episode(0.0, [True])])
@@ -379,7 +379,7 @@ class Position:
 # -- SkyRL, rLLM, torchtitan ------------------------------------------------------------------------------
 
 
-def test_skyrl_gets_its_own_numbers_over_uneven_groups(monkeypatch, recipe):
+def test_skyrl_gets_its_usual_advantages_in_groups_of_different_sizes(monkeypatch, recipe):
     registry = foreign.skyrl_ppo_utils(monkeypatch)
     recipe(None, "~pipeline.stages.gate")
     adapter("skyrl")
@@ -402,11 +402,11 @@ def test_skyrl_gets_its_own_numbers_over_uneven_groups(monkeypatch, recipe):
         registry["headrace"](token_level_rewards=rewards, response_mask=mask, index=uids)
 
 
-def test_verl_gives_all_outputs_of_a_session_the_advantage_of_its_last(monkeypatch, recipe):
-    """Compared with a loop. The last of twelve outputs is number 11; outside of the mask all is 0."""
+def test_verl_gives_all_outputs_of_a_session_the_advantage_of_the_last_output(monkeypatch, recipe):
+    """The advantages equal those of a loop, which orders the outputs by number, and are 0 if masked."""
     registry, trainer = foreign.verl_trainer(monkeypatch)
     monkeypatch.delitem(sys.modules, "headrace.adapters.verl", raising=False)
-    importlib.import_module("headrace.adapters.verl")  # import it once: it replaces the trainer's function
+    importlib.import_module("headrace.adapters.verl")  # the import replaces the trainer's function
     compute, seen = trainer.compute_advantage_for_multi_trajectories, 0
     for seed in range(5):
         rng = random.Random(seed)
@@ -446,7 +446,7 @@ def test_verl_gives_all_outputs_of_a_session_the_advantage_of_its_last(monkeypat
     assert compute(data, keys, "grpo") == "verl's grpo"
 
 
-def test_rllm_gets_its_own_numbers_of_each_role(monkeypatch, recipe):
+def test_rllm_gets_its_usual_advantages_for_each_role(monkeypatch, recipe):
     registry = foreign.rllm_advantage(monkeypatch)
     recipe(None, "~pipeline.stages.gate")
     adapter("rllm")
@@ -468,7 +468,7 @@ def test_rllm_gets_its_own_numbers_of_each_role(monkeypatch, recipe):
         registry["headrace"](rewards=rewards, algorithm_config=None, traj_groups=groups)
 
 
-def test_torchtitan_gets_its_own_numbers_and_the_failures(monkeypatch, recipe):
+def test_torchtitan_gets_its_usual_advantages_and_failed_rollouts_are_refused(monkeypatch, recipe):
     status = foreign.torchtitan_config(monkeypatch)
     recipe(None, "pipeline.stages.gate.group_size=6")
     module = adapter("torchtitan")
@@ -561,7 +561,7 @@ def test_openrlhf_gets_its_own_numbers_with_its_kl(monkeypatch, recipe):
         maker.compute_advantages_and_returns(experiences)
 
 
-def test_names_in_the_pages_configurations_exist():
+def test_modules_and_calls_in_the_pages_exist():
     text = "\n".join(page.read_text() for page in PAGES)
     paths = set(re.findall(r"headrace\.adapters\.(\w+)(?:\.(\w+)| import (\w+))?", text))
     assert len(paths) >= 8
@@ -578,7 +578,7 @@ def test_names_in_the_pages_configurations_exist():
         call = ast.parse(line).body[0].value
         recipe = ast.literal_eval(call.args[1]) if call.args[1:] else "as/trl"
         keywords = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
-        keywords.pop("over_generation", None)  # only attach has this option
+        keywords.pop("over_generation", None)  # load_pipeline lacks this option
         assert load_pipeline(recipe, **keywords)
 
 

@@ -1,4 +1,4 @@
-"""The adapter of docs/coming-from/trl.md, inside TRL's own GRPOTrainer."""
+"""The adapter of docs/coming-from/trl.md is tested inside of TRL's GRPOTrainer and RLOOTrainer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def theirs(monkeypatch) -> list[torch.Tensor]:
-    """A list to which each batch adds the advantages that TRL itself computes."""
+    """A list to which TRL's trainer adds the advantages that it computes for each batch."""
     found: list[torch.Tensor] = []
 
     def spy_on(kind):
@@ -54,7 +54,7 @@ def short_or_none(completions, **others) -> list[float | None]:
 
 
 def none_of_odd(completions, **others) -> list[float | None]:
-    """None where `short_or_none` returns None, and for some other completions."""
+    """Return None where `short_or_none` does, and for some other completions."""
     return [None if "2" in completion or "3" in completion else 1.0 for completion in completions]
 
 
@@ -95,7 +95,7 @@ def assert_equal(run, theirs) -> None:
         )
 
 
-def test_with_its_own_recipe_trl_trains_on_its_own_advantages(make_trainer, theirs):
+def test_with_the_recipe_as_trl_the_trainer_trains_its_usual_advantages(make_trainer, theirs):
     run = make_trainer("pipeline=as/trl")
     before = [p.detach().clone() for p in run.trainer.model.parameters()]
     run.trainer.train()
@@ -143,7 +143,7 @@ def test_missing_rewards_are_summed_as_trl_does(make_trainer, theirs):
     words = "pipeline.stages.collapse.columns=2", "pipeline.stages.collapse.weights=[1.0,0.5]"
     rewards = short_or_none, none_of_odd
     run = make_trainer("pipeline=as/trl", *words, rewards=rewards)
-    run.trainer.reward_weights = torch.tensor([1.0, 0.5])  # for the numbers to compare with
+    run.trainer.reward_weights = torch.tensor([1.0, 0.5])  # TRL uses them for its own advantages
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trl.trainer.grpo_trainer.logger.warning", lambda *args, **kwargs: None)
         run.trainer.train()
@@ -153,7 +153,7 @@ def test_missing_rewards_are_summed_as_trl_does(make_trainer, theirs):
     assert_equal(run, theirs)
 
 
-def test_an_error_of_a_reward_of_none_names_its_function(make_trainer):
+def test_an_error_of_missing_rewards_names_their_function(make_trainer):
     run = make_trainer("pipeline=grpo", "pipeline.stages.collapse.columns=2", rewards=(ones, short_or_none))
     with pytest.raises(BatchError, match=r"Reward functions that gave None or NaN: short_or_none$"):
         run.trainer.train()
@@ -180,12 +180,12 @@ def test_each_reward_function_is_a_column(make_trainer, theirs):
     trainer = run.trainer
     trainer.__class__ = trl.GRPOTrainer
     del trainer.pipeline
-    attach(trainer)  # without options for them
+    attach(trainer)  # no option names the two columns
     trainer.train()
     assert_equal(run, theirs)
 
 
-def test_masked_rows_count_no_tokens(make_trainer):
+def test_masked_rows_have_no_tokens_in_the_loss(make_trainer):
     words = (
         "criterion@pipeline.stages.filter.criterion=not_truncated",
         "pipeline.stages.filter.action=exclude",
@@ -195,7 +195,7 @@ def test_masked_rows_count_no_tokens(make_trainer):
     silent = 0
     for batch in run.batches:
         last = batch["completion_mask"].sum(1, keepdim=True) - 1
-        ended = batch["completion_ids"].gather(1, last).squeeze(1) <= 1  # the end, or padding: TRL's rule
+        ended = batch["completion_ids"].gather(1, last).squeeze(1) <= 1  # TRL's ids of the end and of padding
         for start in range(0, ROWS, GROUP_SIZE):
             rows = range(start, start + GROUP_SIZE)
             mine = [batch["next", "reward"][row].item() for row in rows if ended[row]]
@@ -247,7 +247,7 @@ def test_a_recipe_is_attached_once_by_name_and_options(make_trainer):
 
 
 def by_chance(completions, **others) -> list[float | None]:
-    """Random rewards of two digits, and None for every fourth completion or so."""
+    """Random rewards of two digits, and None for a quarter of the completions on average."""
     values = torch.randint(-20, 20, (len(completions),)).tolist()
     return [None if value % 4 == 0 else value / 10 for value in values]
 
@@ -260,7 +260,7 @@ def rloo(make_trainer, *words, **options) -> SimpleNamespace:
     return make_trainer(*words, trainer=trl.RLOOTrainer, **{"beta": 0.0} | options)
 
 
-def test_rloo_trains_on_its_own_advantages_of_random_batches(make_trainer, theirs, monkeypatch):
+def test_with_the_default_recipe_rloo_trains_its_usual_advantages(make_trainer, theirs, monkeypatch):
     monkeypatch.setattr("trl.trainer.rloo_trainer.logger.warning", lambda *args, **kwargs: None)
     run = rloo(make_trainer, rewards=(by_chance, also_by_chance), steps=12)
     run.trainer.train()
@@ -272,13 +272,13 @@ def test_rloo_trains_on_its_own_advantages_of_random_batches(make_trainer, their
     assert all(advantages.abs().max() > 0.1 for advantages in theirs)
 
 
-def test_the_whole_step_of_rloo_trains_the_same_weights(make_trainer):
+def test_rloo_steps_give_the_same_parameters_with_and_without_a_recipe(make_trainer):
     after = []
     for attached in (True, False):
         run = rloo(make_trainer, steps=3)
         if not attached:
             run.trainer.__class__ = trl.RLOOTrainer
-            del run.trainer._generate_and_score_completions  # the spy
+            del run.trainer._generate_and_score_completions  # the spy of `record`
         before = [each.detach().clone() for each in run.trainer.model.parameters()]
         torch.manual_seed(1)
         run.trainer.train()
@@ -323,8 +323,8 @@ def test_rloo_settings_without_an_effect_are_refused_by_name(
         attach(trainer, *words)
 
 
-def test_the_page_says_how_to_whiten_and_clip_in_rloo(make_trainer, theirs, monkeypatch):
-    """The recipe of the page gives the advantages that TRL computes with the two settings."""
+def test_the_recipe_of_the_page_whitens_and_clips_as_rloo_does(make_trainer, theirs, monkeypatch):
+    """The advantages equal those that TRL computes with normalize_advantages and reward_clip_range."""
     lines = (ROOT / "docs/coming-from/trl.md").read_text()
     block = lines[lines.index("<!-- rloo: whiten and clip -->") :].split("```")[1].removeprefix("text\n")
     run = rloo(make_trainer, steps=6)
@@ -332,13 +332,13 @@ def test_the_page_says_how_to_whiten_and_clip_in_rloo(make_trainer, theirs, monk
     trainer.__class__ = trl.RLOOTrainer
     del trainer.pipeline
     exec(block, {"trainer": trainer, "attach": attach})
-    trainer.normalize_advantages, trainer.reward_clip_range = True, (-1.0, 1.0)  # for TRL's own numbers
+    trainer.normalize_advantages, trainer.reward_clip_range = True, (-1.0, 1.0)  # for TRL's own advantages
     trainer.train()
     assert_equal(run, theirs)
     assert any((batch["next", "reward"] > 1.0).any() for batch in run.batches)
 
 
-def test_rloo_takes_one_advantage_of_a_row(make_trainer):
+def test_rloo_refuses_advantages_of_single_tokens(make_trainer):
     stages = dict(load_pipeline("rloo").stages)
     stages = {name: stages[name] for name in ("gate", "collapse", "advantage")}
     run = rloo(make_trainer, steps=1)

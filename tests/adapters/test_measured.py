@@ -1,4 +1,4 @@
-"""In a trainer's whole step, each token has the weight that the attached recipe declares."""
+"""In a step of a trainer, each token has the weight that the attached recipe declares."""
 
 from __future__ import annotations
 

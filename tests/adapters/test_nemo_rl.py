@@ -1,6 +1,6 @@
-"""The sampler for NeMo RL: every prompt is trained in time, however long its rollouts take.
+"""The sampler for NeMo RL trains every prompt in time, however long its rollouts take.
 
-The world is a stand-in for NeMo RL. `tests/support/peer_checks.py nemo_rl` runs NeMo RL's own code.
+`World` is a stand-in for NeMo RL. `tests/support/peer_checks.py nemo_rl` runs NeMo RL's own code.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def broken(found: Run, bound: int, ahead: int) -> list[str]:
         "nothing is lost": len(left) <= limit and not left & set(sent[: len(sent) // 2]),
         "nothing is too old": max(found.ages) <= bound,
         "few are outstanding": found.most <= limit,
-        "steps are whole": found.sizes == {groups},
-        "it never stops": found.version >= 20,
-        "slow prompts are trained as others": found.shares()[0] == pytest.approx(found.shares()[1], abs=0.01),
+        "each step has all its groups": found.sizes == {groups},
+        "the run never stops": found.version >= 20,
+        "slow prompts train as often": found.shares()[0] == pytest.approx(found.shares()[1], abs=0.01),
     }
     return [law for law, holds in laws.items() if not holds]
 
@@ -72,14 +72,14 @@ class Uncounted(DeadlineSampler):
 
 
 class TakenIsGone(DeadlineSampler):
-    """The groups of a step are gone when it begins."""
+    """Groups are not outstanding any more when their step begins."""
 
     def outstanding(self, version):
         return super().outstanding(version) - self.steps.taken
 
 
 class OneTooMany(DeadlineSampler):
-    """The limit of outstanding prompts holds before a dispatch, not after it."""
+    """The limit of outstanding prompts holds before a dispatch, and the dispatch may exceed the limit."""
 
     def outstanding(self, version):
         return super().outstanding(version) - self.groups
@@ -94,7 +94,7 @@ class OneStepOlder(DeadlineSampler):
 
 
 class ByArrival(DeadlineSampler):
-    """A step takes the groups that were complete first."""
+    """A step takes groups in the order in which they became complete."""
 
     def __init__(self, buffer, **options):
         super().__init__(buffer, **options)
@@ -111,7 +111,7 @@ class ByArrival(DeadlineSampler):
 
 
 class NeverWaits(DeadlineSampler):
-    """A step takes the oldest complete groups, and waits for none that was dispatched earlier."""
+    """A step takes the oldest complete groups, and never waits for an older group."""
 
     async def select(self, **options):
         self.max_staleness, bound = self.max_staleness + 20, self.max_staleness
@@ -144,7 +144,7 @@ def filled(*slots: tuple[int, bool]) -> Buffer:
 
 
 def select(buffer: Buffer, version: int, bound: int = 2, groups: int = 2) -> list[int] | None:
-    """The prompts that the sampler selects for a step; None if the step waits."""
+    """The prompts that the sampler selects for a step. None if the step waits."""
     sampler = DeadlineSampler(buffer, max_staleness_versions=bound)
     sampler.required_buffer_capacity(groups)
     asked = {"current_train_weight": version, "min_prompt_groups": 1, "max_prompt_groups": groups}
@@ -160,7 +160,7 @@ def test_a_step_takes_the_groups_that_were_dispatched_first():
     assert select(filled((1, True), (0, True), (1, True)), version=1) == [1, 0]
 
 
-def test_a_step_is_whole_or_waits():
+def test_a_step_has_all_its_groups_or_waits():
     assert select(filled((0, True), (0, False)), version=0) is None
     sampler = DeadlineSampler(filled(*[(0, True)] * 3), max_staleness_versions=2)
     sampler.required_buffer_capacity(2)
@@ -169,7 +169,7 @@ def test_a_step_is_whole_or_waits():
 
 
 def test_a_step_waits_for_groups_that_would_be_too_old():
-    """Version 0 ends with the next step, which can take two of its three groups."""
+    """The next step is the last that can train groups of version 0, and takes two of them."""
     slots = [(0, False), (0, False), (0, False), (1, True), (1, True)]
     assert select(filled(*slots), version=1, bound=2) is None
     assert select(filled(*slots[1:]), version=1, bound=2) == [2, 3]
@@ -177,8 +177,8 @@ def test_a_step_waits_for_groups_that_would_be_too_old():
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_dispatch_runs_ahead_by_whole_steps(ahead):
-    """Count the batches that are admitted while the trainer waits, and after it has trained a step."""
+def test_dispatch_is_ahead_by_whole_steps(ahead):
+    """The test counts the batches that are admitted before and after the trainer trains a step."""
     buffer = Buffer()
     sampler = DeadlineSampler(buffer, max_staleness_versions=3, steps_ahead=ahead)
     assert sampler.required_buffer_capacity(4) == (max(ahead, 1) + 1) * 4
@@ -212,7 +212,7 @@ def test_a_prompt_counts_from_its_admission_until_its_step_is_over():
     sampler.required_buffer_capacity(2)
     counts = []
     asyncio.run(sampler.admit(trainer_version_fn=lambda: 0))
-    for number in range(3):  # the third prompt is tried again, so its first slot is gone
+    for number in range(3):  # the second slot is removed, and the third is for the same prompt
         counts.append(sampler.outstanding(0))
         asyncio.run(buffer.commit(buffer.reserve(weight_version=0), {"prompt": number}))
         if number == 1:
@@ -223,8 +223,7 @@ def test_a_prompt_counts_from_its_admission_until_its_step_is_over():
     assert (sampler.outstanding(0), sampler.outstanding(1)) == (2, 0)
 
 
-def test_a_run_goes_on_at_a_later_step():
-    """Restored groups are outstanding, and as old as they were."""
+def test_restored_groups_are_outstanding_and_keep_their_age():
     buffer = filled((5, True), (6, True))
     sampler = DeadlineSampler(buffer, max_staleness_versions=2)
     sampler.required_buffer_capacity(2)
@@ -238,7 +237,8 @@ def test_a_run_goes_on_at_a_later_step():
     assert sampler.outstanding(8) == 0
 
 
-def test_dispatch_is_two_steps_ahead_if_not_said_otherwise():
+def test_dispatch_is_two_steps_ahead_by_default():
+    """With max_staleness_versions=1, dispatch is one step ahead."""
     found = [DeadlineSampler(Buffer(), max_staleness_versions=bound).ahead for bound in (1, 2, 8)]
     assert found == [1, 2, 2]
 

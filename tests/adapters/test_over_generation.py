@@ -1,4 +1,4 @@
-"""More groups are generated than trained, inside TRL's own trainers."""
+"""With over-generation, TRL's trainers generate more groups than a step trains."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def batch_of(rewards: list[list[float]]) -> TensorDict:
 
 
 @pytest.mark.parametrize("action", ["drop", "mask", "exclude"])
-def test_the_first_informative_groups_train_and_each_other_row_has_a_reason(action):
+def test_the_first_informative_groups_train_and_other_rows_have_a_reason(action):
     generator = torch.Generator().manual_seed(0)
     for groups in (1, 2, 3, 5):
         rewards = torch.randint(0, 2, (6, 2), generator=generator).float()
@@ -54,7 +54,7 @@ def test_the_first_informative_groups_train_and_each_other_row_has_a_reason(acti
 
 @pytest.mark.parametrize("training", [10, 20, 30])
 def test_the_first_of_many_groups_in_the_loss_are_chosen(training):
-    """Every second group is in the loss, up to `training` of them. Others fill 20 places, in order, too."""
+    """Every second group is in the loss, up to `training` groups. The first other groups make up the 20."""
     in_loss = torch.zeros(120, 3, dtype=torch.bool)
     in_loss[1 : 4 * training : 4, 2] = True
     mine = [group for group in range(60) if in_loss[2 * group : 2 * group + 2].any()]
@@ -63,7 +63,7 @@ def test_the_first_of_many_groups_in_the_loss_are_chosen(training):
     assert rows_to_train(in_loss, 2, 40).tolist() == [2 * group + at for group in chosen for at in (0, 1)]
 
 
-def test_the_advantages_of_what_trains_are_those_without_over_generation():
+def test_over_generation_changes_no_advantage_of_a_trained_row():
     batch = batch_of([[0.0, 1.0], [1.0, 1.0], [2.0, 0.0], [0.0, 5.0]])
     pipeline = load_pipeline("lite_ppo")  # its scale is over the whole batch
     whole = advantages_of(pipeline, batch.clone()).advantage
@@ -73,7 +73,7 @@ def test_the_advantages_of_what_trains_are_those_without_over_generation():
     torch.testing.assert_close(part.advantage[rows], whole[rows], rtol=0, atol=0)
 
 
-def test_rows_without_a_number_for_each_completion_are_refused():
+def test_columns_without_a_row_for_each_completion_are_refused():
     rows = torch.tensor([0, 2])
     kept = rows_of({"a": torch.arange(3), "n": torch.tensor(7), "no": None}, rows, 3)
     assert kept["a"].tolist() == [0, 2]
@@ -107,7 +107,7 @@ def test_a_batch_that_cannot_be_cut_is_refused(factor, rows, steps, recipe, mess
     check_over_generation(trainer, load_pipeline(recipe, group_size=4), 1)
 
 
-def test_a_criterion_of_a_batch_without_groups_says_so():
+def test_first_groups_refuses_a_batch_without_groups():
     with pytest.raises(BatchError, match="group_id"):
         FirstGroups(groups=1)(TensorDict({"rollout_id": [1, 2]}, [2]))
 
@@ -136,7 +136,7 @@ def test_a_recipe_that_drops_rows_says_that_no_new_prompts_are_sampled():
         assert [each.filename for each in found] == [__file__]
 
 
-def test_over_generation_is_an_option_for_trl():
+def test_over_generation_is_refused_outside_of_trl():
     with pytest.raises(ValueError, match="an option for TRL's GRPOTrainer"):
         attach(stand_in(swift=True), "dapo", over_generation=2)
 
@@ -145,7 +145,7 @@ def test_over_generation_is_an_option_for_trl():
 @pytest.mark.llm
 @pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("kind", ["GRPOTrainer", "RLOOTrainer"])
-def test_in_trl_each_step_trains_full_batches_of_informative_groups(tmp_path, kind):
+def test_in_trl_each_step_trains_the_first_informative_groups(tmp_path, kind):
     trl = pytest.importorskip("trl", reason="TRL is not installed")
     from small_trl import small_trainer, some_equal
 
@@ -158,7 +158,7 @@ def test_in_trl_each_step_trains_full_batches_of_informative_groups(tmp_path, ki
     trainer._generate_and_score_completions = lambda each: (generate(each), runs.append(trainer.last_run))[0]
     before = [each.detach().clone() for each in trainer.model.parameters()]
     trainer.train()
-    # 16 rows are generated for a step, in 2 micro-batches of 8. Of these 4 rows are trained.
+    # A step generates 16 rows and trains 2 micro-batches of 4 rows.
     assert [len(each["completion_ids"]) for each in steps] == [4] * 8
     assert len(runs) == 4
     for at, run in enumerate(runs):
@@ -174,14 +174,14 @@ def test_in_trl_each_step_trains_full_batches_of_informative_groups(tmp_path, ki
     after = [each.detach() for each in trainer.model.parameters()]
     assert any(not torch.equal(x, y) for x, y in zip(before, after, strict=True))
     own_size = trainer.evaluate(trainer.train_dataset)
-    assert len(trainer.last_run.ledger.reason) == 8  # TRL's evaluation batch: no row is left over
+    assert len(trainer.last_run.ledger.reason) == 8  # no row of an evaluation batch is left over
     assert "over_generation/left_over" not in trainer.last_run.ledger.counts()
     assert own_size["eval_headrace/rows/in"] == 8
 
 
 @pytest.mark.slow
 @pytest.mark.llm
-def test_on_two_ranks_each_trains_its_own_groups_over_the_tokens_of_both(tmp_path):
+def test_each_of_two_ranks_trains_its_own_groups_over_the_tokens_of_both(tmp_path):
     pytest.importorskip("trl", reason="TRL is not installed")
     from any_rank import results_of
     from small_trl import over_generating
@@ -198,7 +198,7 @@ def test_on_two_ranks_each_trains_its_own_groups_over_the_tokens_of_both(tmp_pat
             mine = each["advantages"][2 * at : 2 * at + 2]
             assert [len(part) for part in mine] == [4, 4]
             assert sum(value != 0 for part in mine for value in part) <= counts["trained"]
-    for at in range(2):  # both divide by the tokens of both
+    for at in range(2):  # each rank divides by the tokens of both ranks
         steps = slice(2 * at, 2 * at + 2)
         tokens = sum(sum(each["tokens"][steps]) for each in ranks)
         assert [each["denominators"][steps] for each in ranks] == [[tokens, tokens]] * 2

@@ -1,4 +1,4 @@
-"""A recipe in TRL's own AsyncGRPOTrainer, with the stand-ins of tests/support/async_trl.py."""
+"""A recipe trains in TRL's own AsyncGRPOTrainer, with the stand-ins of tests/support/async_trl.py."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def adds_up(queued: WholeGroups) -> None:
     assert counts.pop("came") == sum(counts.values())
 
 
-def test_with_its_own_recipe_it_trains_its_own_advantages_for_ten_steps(make):
+def test_with_the_default_recipe_the_trainer_trains_its_usual_advantages(make):
     worker = own_worker(lambda answer, random: float(random.integers(-5, 5)))
     trainer = attach(make(rollout_worker=worker))
     found = handed_out(trainer)
@@ -81,7 +81,7 @@ def test_with_its_own_recipe_it_trains_its_own_advantages_for_ten_steps(make):
     assert trainer.state.log_history[0]["headrace/rows/trained"] == 8
 
 
-def test_groups_with_equal_rewards_and_old_groups_are_replaced_and_no_row_is_lost_or_trained_twice(make):
+def test_equal_and_old_groups_are_replaced_and_no_row_is_lost_or_trained_twice(make):
     worker = own_worker(
         lambda answer, random: float(random.integers(0, 2)), lag=lambda random: int(random.integers(0, 7))
     )
@@ -89,9 +89,9 @@ def test_groups_with_equal_rewards_and_old_groups_are_replaced_and_no_row_is_los
     found = handed_out(trainer)
     trainer.train()
     assert trainer.state.global_step == 10
-    assert len({id(sample) for sample, _ in found}) == len(found)  # none twice
+    assert len({id(sample) for sample, _ in found}) == len(found)  # no sample is trained twice
     groups = Counter(sample.group_id for sample, _ in found)
-    assert {*list(groups.values())[:-1]} == {GROUP_SIZE}  # whole
+    assert {*list(groups.values())[:-1]} == {GROUP_SIZE}  # complete groups, except perhaps the last
     for sample, version in found:
         assert version - sample.model_version <= 3
         assert sample.advantage != 0 or sample.metrics["reward_std"] > 0
@@ -99,9 +99,9 @@ def test_groups_with_equal_rewards_and_old_groups_are_replaced_and_no_row_is_los
     counts = trainer.queued.counts
     assert counts["filter/zero_variance"] > 0
     assert counts["stale"] > 0
-    assert counts["stale"] % GROUP_SIZE == 0  # whole groups; TRL drops single samples
+    assert counts["stale"] % GROUP_SIZE == 0  # complete groups, while TRL drops single samples
     assert counts["came"] <= len(worker.sent)
-    assert {group for group in trainer._trained_groups if group not in groups}  # counted, not repeated
+    assert {group for group in trainer._trained_groups if group not in groups}  # counted, so not repeated
 
 
 def test_the_real_worker_dispatches_by_the_rule_and_no_group_is_too_old(make):
@@ -119,10 +119,10 @@ def test_the_real_worker_dispatches_by_the_rule_and_no_group_is_too_old(make):
     finally:
         server.close()
     assert trainer.state.global_step == 10
-    assert processes[0].exitcode == 0  # some groups had not begun
+    assert processes[0].exitcode == 0  # the worker ends even if some groups have not begun
     queued = trainer.queued
     adds_up(queued)
-    assert set(queued.counts) <= {"came", "handed_out", "waiting", "filter/zero_variance"}  # none is stale
+    assert set(queued.counts) <= {"came", "handed_out", "waiting", "filter/zero_variance"}  # no row is stale
     assert max(queued.assembler.ages) <= 4
     assert len({id(sample) for sample, _ in found}) == len(found) >= 80
     assert not any(ROLLOUT in sample.metrics or LAST in sample.metrics for sample, _ in found)
@@ -151,8 +151,8 @@ def test_rollouts_of_several_samples_count_once_and_their_rows_train(make):
 
 
 @pytest.mark.parametrize("allowed", [None, SimpleNamespace(value=0)], ids=["own worker", "TRL's"])
-def test_rows_that_wait_for_a_further_step_do_not_become_too_old(make, allowed):
-    """A group of rollouts with six rows each is enough for six steps of four rows."""
+def test_rows_that_wait_for_a_later_step_are_dropped_before_they_are_too_old(make, allowed):
+    """A group of four rollouts with six rows each has enough rows for six steps of four rows."""
     worker = own_worker(lambda answer, random: 0.0)
     options = {"gradient_accumulation_steps": 1, "max_staleness": 3, "weight_sync_steps": 1}
     trainer = attach(make(rollout_worker=worker, **options), scale="none")
@@ -175,7 +175,7 @@ def test_rows_that_wait_for_a_further_step_do_not_become_too_old(make, allowed):
     assert queued.counts == {"came": 24, "handed_out": found, "waiting": 0, "stale": 24 - found}
 
 
-def test_settings_that_it_cannot_handle_are_refused_by_name(make):
+def test_settings_that_the_adapter_cannot_handle_are_refused_by_name(make):
     worker = own_worker(lambda answer, random: float(random.integers(-5, 5)))
     trainer = make(rollout_worker=worker)
     with pytest.raises(ValueError, match="AsyncGRPOTrainer always"):

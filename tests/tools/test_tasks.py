@@ -45,7 +45,7 @@ def config_of(task, dump, *words):
     return configure("config", f"task={task}", f"source.path={dump}", *words)
 
 
-def test_numbers_are_those_of_the_command(dump, tmp_path, capsys):
+def test_a_task_in_python_has_the_numbers_of_the_command(dump, tmp_path, capsys):
     trained, _ = told(replay_dump, config_of("replay", dump, "pipeline=rloo"), tmp_path / "replay")
     assert headrace.replay(dump, "rloo").number == trained == 32
 
@@ -68,7 +68,7 @@ def test_numbers_are_those_of_the_command(dump, tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_replay_has_the_numbers_of_each_step_and_the_options_of_load_pipeline(dump):
+def test_a_replay_takes_the_options_of_load_pipeline_and_has_numbers_for_each_step(dump):
     options = {"max_length": 4, "cache": 2}
     found = headrace.replay(dump, "grpo", stages={"overlong": options}, before={"overlong": "advantage"})
     plain = headrace.replay(dump)
@@ -79,7 +79,7 @@ def test_a_replay_has_the_numbers_of_each_step_and_the_options_of_load_pipeline(
     assert plain["failed_steps"] == []
 
 
-def test_files_are_kept_only_in_a_folder_that_is_named(dump, tmp_path, monkeypatch):
+def test_files_are_kept_only_in_a_given_folder(dump, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert headrace.replay(dump).folder is None
     assert not list(tmp_path.iterdir())
@@ -105,7 +105,7 @@ def test_files_are_kept_only_in_a_folder_that_is_named(dump, tmp_path, monkeypat
         (lambda dump: headrace.replay(dump / "no"), SourceError, "there is no such file or folder"),
     ],
 )
-def test_impossible_options_are_refused_as_by_the_command(dump, call, error, message):
+def test_invalid_options_are_refused_with_the_errors_of_the_command(dump, call, error, message):
     with pytest.raises(error, match=message):
         call(dump)
 
@@ -126,7 +126,7 @@ def test_a_result_says_what_was_read_and_what_was_not_checked(dump, tmp_path):
     assert not any("\n" in each for each in said.values())
 
 
-def test_a_result_says_how_much_of_the_dump_was_left_out(tmp_path):
+def test_a_result_has_the_number_of_records_left_out(tmp_path):
     rows = [{"id": 0, "score": float(at), "text": "4"} for at in range(2)]
     path = write_lines(tmp_path / "own.jsonl", [*rows, {"id": 0, "text": "4"}])
     found = headrace.replay(path, source={"columns": COLUMNS, "group_size": 2, "skip_bad": True})
@@ -178,7 +178,7 @@ OF_THE_COMMAND = re.compile(r"\bheadrace [a-z]|task=|hydra\.|\bnull\b|\bfalse\b|
         (lambda own: _twice(own), "take another folder, output, or remove that one"),
     ],
 )
-def test_an_error_of_a_call_has_the_words_of_python(tmp_path, call, said):
+def test_an_error_in_python_shows_the_syntax_of_python(tmp_path, call, said):
     lines = [{"id": at // 4, "score": float(at % 2), "text": str(at), "expected": None} for at in range(16)]
     with pytest.raises((ValueError, OSError)) as refused:
         call(write_lines(tmp_path / "own.jsonl", lines))
@@ -196,7 +196,7 @@ def _twice(own):
         headrace.replay(own, source={**OF_FIVE, "group_size": 4}, output=own.parent / "out")
 
 
-def test_the_same_errors_of_the_command_have_its_words(tmp_path):
+def test_an_error_of_the_command_shows_the_syntax_of_the_command(tmp_path):
     write_lines(tmp_path / "own.jsonl", [{"id": 0, "score": 1.0, "text": "4"}] * 2)
     columns = "'source.columns={group: id, reward: score, response: text}'"
     for words, said in {
@@ -208,6 +208,6 @@ def test_the_same_errors_of_the_command_have_its_words(tmp_path):
         assert said in headrace_here(tmp_path, *shlex.split(words), check=False).stderr
 
 
-def test_of_several_unknown_options_the_first_is_named_with_the_nearest_one():
+def test_an_error_names_the_first_unknown_option_and_the_nearest_known_one():
     with pytest.raises(ConfigError, match=r"no option 'skipbad' \(did you mean 'skip_bad'\?\)"):
         headrace.replay("nowhere", source={"skipbad": True, "other": 1})

@@ -1,4 +1,4 @@
-"""An audit finds the faults of a dump and reports no others."""
+"""An audit finds the planted faults of a dump, and has no other findings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def grpo(rewards, voters=None, eps=1e-6):
 
 
 def audited(path, folder, *words):
-    """Run an audit. Return its text, and its checks from the JSON by name."""
+    """Run an audit. Return its text, and the checks of its JSON file by name."""
     named = [word for word in words if word.startswith("pipeline=")]
     config = configure("config", "task=audit", f"source.path={path}", *words)
     number, text = told(audit_dump, config, folder, named)
@@ -69,7 +69,7 @@ class Rows:
         self.samples, self.advantages = [], []
 
     def add(self, group, rewards, advantages, *, rows=None, **changes):
-        """Add the rollouts of a group. `rows` has row counts by rollout index, and `changes` has changes."""
+        """Add a group. `rows` has the number of rows of a rollout index, `changes` its changed fields."""
         for at, (reward, advantage) in enumerate(zip(rewards, advantages, strict=True)):
             for _ in range((rows or {}).get(at, 1)):
                 sample = dumps.slime_sample(group, len(self.samples), reward, rollout_id=100 * group + at)
@@ -86,7 +86,7 @@ REMOVED = {"rollout_1": {"remove_sample": True}}
 
 
 def sound_rows():
-    """Rows without faults: a whole group, one with fan-out, and one with a rollout out of the loss."""
+    """Three groups without a fault: a plain one, one with fan-out, and one with a rollout out of the loss."""
     rows = Rows()
     rows.add(0, R, grpo(R))
     rows.add(6, R, grpo(R), rows={0: 2})
@@ -139,7 +139,7 @@ def test_three_faults_of_a_verl_dump_are_found(tmp_path):
     assert not text.startswith("\n")
 
 
-def test_a_dump_without_advantages_is_told_first_that_they_cannot_be_checked(tmp_path):
+def test_an_audit_first_says_that_it_cannot_check_missing_advantages(tmp_path):
     rows = [dumps.verl_row(f"<b>_{i}_0", float(i), prompt=f"<script>{i // 2}") for i in range(4)]
     path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
     text, _ = audited(path, tmp_path, "pipeline=as/verl", "source.group_size=4", "source.format=verl")
@@ -152,8 +152,7 @@ def test_a_dump_without_advantages_is_told_first_that_they_cannot_be_checked(tmp
     assert not [word for word in ("<script", "<b>", "\\n") if word in page]
 
 
-def test_a_group_that_was_made_from_a_prompt_is_called_by_the_prompt(tmp_path):
-    """Its label begins with the user's question."""
+def test_the_label_of_a_group_made_from_a_prompt_begins_with_the_question(tmp_path):
     asked = ["2+2?"] * 4 + ["3+3?"] * 4 + ["4+4?"] * 3
     rows = [
         dumps.verl_row(None, float(i), prompt=f"user\n{each}\nassistant\n") for i, each in enumerate(asked)
@@ -186,12 +185,12 @@ def test_wrong_signs_in_a_trl_table_are_found(tmp_path):
     assert [each["rows"] for each in checks["signs"]["findings"]] == [[1], [4, 6]]
     assert checks["signs"]["findings"][0]["expected"] == pytest.approx([advantages[1]], abs=1e-6)
     assert checks["signs"]["findings"][0]["found"] == pytest.approx([-advantages[1]], abs=1e-6)
-    assert checks["signs"]["gradient_share"] is None  # the baseline depends on lengths
+    assert checks["signs"]["gradient_share"] is None  # the share depends on lengths, and the dump has none
     assert "wrong sign" in text
     assert checks["counted_twice"]["state"] == "not checked"
 
 
-def test_a_rollout_that_lacks_one_of_two_rewards_is_compared_by_the_other(tmp_path):
+def test_a_rollout_without_one_of_two_rewards_is_compared_by_the_other(tmp_path):
     first, second = R + R[::-1], [1.0, None, 0.5, 0.0] * 2
     sums = [one + (other or 0.0) for one, other in zip(first, second, strict=True)]
     columns = trl_columns(grpo(sums[:4], eps=1e-4) + grpo(sums[4:], eps=1e-4)) | {"format": second}
@@ -201,7 +200,7 @@ def test_a_rollout_that_lacks_one_of_two_rewards_is_compared_by_the_other(tmp_pa
 
 
 def test_a_strict_audit_fails_if_the_recipe_refuses_a_step(tmp_path):
-    """The advantages of that step were not checked, even if nothing else is wrong."""
+    """The audit has no findings, but it could not check the advantages of the step."""
     columns = trl_columns(grpo(R, eps=1e-4) + grpo(R[::-1], eps=1e-4))
     columns["accuracy"] = [value - 5 for value in columns["accuracy"]]
     path = dumps.trl_dump(tmp_path / "completions" / "completions_4.parquet", **columns)
@@ -215,7 +214,7 @@ def test_a_strict_audit_fails_if_the_recipe_refuses_a_step(tmp_path):
 
 
 def sound_lines(name, record):
-    """Return a function that writes four rollouts of a group into a file of this name, a record for each."""
+    """Return a function that writes a file of this name with the records of a group of four rollouts."""
     return lambda folder: dumps.write_lines(folder / name, [record(i) for i in range(4)])
 
 
@@ -301,16 +300,16 @@ def test_a_sound_dump_has_no_findings(name, tmp_path):
     compared = {"atropos", "headrace", "slime", "trl", "nemo_rl", "open_instruct", "prime_hosted"}
     assert (checks["advantages"]["state"] == "passed") == (name in compared)
     assert (checks["weights"]["state"] == "passed") == (name == "headrace")
-    for check in checks.values():  # each check that was not made gives the reason, on the screen too
+    for check in checks.values():  # a check that was not made has its reason in the file and on the screen
         assert (check["state"] == "not checked") == bool(check["not_checked"])
         assert all(f"not checked: {check['title']}: {why}" in text for why in check["not_checked"])
 
 
-# -- what can be said, and what cannot -----------------------------------------------------------------------
+# -- how a group was counted ---------------------------------------------------------------------------------
 
 
-def test_each_group_is_named_with_how_it_was_counted(tmp_path):
-    """Random groups are each counted in one of three ways. The findings are compared with a loop."""
+def test_each_group_that_counts_rows_or_masked_rollouts_is_found(tmp_path):
+    """Each of 60 random groups is counted in one of three ways. The findings equal those of a loop."""
     draw = random.Random(0)
     rows, truth = Rows(), {"counted_twice": [], "masked": []}
     for group in range(60):
@@ -332,8 +331,8 @@ def test_each_group_is_named_with_how_it_was_counted(tmp_path):
     assert found(checks) == {name: groups for name, groups in truth.items() if groups}
 
 
-def test_equal_numbers_of_two_ways_to_count_are_no_finding(tmp_path):
-    """One rollout has several rows, and one is masked. The baseline is leave_one_out, the scale none."""
+def test_two_ways_to_count_with_equal_advantages_are_no_finding(tmp_path):
+    """One rollout has three rows, and one is masked. The mean reward is ½ in each way to count."""
     rows = Rows()
     rewards = [0.5, 0.5, 1.0, 0.0]
     rows.add(0, rewards, [0.0, 0.0, 0.5, -0.5], rows={0: 3}, **REMOVED)
@@ -345,7 +344,7 @@ def test_equal_numbers_of_two_ways_to_count_are_no_finding(tmp_path):
 
 
 def test_two_possible_explanations_are_both_named(tmp_path):
-    """The rewards are 1, 1, 0, 0. A second row with a 1 and a masked 1 that counts give one baseline."""
+    """The declared baseline is ⅓. If a second row or the masked rollout counts, the baseline is ½."""
     rows = Rows()
     rewards = [1.0, 1.0, 0.0, 0.0]
     rows.add(0, rewards, [reward - 0.5 for reward in rewards], rows={0: 2}, **REMOVED)
@@ -358,7 +357,7 @@ def test_two_possible_explanations_are_both_named(tmp_path):
 
 
 def test_groups_cut_by_position_are_named(tmp_path):
-    """Groups of 3 and 5 were cut into groups of four by a reshape."""
+    """The groups have 3 and 5 rollouts, and their advantages are those of groups of four."""
     rewards = [1.0, 0.0, 0.25, 0.75, 0.5, 0.0, 0.125, 1.0]
     columns = trl_columns(grpo(rewards[:4], eps=1e-4) + grpo(rewards[4:], eps=1e-4))
     columns |= {"accuracy": rewards, "prompt": ["a"] * 3 + ["b"] * 5}
@@ -370,8 +369,8 @@ def test_groups_cut_by_position_are_named(tmp_path):
     assert checks["advantages"]["findings"] == checks["signs"]["findings"] == []
 
 
-def test_a_step_cut_by_position_in_part_is_not_named_so(tmp_path):
-    """The groups have 3 and 5 rows. The first was compared as if it had four rows, the second correctly."""
+def test_one_group_cut_by_position_is_no_step_cut_by_position(tmp_path):
+    """The groups have 3 and 5 rows. Only the first has the advantages of a group of four rows."""
     rewards = [1.0, 0.0, 0.25, 0.75, 0.5, 0.0, 0.125, 1.0]
     columns = trl_columns(grpo(rewards[:3], rewards[:4], eps=1e-4) + grpo(rewards[3:], eps=1e-4))
     columns |= {"accuracy": rewards, "prompt": ["a"] * 3 + ["b"] * 5}
@@ -381,7 +380,7 @@ def test_a_step_cut_by_position_in_part_is_not_named_so(tmp_path):
     assert all(row < 3 for row in checks["advantages"]["findings"][0]["rows"])
 
 
-def test_a_wrong_sign_is_found_where_both_counts_agree(tmp_path):
+def test_a_wrong_sign_is_found_if_rows_and_rollouts_give_one_baseline(tmp_path):
     rows, centred = Rows(), [reward - statistics.mean(R) for reward in R]
     rows.add(0, R, [-centred[0], *centred[1:]], rows=dict.fromkeys(range(4), 2))
     path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
@@ -390,7 +389,7 @@ def test_a_wrong_sign_is_found_where_both_counts_agree(tmp_path):
     assert checks["counted_twice"]["state"] == "passed"
 
 
-def test_the_recipe_of_other_advantages_is_named(tmp_path):
+def test_the_recipe_that_gives_the_logged_advantages_is_named(tmp_path):
     columns = trl_columns([reward - statistics.mean(R) for reward in R + R[::-1]])
     path = dumps.trl_dump(tmp_path / "completions_4.parquet", **columns)
     text, checks = audited(path, tmp_path, *AS_TRL)
@@ -399,7 +398,7 @@ def test_the_recipe_of_other_advantages_is_named(tmp_path):
     assert "they are those of as/" in checks["advantages"]["hint"]
 
 
-def test_recipes_that_count_masked_rollouts_are_named(tmp_path):
+def test_masked_rollouts_are_not_checked_if_the_recipe_counts_them(tmp_path):
     rows = Rows()
     rows.add(4, R, grpo(R), **REMOVED)
     path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
@@ -425,10 +424,10 @@ def test_a_failed_rollout_makes_its_group_incomplete(tmp_path):
     assert found(checks) == {
         "incomplete": ["0", "1"],
         "masked": ["1"],
-    }  # masked rollouts count, and failed ones do not
+    }  # the recipe counts masked rollouts, but no failed ones
 
 
-def test_a_rollout_without_a_reward_is_not_among_those_in_the_baseline_only(tmp_path):
+def test_a_rollout_without_a_reward_is_not_reported_as_masked(tmp_path):
     rows = Rows()
     rows.add(0, [*R, None], [*grpo(R), 0.0], **REMOVED, rollout_4={"status": "aborted"})
     path = dumps.slime_details(tmp_path / "dump", *rows.columns())
@@ -460,8 +459,8 @@ def test_an_untrained_incomplete_group_is_no_finding(tmp_path):
     assert checks["incomplete"]["state"] == "passed"
 
 
-def test_an_untrained_oversized_group_is_no_finding(tmp_path):
-    """A group of four has five rollouts. All of them are out of the loss, or none."""
+def test_an_oversized_group_is_a_finding_only_if_it_trains(tmp_path):
+    """A group was dispatched with four rollouts and has five. All five are out of the loss, or none is."""
     five = [*R, 0.75]
     for removed in (True, False):
         rows = Rows()
@@ -473,7 +472,7 @@ def test_an_untrained_oversized_group_is_no_finding(tmp_path):
         assert found(checks).get("oversized", []) == ([] if removed else ["1"])
 
 
-def test_a_check_with_a_finding_is_found_whatever_else_it_lacked():
+def test_a_check_with_a_finding_is_found_even_if_a_step_was_not_checked():
     finding = AuditFinding(3, "a", ["0"], [0], [1.0], [2.0], "a has 2", None)
     result = CheckResult("mixed", "groups of several prompts")
     states = [result.state]
@@ -508,7 +507,7 @@ def test_weights_are_compared_with_the_declared_mean(tmp_path):
     assert checks["weights"]["gradient_share"] == pytest.approx(1)
 
 
-def test_the_sign_of_a_row_that_weighs_nothing_is_no_finding(tmp_path):
+def test_the_sign_of_a_row_with_the_loss_weight_0_is_no_finding(tmp_path):
     path = headrace_dump(tmp_path / "dump")
     table = pq.read_table(path)
     for weight, groups in ((0.0, []), (0.5, ["0"])):
@@ -519,7 +518,7 @@ def test_the_sign_of_a_row_that_weighs_nothing_is_no_finding(tmp_path):
 
 
 def test_a_row_that_did_not_train_has_no_share_of_the_gradient(tmp_path):
-    """Others share |weight × advantage × tokens|. Row 0 has the wrong sign, and row 1 was not trained."""
+    """The share of row 0 is |weight × advantage × tokens|, divided by the sum over the trained rows."""
     path = headrace_dump(tmp_path / "dump")
     table = pq.read_table(path)
     rows = table.to_pylist()
@@ -532,7 +531,7 @@ def test_a_row_that_did_not_train_has_no_share_of_the_gradient(tmp_path):
     assert finding["share"] == pytest.approx(sizes[0] / sum(sizes))
 
 
-def test_weights_for_averaged_gradients_are_multiplied_by_the_ranks(tmp_path):
+def test_loss_weights_for_averaged_gradients_are_multiplied_by_the_number_of_ranks(tmp_path):
     words = ("pipeline.stages.split.ranks=2", "pipeline.stages.weight.gradients=mean")
     path = headrace_dump(tmp_path / "dump", *words)
     assert audited(path, tmp_path / "one", words[0])[1]["weights"]["state"] == "found"
@@ -562,11 +561,11 @@ def test_a_strict_command_exits_with_1_on_findings(tmp_path):
         audit_dump(configure("config", "task=audit"), out)
 
 
-# -- what slime trained --------------------------------------------------------------------------------
+# -- the trained rows of slime -------------------------------------------------------------------------
 
 
 def trained(folder: Path, change) -> Path:
-    """A sound dump with a change in the file of trained rows."""
+    """Write a sound dump, and change its file of trained rows."""
     rows = sound_rows()
     dumps.slime_details(folder, rows.samples, rows.advantages)
     path = folder / "train_data" / "5.pt"
@@ -590,7 +589,7 @@ def trained(folder: Path, change) -> Path:
         ),
     ],
 )
-def test_undocumented_slime_training_is_refused(change, said, tmp_path):
+def test_invalid_files_of_trained_slime_rows_are_refused(change, said, tmp_path):
     with pytest.raises(SourceError, match=said):
         list(open_dump(trained(tmp_path, change)))
 
@@ -601,7 +600,7 @@ def test_slime_advantages_belong_to_samples_by_index(tmp_path):
     ((step, batch),) = open_dump(path)
     out = torch.tensor([sample["remove_sample"] for sample in rows.samples])
     assert step == 5
-    assert batch["logged_advantage"][out].isnan().all()  # none of its tokens is trained
+    assert batch["logged_advantage"][out].isnan().all()  # no token of these rows is trained
     assert batch["logged_advantage"][~out].tolist() == pytest.approx(
         [value for value, removed in zip(rows.advantages, out, strict=True) if not removed]
     )
@@ -619,7 +618,7 @@ ORDERED = ("source.group_size=8", "audit.strict=true")
 
 
 def trl_draws(folder, draws=DRAWS, advantages=None):
-    """A step of TRL with several draws of one prompt. By default the advantages are exact."""
+    """Write a step of TRL with several draws of one prompt. The default advantages are exact."""
     rewards = [reward for draw in draws for reward in draw]
     own = [value for draw in draws for value in grpo(draw, eps=1e-4)]
     columns = {"step": [4] * len(rewards), "prompt": ["1+1?"] * len(rewards), "accuracy": rewards}
@@ -629,7 +628,7 @@ def trl_draws(folder, draws=DRAWS, advantages=None):
 
 
 def slime_draws(folder, draws=DRAWS, voters=None, advantages=None, **how):
-    """A step of slime with two draws of one problem, which have its id. `how` applies to both draws."""
+    """Write a step of slime with two draws of one problem under one id. `how` applies to both draws."""
     rows = Rows()
     for draw, own in zip(draws, voters or draws, strict=True):
         start = len(rows.samples)
@@ -643,8 +642,8 @@ def slime_draws(folder, draws=DRAWS, voters=None, advantages=None, **how):
 
 
 @pytest.mark.parametrize("write", [trl_draws, slime_draws])
-def test_a_problem_that_was_drawn_twice_with_exact_advantages_has_no_finding(write, tmp_path):
-    """Each of two draws has eight rollouts; the step has no other prompt. A replay trains all 16 rows."""
+def test_two_draws_of_a_problem_with_exact_advantages_are_no_finding(write, tmp_path):
+    """Each of the two draws has eight rollouts, and a replay trains all 16 rows."""
     path, words = write(tmp_path / "dump")
     text, checks = audited(path, tmp_path, *words, *ORDERED)
     assert found(checks) == {}
@@ -673,9 +672,9 @@ def wrong_sign():
 
 BOTH_DRAWS = [reward for draw in DRAWS for reward in draw]
 TWO_ROWS = {"rows": {0: 2}}
-NOT_MASKED = [draw[:1] + draw[2:] for draw in DRAWS]  # the second rollout of a draw is out of the loss
-THREE = [DRAWS[0], [1.0, 0.0] * 4, [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]]  # the last has the mean of all
-# Faults of two draws: the function that writes the dump, and the checks that find something.
+NOT_MASKED = [draw[:1] + draw[2:] for draw in DRAWS]  # the second rollout of each draw is out of the loss
+THREE = [DRAWS[0], [1.0, 0.0] * 4, [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]]  # the last mean is that of all
+# Faults of a repeated prompt: the function that writes the dump, and the check of each finding.
 FAULTS = {
     "a wrong sign": (lambda at: trl_draws(at, advantages=wrong_sign()), ["signs"]),
     "the mean of both draws": (
@@ -707,7 +706,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_one_of_two_draws_is_found_and_nothing_else(fault, tmp_path):
+def test_only_the_planted_fault_of_a_repeated_prompt_is_found(fault, tmp_path):
     write, names = FAULTS[fault]
     path, words = write(tmp_path / "dump")
     with pytest.raises(AuditFailed, match=f"{len(names)} finding"):
@@ -721,8 +720,8 @@ def test_a_sound_draw_with_a_rollout_out_of_the_loss_is_no_finding(tmp_path):
     assert found(audited(path, tmp_path, *words, *ORDERED)[1]) == {}
 
 
-def test_without_a_size_each_half_of_a_group_is_off_by_a_constant(tmp_path):
-    """Of eight each, 2 and 5 are solved. The means are ¼ and ⅝, and 7/16 over all: 3/16 from both."""
+def test_without_a_group_size_each_half_of_a_group_is_off_by_a_constant(tmp_path):
+    """The means of the draws are 2/8 and 5/8. The mean of all 16 is 7/16, which differs from each by 3/16."""
     centred = [reward - statistics.mean(draw) for draw in DRAWS for reward in draw]
     path, words = trl_draws(tmp_path / "dump", advantages=centred)
     text, checks = audited(path, tmp_path, "pipeline=as/prime_rl", *words[1:])
@@ -742,15 +741,15 @@ def test_without_a_size_each_half_of_a_group_is_off_by_a_constant(tmp_path):
 
 
 @pytest.mark.parametrize("rollouts", [4, 5, 6])
-def test_advantages_that_are_all_zero_are_not_those_of_several_draws(rollouts, tmp_path):
+def test_zero_advantages_are_not_explained_by_several_draws(rollouts, tmp_path):
     path, _ = trl_draws(tmp_path / "dump", [[1.0] + [0.0] * (rollouts - 1)], [0.0] * rollouts)
     text, checks = audited(path, tmp_path, "pipeline=as/prime_rl", "source.group_by=prompt")
     assert set(found(checks)) == {"advantages"}
     assert "drawn" not in text
 
 
-def test_a_strict_audit_demands_checks_by_name(tmp_path):
-    samples = [dumps.slime_sample(0, i, R[i]) for i in range(4)]  # without --dump-details: no advantages
+def test_a_strict_audit_fails_if_a_demanded_check_was_not_made(tmp_path):
+    samples = [dumps.slime_sample(0, i, R[i]) for i in range(4)]  # a dump without advantages
     (tmp_path / "dump").mkdir()
     dumps.slime_dump(tmp_path / "dump" / "5.pt", samples=samples)
     words = ("pipeline=as/slime", "source.group_size=4")
@@ -767,7 +766,7 @@ def test_a_strict_audit_demands_checks_by_name(tmp_path):
         audited(tmp_path / "dump", tmp_path, *words, "audit.strict=[sign]")
 
 
-def test_a_strict_audit_that_made_no_check_fails(tmp_path):
+def test_a_strict_audit_fails_if_no_check_was_made(tmp_path):
     rows = [dumps.verl_row(None, float(i)) for i in range(4)]
     path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
     words = ("pipeline=as/verl", "source.format=verl", "source.group_by=prompt")
@@ -775,8 +774,8 @@ def test_a_strict_audit_that_made_no_check_fails(tmp_path):
         audited(path, tmp_path, *words, "audit.strict=true")
 
 
-def test_groups_of_the_order_of_rows_leave_three_checks_unmade(tmp_path):
-    """Such groups have one prompt and 8 rollouts, whatever the run had. Advantages are still compared."""
+def test_groups_by_row_order_leave_three_checks_unmade(tmp_path):
+    """Groups that are cut by row order have one prompt and 8 rollouts by construction."""
     path, words = trl_draws(tmp_path / "dump")
     words = [words[0], "source.group_by=order"]
     _, checks = audited(path, tmp_path, *words, "pipeline.stages.gate.group_size=8", "audit.strict=true")

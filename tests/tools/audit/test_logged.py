@@ -1,4 +1,4 @@
-"""A dump's logged advantages are compared with ours, and the difference is explained."""
+"""The logged advantages of a dump are compared with those of the recipes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ FRAMEWORKS = {
 
 @pytest.fixture(autouse=True)
 def composed_once(monkeypatch):
-    """Compose thirteen recipes only once, because this takes longer than all the tests."""
+    """Compose each recipe only once, because composing takes longer than all other parts of these tests."""
     from composed import composed
 
     monkeypatch.setattr(logged, "load_pipeline", composed)
@@ -95,7 +95,7 @@ def test_the_framework_is_recognised_by_its_convention(name):
     assert f"as/{name}" in said or others or " more" in said, said
 
 
-def test_areal_whitens_over_the_tokens_of_the_step():
+def test_advantages_that_are_whitened_over_the_tokens_of_a_step_are_those_of_areal():
     step = rows(scaled(1e-5))
     mean = sum(a * t for a, t in zip(step.logged, TOKENS, strict=True)) / sum(TOKENS)
     squares = sum(t * (a - mean) ** 2 for a, t in zip(step.logged, TOKENS, strict=True))
@@ -105,13 +105,13 @@ def test_areal_whitens_over_the_tokens_of_the_step():
 
 
 @pytest.mark.parametrize("unit", [1e-6, 1e-4, 1, 1e5])
-def test_the_unit_of_the_reward_changes_no_recipe(unit):
+def test_the_recognised_recipe_does_not_depend_on_the_unit_of_the_reward(unit):
     """An absolute tolerance of 1e-4 would accept any advantages of 1e-5."""
     rewards = {group: [unit * reward for reward in members] for group, members in REWARDS.items()}
     assert "they are those of as/prime_rl" in logged.explain_logged([rows(centred, scaled(0), rewards)])
 
 
-def test_a_partial_comparison_says_what_was_compared(monkeypatch):
+def test_a_comparison_of_some_steps_says_how_many_it_compared(monkeypatch):
     monkeypatch.setattr(logged, "MOST", 16)
     seen = logged.LoggedAdvantages()
     for each in (rows(centred, against_others), rows(against_others, against_others)):
@@ -120,12 +120,12 @@ def test_a_partial_comparison_says_what_was_compared(monkeypatch):
     assert "; at the first 1 of 2 steps they are those of as/prime_rl" in seen.said
 
 
-def test_advantages_of_no_recipe_are_nearest_to_one():
+def test_the_nearest_recipe_is_named_if_none_matches():
     said = logged.explain_logged([rows(lambda g: [r * r for r in g], centred)])
     assert said.startswith("they match no framework's recipe; the nearest, as/")
 
 
-def test_numbers_by_hand():
+def test_the_numbers_of_logged_advantages_equal_numbers_by_hand():
     columns = {
         "logged_advantage": np.array([1.0, -1.0, np.nan, 2.0]),
         "advantage": np.array([1, -1.5, 0, np.nan]),
@@ -148,7 +148,7 @@ def replayed(path, folder, *words):
     return " ".join(text.split())
 
 
-def test_a_trl_dump_names_its_advantages(tmp_path):
+def test_a_replay_of_a_trl_dump_names_the_recipe_of_its_advantages(tmp_path):
     flat = [reward for group in REWARDS.values() for reward in group]
     columns = {
         "step": [4] * 16,

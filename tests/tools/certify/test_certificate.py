@@ -1,4 +1,4 @@
-"""Certificates: the expected gradient of a recipe, over all outcomes of a small task."""
+"""A certificate has the expected gradient of a recipe, over all outcomes of a small task."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headrace.transforms import BatchTransform
 pytestmark = pytest.mark.slow
 
 STEPS = "pipeline.stages.collapse.reward=sum"
-OF_THE_BATCH = {  # by recipe, stages over the batch or with memory: certificates take the outcomes one by one
+OF_THE_BATCH = {  # stages that read the batch or have a memory, so that outcomes are taken one by one
     "reinforce_pp": {"advantage"},
     "lite_ppo": {"advantage"},
     "gpg": {"advantage"},
@@ -49,11 +49,11 @@ def ratio(*arguments, **options) -> list[float]:
     return list(certified(*arguments, **options).advantage.ratio)
 
 
-# -- the stop-or-continue task, in numbers -----------------------------------------------------------------
+# -- the stop-or-continue task in numbers; docs/certificates.json has those of grpo and rloo -----------------
 
 
 def test_true_gradient_is_the_gradient_of_the_mean_reward():
-    """By hand: J = Σ P(turns) · R, with P(go on) = σ(θ)."""
+    """The mean reward is J = Σ P(turns) · R, where a turn is followed by another with P = σ(θ)."""
     theta = torch.tensor([0.3, -0.2, 0.4], dtype=torch.float64, requires_grad=True)
     on, stop = logsigmoid(theta).exp(), logsigmoid(-theta).exp()
     mean = on[0] * stop[1] * 0.8 + on[0] * on[1] * stop[2] * 2.0 + on[0] * on[1] * on[2] * 1.7
@@ -72,17 +72,17 @@ def test_a_mean_over_tokens_biases_the_gradient():
     found = certified("rloo").loss
     assert found.ratio == pytest.approx([0.563, 0.469, 0.484], abs=5e-4)
     assert found.cosine == pytest.approx(0.9978, abs=5e-5)
-    straight = certified("dr_grpo", "pipeline.stages.weight.length=1").loss  # the mean over rollouts has 1
+    straight = certified("dr_grpo", "pipeline.stages.weight.length=1").loss  # no division by tokens
     assert straight.ratio == pytest.approx([0.75, 0.75, 0.75], abs=1e-12)
     assert straight.scale == pytest.approx(0.75)
 
 
-def test_return_to_go_against_the_others_is_unbiased():
+def test_a_return_to_go_with_a_leave_one_out_baseline_is_unbiased():
     assert ratio("mt_grpo") == pytest.approx([1, 1, 1], abs=1e-12)
 
 
 @pytest.mark.torchrl
-def test_the_advantage_of_a_perfect_critic_is_unbiased_and_whitening_makes_it_longer():
+def test_a_perfect_critic_is_unbiased_and_whitening_enlarges_the_gradient():
     for lam in (0.0, 0.5, 1.0):
         words = ("pipeline.stages.whitening=null", f"pipeline.stages.gae.lam={lam}")
         assert ratio("ppo", *words) == pytest.approx([1, 1, 1], abs=1e-12)
@@ -90,8 +90,8 @@ def test_the_advantage_of_a_perfect_critic_is_unbiased_and_whitening_makes_it_lo
     assert min(ratio("ppo")) > 1
 
 
-def test_a_state_baseline_that_includes_itself_shrinks_late_turns():
-    """With m rollouts at turn k the ratio is (m − 1)/m. GiGPO adds it to that of whole rollouts, 0.75."""
+def test_the_state_baseline_of_gigpo_shrinks_late_turns():
+    """With m rollouts at a turn, its ratio is (m − 1)/m. GiGPO adds the ratio of whole rollouts, 0.75."""
     steps = {"task": TurnsAsRows()}
     words = (STEPS, "pipeline.stages.returns.discount=1.0")
     both = ratio("gigpo", *words, **steps)
@@ -102,7 +102,7 @@ def test_a_state_baseline_that_includes_itself_shrinks_late_turns():
 
 
 class TurnMeans(BatchTransform):
-    """As in ports of MT-GRPO: the reward of each turn minus the mean of the turn, summed over later turns."""
+    """As in ports of MT-GRPO, add up (reward − mean reward of the turn) over this turn and later ones."""
 
     within_groups = True
 
@@ -124,7 +124,7 @@ class TurnMeans(BatchTransform):
 
 
 def test_summed_turn_means_lose_most_of_the_gradient():
-    """A user's stage is certified like ours."""
+    """A stage of the user is certified in the same way as one of the library."""
     words = (
         "pipeline.stages.filter=null",
         "pipeline.stages.advantage=null",
@@ -139,7 +139,7 @@ def test_summed_turn_means_lose_most_of_the_gradient():
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in CHAINS if recipe not in OF_THE_BATCH])
 def test_stages_within_groups_have_the_same_certificate_in_any_batch(recipe, monkeypatch):
-    """Groups have two rollouts. Recipes that need steps, or rewards in [0, 1], have their own tasks."""
+    """Recipes that need rows of turns, or rewards in [0, 1], have tasks of their own."""
     task = {"gigpo": TurnsAsRows(), "mgpo": OneTurn(theta=[0.5, -1.0])}.get(recipe, TAUGHT)
     together = certified(recipe, task=task, group_size=2)
     monkeypatch.setattr("headrace.transforms.LossWeight.within_groups", False)
@@ -156,7 +156,7 @@ def test_stages_over_the_batch_or_with_memory_say_so():
 
 
 def test_a_running_baseline_sees_no_other_outcome():
-    """In the first batch the baseline is a constant, which is unbiased."""
+    """The baseline is a constant in the first batch, so the certificate is unbiased."""
     assert ratio("rae", group_size=2) == pytest.approx([1, 1, 1], abs=1e-12)
 
 
@@ -170,7 +170,7 @@ def test_a_running_baseline_sees_no_other_outcome():
     ],
 )
 def test_groups_by_another_column_do_not_mix_outcomes(recipe, words):
-    """All rows have one role; a batch of all outcomes would make one group of them."""
+    """All rows have one role. A batch of all outcomes would make one group of all rows."""
     assert ratio(recipe, *words, group_size=2) == pytest.approx(ratio(recipe, group_size=2), rel=1e-9)
 
 
@@ -193,18 +193,18 @@ def test_a_user_stage_sees_no_other_outcome():
     assert ratio("dr_grpo", *words, group_size=2) == pytest.approx([0.5] * 3, abs=1e-12)
 
 
-def test_an_objective_of_zero_gradient_has_no_ratio():
+def test_an_objective_with_the_gradient_0_has_no_ratio():
     found = certified("rloo", task=StopOrContinue(ends=[0.5, 0.0, -0.5, -1.0]), group_size=2)
     assert found.advantage.ratio == (None, None, None)
     assert found.loss.scale is None
     assert found.advantage.cosine is None
 
 
-def test_options_set_by_a_recipe_are_kept():
-    """turns_as_rows sets collapse.reward=sum where a recipe leaves it at its default."""
+def test_a_task_changes_no_option_that_a_recipe_has_set():
+    """The task sets collapse.reward=sum, unless the recipe has set this option."""
     assert ratio("rloo", task=TurnsAsRows(), group_size=2) == pytest.approx([1, 1, 1])
     config = configure("load", "pipeline=rloo", "pipeline.stages.collapse.reward=last").pipeline
-    own = certify_recipe(config, "own", TurnsAsRows(), "task", group_size=2)  # in a user's file
+    own = certify_recipe(config, "own", TurnsAsRows(), "task", group_size=2)  # as in a user's file
     assert own.advantage.relative_bias > 0.1
 
 

@@ -1,4 +1,4 @@
-"""Statements of papers on bias and variance, and when they hold (docs/certificates.md)."""
+"""Statements of papers on bias and variance hold under the conditions of docs/certificates.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GROUPS = torch.tensor(list(product((0.0, 1.0), repeat=8)), dtype=torch.float64) 
 
 
 def advantages(rewards: torch.Tensor, **options) -> torch.Tensor:
-    """(G, n) the advantages of (G, n) rewards, with a group per line."""
+    """(G, n) the advantages of (G, n) rewards. Each line is a group."""
     group = torch.arange(len(rewards)).repeat_interleave(rewards.shape[1])
     return group_relative_advantage(rewards.flatten(), group, **options).reshape(rewards.shape)
 
@@ -31,7 +31,7 @@ def certified(recipe, task, group_size, *words):
 
 
 def test_mean_abs_advantage_is_2_std_for_grpo_and_2_std_squared_for_dr_grpo():
-    """With s² = a(1 − a), of divisor n, and the share a = k/n that is right: 2·a(1 − a)/s and 2·a(1 − a)."""
+    """If the share a of the rollouts is right, s² = a(1 − a). The means are 2a(1 − a)/s and 2a(1 − a)."""
     std = GROUPS.std(1, correction=0)
     grpo = advantages(GROUPS, ddof=0).abs().mean(1)
     assert float((grpo - 2 * std).abs().max()) == pytest.approx(2e-6, rel=1e-3)  # because of ε = 1e-6
@@ -40,7 +40,7 @@ def test_mean_abs_advantage_is_2_std_for_grpo_and_2_std_squared_for_dr_grpo():
 
 
 def test_the_update_is_std_times_the_contrast_of_right_and_wrong():
-    """(1/n) Σ A_i g_i = s (mean g of right − mean g of wrong), whatever g is."""
+    """(1/n) Σ A_i g_i = s (mean g of right − mean g of wrong) for all numbers g_i."""
     each = torch.randn(8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     informative = (GROUPS.sum(1) > 0) & (GROUPS.sum(1) < 8)
     found = (advantages(GROUPS, ddof=0, eps=0.0) * each).mean(1)[informative]
@@ -50,7 +50,7 @@ def test_the_update_is_std_times_the_contrast_of_right_and_wrong():
 
 
 def test_the_identity_needs_two_rewards_and_divisor_n():
-    """With divisor n − 1 the mean is √(7/8) times that. For 0, ¼, ½ and 1 it is 0.845, but 2s is 0.740."""
+    """With divisor n − 1 the mean is 2s·√(7/8). For the rewards 0, ¼, ½, 1 it is 0.845, and 2s is 0.740."""
     std = GROUPS.std(1, correction=0)
     assert torch.allclose(advantages(GROUPS, eps=0.0).abs().mean(1), 2 * std * (7 / 8) ** 0.5, atol=1e-14)
     four = torch.tensor([[0.0, 0.25, 0.5, 1.0]], dtype=torch.float64)
@@ -62,8 +62,8 @@ def test_the_identity_needs_two_rewards_and_divisor_n():
 
 
 def of_a_success(p: float, *, informative: bool, baseline: str = "mean") -> float:
-    """The expected advantage of a right rollout in groups of eight, divided by the true one, 1 − p."""
-    chance = (p * GROUPS + (1 - p) * (1 - GROUPS)).prod(1) * GROUPS[:, 0]  # groups whose first is right
+    """The expected advantage of a right rollout in groups of eight, divided by its true advantage 1 − p."""
+    chance = (p * GROUPS + (1 - p) * (1 - GROUPS)).prod(1) * GROUPS[:, 0]  # the first rollout is right
     if informative:
         chance = chance * (GROUPS.sum(1) < 8)
     advantage = advantages(GROUPS, scale="none", baseline=baseline)[:, 0]
@@ -72,9 +72,9 @@ def of_a_success(p: float, *, informative: bool, baseline: str = "mean") -> floa
 
 @pytest.mark.parametrize("p", [0.1, 0.9])
 def test_easy_prompts_are_overestimated_only_over_informative_groups(p):
-    """E[1 − mean | right] is 7/8 (1 − p). Over groups that are not all right it is 1/(1 − p⁷) times as large.
+    """E[1 − mean | right] is 7/8 (1 − p). Over groups that are not all right, it is divided by 1 − p⁷.
 
-    The paper has 0.168 for p = 0.9.
+    For p = 0.9 this is 0.168, as in the paper.
     """
     assert of_a_success(p, informative=False) == pytest.approx(7 / 8, abs=1e-14)
     assert of_a_success(p, informative=True) == pytest.approx(7 / 8 / (1 - p**7), abs=1e-14)
@@ -103,7 +103,7 @@ def test_vl_norm_is_biased_if_length_depends_on_the_action():
 
 
 class AnyLength(OneTurn):
-    """The length of an answer, 1 or 3 tokens, is drawn by a coin and does not depend on the action."""
+    """An answer has 1 or 3 tokens with equal probability, whatever its action is."""
 
     def prompts(self):
         follow = [(len(self.theta), 0)]

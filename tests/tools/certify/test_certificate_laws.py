@@ -1,4 +1,4 @@
-"""Certificates of corrections, gates, filters and trees, checked against sampling."""
+"""Certificates of corrections, gates, filters and trees agree with theory and with sampling."""
 
 from __future__ import annotations
 
@@ -58,21 +58,22 @@ def ratio(*arguments, **options) -> list[float]:
 # -- by hand ---------------------------------------------------------------------------------------------
 
 
-def test_two_rollouts_of_one_action_by_hand(monkeypatch):
-    """p = σ(θ). The rollouts differ with probability 2p(1 − p). Then A = ±½, so E g = ½ p(1 − p) = ½ ∇J."""
+def test_the_certificate_of_two_rollouts_equals_one_by_hand(monkeypatch):
+    """The rollouts differ with probability 2p(1 − p), p = σ(θ). Then A = ±½, so E g = ½ p(1 − p) = ½ ∇J."""
     monkeypatch.setitem(TASKS, "coin", OneTurn(theta=[0.7]))
     p = float(torch.tensor(0.7, dtype=torch.float64).sigmoid())
     found = certified("dr_grpo", "coin", group_size=2)
     differ = 2 * p * (1 - p)
-    # one right, one wrong: ½ (½ (1 − p) + (−½)(−p)) = ¼
+    # If one is right and one is wrong, g = ½ (½ (1 − p) + (−½)(−p)) = ¼.
     assert found.advantage.ratio == pytest.approx([0.25 * differ / (p * (1 - p))])
     assert found.advantage.variance == pytest.approx(differ * 0.25**2 - (differ * 0.25) ** 2)
 
 
 @pytest.mark.parametrize("task", sorted(TASKS.keys() - {"forks", "stale", "by_outcome"}))
 def test_leave_one_out_is_unbiased_up_to_failed_rollouts(task):
-    """If rollouts fail at random, the factor is the chance that the three others survive. The rollout's own
-    chance is in the objective.
+    """If rollouts fail at random, the factor is the chance that the three others survive.
+
+    The chance that the rollout itself survives is in the objective.
     """
     found = certified("rloo", task).advantage
     expected = 0.8**3 if task == "by_chance" else 1.0
@@ -81,7 +82,7 @@ def test_leave_one_out_is_unbiased_up_to_failed_rollouts(task):
 
 
 def test_token_weights_are_in_the_gradient_of_the_loss():
-    """Turns inside rows have weight 1 each. All actions but the first are in a second turn."""
+    """Each turn inside a row has the weight 1. All actions after the first are in a second turn."""
     task = TASKS["stop_or_continue"]
     words = ("pipeline.stages.weight.unit=turn", "pipeline.stages.weight.turn_index_key=turn_index")
     batch, probability = all_outcomes(task, 2, turns_paid_apart=False)
@@ -127,7 +128,7 @@ def test_truncation_bias_vanishes_as_the_bound_grows():
     assert biases[-1] < 1e-12  # above the largest weight, 4.1
 
 
-def test_token_weights_are_biased_for_several_tokens():
+def test_importance_weights_of_tokens_are_biased_for_several_tokens():
     words = [*UNBIASED[:3], *OPEN]
     assert certified("tis", "stale", *words).advantage.relative_bias > 0.05
 
@@ -135,28 +136,28 @@ def test_token_weights_are_biased_for_several_tokens():
 # -- gates and filters -----------------------------------------------------------------------------------
 
 
-def test_groups_lost_by_outcome_bias_its_direction():
+def test_groups_lost_by_outcome_bias_the_direction_of_the_gradient():
     found = certified("rloo", "by_outcome").advantage
     assert found.ratio[0] < 0.75 * found.ratio[1]  # prompts that are solved more often fail more often
     assert found.cosine < 0.99
 
 
-def test_a_users_gate_option_is_kept():
+def test_gate_options_of_the_user_are_kept():
     refused = certified("rloo", "by_chance", "pipeline.stages.gate.on_incomplete=raise")
     assert isinstance(refused, Refused)
     assert "incomplete" in refused.reason
     assert "Set pipeline.stages.gate.on_incomplete=drop" in refused.reason
-
-
-def test_a_loss_with_components_has_no_certificate():
-    """A certificate uses `loss_weight` and the advantage, and would not see the factor of a component."""
-    refused = certified("rloo", "fan_out", "pipeline.stages.weight.components={objective:{factor:0.5}}")
-    assert isinstance(refused, Refused)
-    assert "this loss has components" in refused.reason
     keep = "pipeline.stages.gate.on_incomplete=keep"
     kept = ratio("rloo", "by_chance", keep, "pipeline.stages.gate.min_rollouts=2")
     assert kept == pytest.approx([kept[0]] * 2)
-    assert kept[0] == pytest.approx(1 - 0.2**3)  # a single rollout has nothing to be compared with
+    assert kept[0] == pytest.approx(1 - 0.2**3)  # the chance that a rollout has another to be compared with
+
+
+def test_a_loss_with_components_has_no_certificate():
+    """A certificate uses the loss weight and the advantage, and would ignore the factor of a component."""
+    refused = certified("rloo", "fan_out", "pipeline.stages.weight.components={objective:{factor:0.5}}")
+    assert isinstance(refused, Refused)
+    assert "this loss has components" in refused.reason
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "dapo"])
@@ -166,8 +167,8 @@ def test_filtering_equal_groups_changes_no_expectation(recipe):
     assert certified(recipe, "prompts").loss == without.loss
 
 
-def test_a_shift_is_unbiased_only_with_equal_groups():
-    """AsymRE's δ alone changes no expectation. It changes one if groups of equal rewards are left out."""
+def test_a_shift_is_unbiased_only_if_groups_of_equal_rewards_stay():
+    """AsymRE's shift changes no expected gradient, unless groups of equal rewards are left out."""
     assert ratio("asymre", "prompts") == pytest.approx([0.75] * 3)
     words = (
         "+pipeline.stages.filter={_target_: headrace.transforms.SampleFilter, "
@@ -176,7 +177,7 @@ def test_a_shift_is_unbiased_only_with_equal_groups():
     assert ratio("asymre", "prompts", *words) != pytest.approx([0.75] * 3, abs=0.01)
 
 
-# -- votes, trees, rewards -------------------------------------------------------------------------------
+# -- fan-out, trees, several rewards ---------------------------------------------------------------------
 
 EACH_ROW = ("pipeline.stages.collapse.rollout_key=null", "pipeline.stages.advantage.rollout_key=null")
 
@@ -189,11 +190,11 @@ def test_counting_rows_is_biased_under_fan_out():
 
 
 def test_a_baseline_with_a_shared_prefix_is_biased_at_the_fork():
-    """One of the three others shares the first action: the ratio is 2/3 there, and 1 after it."""
+    """One of three others has the same first action, so the ratio of this action is 2/3. Others have 1."""
     assert ratio("rloo", "forks") == pytest.approx([2 / 3, 1, 1], abs=1e-12)
 
 
-def test_a_tree_of_draws_is_unbiased_and_one_of_equal_tokens_is_not():
+def test_a_tree_of_draws_is_unbiased_and_a_tree_of_equal_tokens_is_biased():
     """If two forks draw the same first action, equal tokens make them one node with four leaves."""
     drawn = ratio("tree_grpo", "forks", "pipeline.stages.tree.tokens_key=node_id")
     assert drawn == pytest.approx([1, 1, 1], abs=1e-12)
@@ -203,7 +204,7 @@ def test_a_tree_of_draws_is_unbiased_and_one_of_equal_tokens_is_not():
 
 
 @pytest.mark.parametrize("unit", [2.0**-60, 2.0**60])
-def test_the_true_gradient_of_rewards_in_any_unit_is_as_many_of_them(unit):
+def test_the_true_gradient_is_proportional_to_the_unit_of_the_rewards(unit):
     for task in TASKS.values():
         one = task.true_gradient()
         assert one.any()
@@ -220,7 +221,8 @@ def test_the_objective_uses_the_recipes_reward_weights():
 
 # -- plain sampling, through the same pipeline -----------------------------------------------------------
 
-GROUPS, ERRORS = {True: 1000, False: 100}, 4.5  # groups in one batch, or one by one; standard errors
+GROUPS = {True: 1000, False: 100}  # number of groups if they share a batch, and if each has its own
+ERRORS = 4.5  # standard errors
 
 
 def walk(task: SmallTask, prompt, generator: torch.Generator) -> int:
@@ -260,7 +262,7 @@ def sampled(name: str, groups: int, apart: bool):
 
 
 def by_autograd(task: SmallTask, trained, groups: int, coefficient) -> torch.Tensor:
-    """(groups, P) ∇ Σ coefficient · A · log π, differentiated as a trainer's loss is."""
+    """(groups, P) ∇ Σ coefficient · A · log π, by automatic differentiation."""
 
     def objective(theta):
         log_prob = task.log_policy(theta).flatten()[trained[ACTIONS].clamp_min(0)]
@@ -274,8 +276,8 @@ def by_autograd(task: SmallTask, trained, groups: int, coefficient) -> torch.Ten
     return torch.stack([torch.autograd.functional.jvp(objective, theta, way)[1] for way in ways], 1)
 
 
-# A recipe for each way to enumerate outcomes: rows that are turns, several prompts, outcomes one by one,
-# rewards per turn, and advantages by rollout, token and node. The default task is stop_or_continue.
+# There is a recipe for each way to enumerate outcomes: with rows that are turns, with several prompts, one
+# by one, with rewards of turns, and with advantages of rollouts, tokens and nodes.
 SAMPLED = {"gigpo": "turns_as_rows", "mgpo": "prompts"}
 SAMPLED |= dict.fromkeys(("gdpo", "mt_grpo", "opd", "tis", "tree_grpo"), "stop_or_continue")
 

@@ -1,4 +1,4 @@
-"""docs/certificates.json has a current certificate of every recipe."""
+"""The certificates in docs/certificates.json are those that the code computes now."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_every_task_file_is_a_task_of_the_command():
     assert set(tasks()) == {path.stem for path in (ROOT / "conf" / "certify").glob("*.yaml")}
 
 
-def test_a_task_without_options_is_that_of_its_file():
-    """Each default of a task's class is also in one of the files that make this task."""
+def test_the_defaults_of_a_task_are_those_of_its_files():
+    """Each default of a task's class is in at least one of the files that make this task."""
     made, checked = defaultdict(list), 0
     for task in tasks().values():
         made[type(task)].append(task)
@@ -49,8 +49,9 @@ def test_a_task_without_options_is_that_of_its_file():
 
 @pytest.mark.parametrize("recipe", BY_RECIPE)
 def test_committed_certificates_are_current(recipe):
-    """Each recipe is certified on one of its tasks, which change from recipe to recipe. If outcomes are taken
-    one by one, it is the task with the fewest. An intended change is in the changelog.
+    """One task of each recipe is certified again: the one with the fewest outcomes if this takes long.
+
+    The changelog names intended changes.
     """
     node, mine = configure("load", f"pipeline={recipe}").pipeline, BY_RECIPE[recipe]
     name = list(mine)[list(BY_RECIPE).index(recipe) % len(mine)]

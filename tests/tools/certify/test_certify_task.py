@@ -1,4 +1,4 @@
-"""The command's task `certify`: what it prints, writes and refuses."""
+"""``task=certify`` prints a table, writes the numbers, and names the tasks that a recipe refuses."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Coin(SmallTask):
 
 
 def certified(folder: Path, *words: str) -> tuple[float, str, list[dict]]:
-    """Run the task. Return its number, its text and its file."""
+    """Run the command. Return its number, its text and the certificates of its file."""
     value, text = told(certify, configure("config", "task=certify", *words), folder, words)
     return value, text, json.loads((folder / "certificate.json").read_text())["certificates"]
 
 
-def test_it_prints_a_table_and_writes_the_numbers(tmp_path):
+def test_the_command_prints_a_table_and_writes_the_numbers(tmp_path):
     value, text, (first, second) = certified(tmp_path, ONLY, "pipelines=[rloo,dr_grpo]")
     assert value == pytest.approx(0.25)
     assert "stop_or_continue, groups of 4, 256 outcomes" in text
@@ -52,7 +52,7 @@ def test_it_prints_a_table_and_writes_the_numbers(tmp_path):
     assert first["advantage"]["ratio"] == pytest.approx([1, 1, 1], abs=1e-12)
 
 
-def test_one_recipe_with_user_overrides(tmp_path):
+def test_overrides_apply_to_the_certified_recipe(tmp_path):
     words = ["pipeline=rloo", "pipeline.stages.advantage.baseline=mean", "certify.group_sizes=[2,3]", ONLY]
     _, text, found = certified(tmp_path, *words)
     assert [(each["recipe"], each["group_size"], each["outcomes"]) for each in found] == [

@@ -1,4 +1,4 @@
-"""Help, lists and errors of the command; most of these tests import no torch."""
+"""The help, lists and errors of the command."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_help_fits_a_terminal_and_lists_every_task_and_command(tmp_path):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_help_of_a_task_has_its_options_which_compose(task, tmp_path):
+def test_the_options_in_the_help_of_a_task_compose(task, tmp_path):
     shown = headrace_here(tmp_path, f"task={task}", "--help").stdout
     assert shown.startswith(f"headrace task={task}\n")
     assert headrace_here(tmp_path, "--help", task).stdout == shown
@@ -81,13 +81,13 @@ def test_recipes_and_stages_are_listed_with_a_description(tmp_path):
     shown = headrace_here(tmp_path, "stages").stdout
     for word in ("gate ", "rewards_vary ", "log_ratio "):
         assert f"  {word}" in shown
-    assert "key of the column" not in shown, "of an option"
+    assert "key of the column" not in shown, "the list has the text of an option"
     assert "\n  group_size=null " in headrace_here(tmp_path, "stages", "gate").stdout
     assert "scale: none" in headrace_here(tmp_path, "recipes", "dr_grpo").stdout
 
 
-def paragraphs(name: str) -> str:
-    """The first paragraph of the comment at the head of a file in conf/, in one line."""
+def first_paragraph(name: str) -> str:
+    """The first paragraph of the comment at the head of a file in conf/, on one line."""
     lines = takewhile(re.compile("#").match, (CONF / name).read_text().splitlines())
     lines = [line[1:].strip() for line in lines if re.match("#(?! @package| Generated)", line)]
     return " ".join(takewhile(bool, lines))
@@ -98,7 +98,7 @@ def test_no_text_of_a_recipe_or_a_stage_is_cut(tmp_path):
         listing = " ".join(headrace_here(tmp_path, kind).stdout.split())
         for path in (path for folder in folders for path in sorted((CONF / folder).rglob("*.yaml"))):
             name = path.relative_to(CONF)
-            assert f"{name.stem} {paragraphs(name)}" in listing
+            assert f"{name.stem} {first_paragraph(name)}" in listing
             text = answer_of(kind, "/".join(name.with_suffix("").parts[1:]))
             assert not re.search(" …$", text, re.MULTILINE), name
 
@@ -121,7 +121,7 @@ def test_the_help_of_a_stage_has_the_equation_and_the_unit_of_each_option():
 
 
 @pytest.mark.parametrize("folder", ["stage", "criterion", "term"])
-def test_the_help_of_each_part_is_for_readers_and_has_commands_that_compose(folder):
+def test_the_examples_in_the_help_of_each_stage_criterion_and_term_compose(folder):
     for path in sorted((CONF / folder).glob("*.yaml")):
         shown = answer_of("stages", path.stem)
         assert not re.search(r"make generate|\?\?\?|\$\{|^#", shown, re.M), shown
@@ -135,13 +135,14 @@ def test_the_help_of_each_part_is_for_readers_and_has_commands_that_compose(fold
 @pytest.mark.parametrize(
     ("module", "words"), [("headrace", ["recipes", "grpo"]), ("headrace.pipeline", ["--cfg", "job"])]
 )
-def test_python_runs_the_command_as_a_module_also_into_a_closed_pipe(module, words, tmp_path):
+def test_python_runs_the_command_as_a_module(module, words, tmp_path):
+    """If the reader of its output closes the pipe, the command ends quietly, as on SIGPIPE."""
     command = [sys.executable, "-m", module, *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == headrace_here(tmp_path, *words).stdout
     with subprocess.Popen(command, cwd=tmp_path, text=True, **pipes) as started:
-        started.stdout.close()  # like `headrace recipes | head`
+        started.stdout.close()  # as `head` does in `headrace recipes | head`
         said = started.stderr.read()
     assert (said, started.returncode) == ("", 141)
 
@@ -177,14 +178,14 @@ def test_flags_may_be_mixed_with_overrides():
 
 @pytest.mark.torchrl
 def test_a_node_without_a_target_is_refused(tmp_path):
-    """This runs in its own process, because other tests register TorchRL's groups of that name."""
+    """The command runs in its own process, because other tests register TorchRL's config group `sampler`."""
     done = headrace(tmp_path, "sampler=3", check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "headrace: sampler must be a node with a _target_; got 3\n"
 
 
 @pytest.mark.torchrl
-def test_a_full_disk_is_one_paragraph(tmp_path, monkeypatch):
+def test_the_error_of_a_full_disk_is_one_paragraph(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device", "metrics.csv")
 
@@ -216,7 +217,7 @@ def test_overrides_reach_the_task_as_typed(tmp_path):
 
 @pytest.mark.torchrl
 @pytest.mark.parametrize(("threads", "used"), [("2", 2), ("null", 3)])
-def test_a_run_sets_the_threads_of_torch_or_leaves_them(tmp_path, threads, used):
+def test_a_run_sets_the_threads_of_torch_only_if_threads_is_given(tmp_path, threads, used):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)

@@ -1,4 +1,4 @@
-"""Each mistake on the command line is refused in one paragraph that has the overrides to type instead."""
+"""Each mistake on the command line is refused in one paragraph that says what to type instead."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("typed", MISTAKES)
 def test_a_mistake_is_refused_with_what_to_type_instead(folder, typed):
-    shutil.rmtree(folder / "outputs", ignore_errors=True)  # the name of the default folder has the second
+    shutil.rmtree(folder / "outputs", ignore_errors=True)  # the default folder is the same for a second
     done = headrace_here(folder, *shlex.split(typed), check=False)
     assert done.returncode == 2
     assert MISTAKES[typed] in done.stderr

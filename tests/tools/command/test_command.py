@@ -1,4 +1,4 @@
-"""The command, as a user runs it: in its own folder and, where needed, in its own process."""
+"""The command, as a user runs it in a folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def finished(tmp_path_factory):
     return folder, headrace(folder, *QUICK, "hydra.run.dir=out", "pipeline=dr_grpo", "seed=1")
 
 
-def test_it_prints_the_order_and_the_closing_table(finished):
+def test_a_training_prints_the_order_of_stages_and_the_closing_table(finished):
     _, done = finished
     assert "4. advantage: GroupRelativeAdvantage(scale='none')" in done.stdout
     assert "1. gate:      CompletenessGate(expected_groups=RepeatSampler(prompts=1110" in done.stdout
@@ -35,7 +35,7 @@ def test_it_prints_the_order_and_the_closing_table(finished):
     assert done.stderr == ""
 
 
-def test_it_writes_the_resolved_config_and_the_numbers_of_every_step(finished):
+def test_a_training_writes_the_resolved_config_and_the_numbers_of_every_step(finished):
     folder, _ = finished
     config = OmegaConf.load(folder / "out" / "config.yaml")
     assert config.pipeline.stages.split.seed == config.sampler.seed == 1
@@ -43,7 +43,7 @@ def test_it_writes_the_resolved_config_and_the_numbers_of_every_step(finished):
         steps = list(csv.DictReader(file))
     assert [float(step["step"]) for step in steps] == [0, 1]
     for step in steps:
-        assert float(step["rows/in"]) == 40  # 4 prompts, 8 rollouts, 2 of them of two segments
+        assert float(step["rows/in"]) == 40  # 4 groups of 8 rollouts; 2 of each group have two segments
         assert float(step["rollouts/in"]) == 32
         left = sum(float(value) for key, value in step.items() if key.startswith("out/"))
         assert float(step["rows/trained"]) + left == 40
@@ -62,7 +62,7 @@ def without_times(path):
         return [{k: v for k, v in step.items() if not k.startswith(timed)} for step in csv.DictReader(file)]
 
 
-def test_cfg_prints_the_job(tmp_path):
+def test_cfg_job_prints_the_configuration(tmp_path):
     shown = OmegaConf.create(headrace_here(tmp_path, "--cfg", "job", "pipeline=dr_grpo").stdout)
     assert shown.pipeline.stages.advantage.scale == "none"
     assert not list(tmp_path.iterdir())
@@ -70,7 +70,7 @@ def test_cfg_prints_the_job(tmp_path):
 
 @pytest.mark.parametrize("word", ["pipeline=gprpo", "env.failing=1"])
 def test_a_process_prints_the_error_as_one_paragraph(tmp_path, word):
-    """Hydra raises errors before the task, and a stage within it. Only the paragraph is printed."""
+    """Hydra raises the first error before the task begins, and a stage raises the second within the task."""
     done = headrace(tmp_path, *QUICK, word, "pipeline.stages.gate.on_incomplete=raise", check=False)
     here = headrace_here(tmp_path, *QUICK, word, "pipeline.stages.gate.on_incomplete=raise", check=False)
     assert done.returncode == here.returncode == 2
@@ -78,7 +78,7 @@ def test_a_process_prints_the_error_as_one_paragraph(tmp_path, word):
     assert done.stderr.startswith("headrace: ")
 
 
-def test_a_command_that_fails_leaves_no_folder_and_removes_none_of_a_run(tmp_path):
+def test_a_command_that_fails_removes_its_own_folder_and_no_other(tmp_path):
     for words in (
         ["pipeline.stages.advantage.eps=-1"],
         ["task=replay", "source.path=nothing"],
@@ -95,8 +95,8 @@ def test_a_command_that_fails_leaves_no_folder_and_removes_none_of_a_run(tmp_pat
     assert (run / "metrics.csv").read_text() == "step\n0\n"
 
 
-def test_rewards_are_equal_for_any_micro_batches(tmp_path):
-    """If rows are packed, cut by tokens, or have a loss without weights, the gradient does not change."""
+def test_rewards_do_not_depend_on_the_form_of_the_micro_batches(tmp_path):
+    """The gradient is the same if rows are packed, cut by tokens, or in a loss without loss weights."""
     packed = "train.transform={_target_: headrace.transforms.pack, _partial_: true}"
     folded = ["pipeline.stages.weight.fold=token_mean", "loss.aggregation=token_mean"]
     by_tokens = "pipeline.stages.split.max_tokens=50"
@@ -129,7 +129,7 @@ def test_ctrl_c_prints_the_closing_table(tmp_path):
 
 
 def test_the_default_experiment_learns(tmp_path):
-    """The reward rises from 0.07 to above 0.25 in 8 steps with every stage, fan-out and failures."""
+    """The reward rises from below 0.15 to above 0.25 in 8 steps, with every stage, fan-out and failures."""
     done = headrace_here(tmp_path, "hydra.run.dir=out", "train.steps=8", "optimizer.lr=0.003")
     with (tmp_path / "out" / "metrics.csv").open() as file:
         steps = list(csv.DictReader(file))

@@ -1,4 +1,4 @@
-"""``headrace doctor``: the checks that pass, and the advice for those that fail."""
+"""``headrace doctor`` checks an installation, and gives advice for each check that fails."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_a_sound_installation_has_no_findings(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_golden_numbers_equal_the_equation():
-    """A = (R − mean) / std, ddof 1, over the rollouts of a group. A group of equal rewards does not train."""
+def test_the_golden_advantages_equal_the_equation():
+    """A = (R − mean) / std over the rollouts of a group, where the std divides by n − 1."""
     one, other = (1 - 2) / 2**0.5, (5 - 8) / 18**0.5
     assert pytest.approx([one, -one, -one, other, -other]) == doctor.GOLDEN
     assert doctor.run_golden("cpu") == pytest.approx(doctor.GOLDEN, abs=doctor.TOLERANCE)
 
 
-def test_tested_versions_are_those_of_the_constraints():
+def test_the_tested_versions_are_those_of_the_constraints():
     lines = (Path(__file__).parents[3] / "constraints.txt").read_text().splitlines()
     assert doctor.tested() == dict(line.split("==") for line in lines if "==" in line)
     assert {*doctor.NEEDED, *doctor.EXTRAS.values()} <= doctor.tested().keys()
@@ -63,7 +63,7 @@ def test_tested_versions_are_those_of_the_constraints():
         ),
     ],
 )
-def test_each_fault_is_a_line_with_what_to_do(examine, monkeypatch, broken, line):
+def test_each_fault_has_a_line_that_says_what_to_do(examine, monkeypatch, broken, line):
     for name, stub in broken.items():
         monkeypatch.setattr(doctor, name, stub)
     status, shown = examine()

@@ -1,4 +1,4 @@
-"""A sweep ends with a line for each job, failed or not."""
+"""A sweep ends with a table that has a line for each job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headrace.pipeline.tools.command.sweep import FILE, record_job, show_sweep
 pytestmark = pytest.mark.slow
 
 
-def test_metrics_of_several_tasks_have_separate_names(tmp_path):
+def test_the_results_of_different_tasks_have_different_names(tmp_path):
     for number, task in enumerate(("replay", "plan")):
         words = [f"task={task}", "source.path=there"]
         ran = {"job": number, "task": task, "overrides": words, "began": 0.0, "number": 0.25 + number}
@@ -33,7 +33,7 @@ def test_metrics_of_several_tasks_have_separate_names(tmp_path):
 
 
 def table(done):
-    """The header and the lines of the table as cells, and the text from the table on."""
+    """The cells of the header, the cells of each line, and the printed text from the table to the end."""
     after = done.stdout[done.stdout.index("a sweep of ") :].splitlines()
     lines = [line.split() for line in after if line.strip()]
     rule = next(place for place, line in enumerate(lines) if line[0].startswith("──"))
@@ -41,8 +41,8 @@ def table(done):
 
 
 @pytest.mark.torchrl
-def test_a_sweep_ends_with_the_result_of_each_job_or_why_it_failed(tmp_path, monkeypatch):
-    """One job has a refused option, and one an unexpected error. A later sweep lists only its own jobs."""
+def test_a_sweep_ends_with_the_result_or_the_error_of_each_job(tmp_path, monkeypatch):
+    """Two jobs of the first sweep raise an unexpected error. One job of the second has an invalid option."""
     from headrace.pipeline.tools.command import job
 
     build = job.build_pipeline
@@ -92,7 +92,7 @@ def test_replays_and_comparisons_show_their_results(tmp_path):
     assert [line[0] for line in lines] == ["0", "1"]
 
 
-def test_its_table_breaks_no_word_in_a_narrow_terminal(tmp_path):
+def test_the_table_of_a_sweep_breaks_no_word_in_a_narrow_terminal(tmp_path):
     words = ["pipeline=reinforce_pp_baseline", "pipeline.stages.split.minibatches=4", "seed=1"]
     job = {"task": "train", "failure": "", "seconds": 1234.5, "steps": 1000, "trained": 0.375}
     jobs = [{**job, "job": k, "overrides": words[k:], "rewards": [0.125, 0.875]} for k in range(3)]
@@ -104,8 +104,8 @@ def test_its_table_breaks_no_word_in_a_narrow_terminal(tmp_path):
 
 
 @pytest.mark.torchrl
-def test_options_of_a_sweep_are_those_of_its_recipes(tmp_path):
-    """Both recipes have the stage; grpo, with which Hydra begins, does not. Each job gets the values."""
+def test_a_sweep_accepts_options_that_all_its_recipes_have(tmp_path):
+    """Both recipes have the stage relative_length, and Hydra's default recipe grpo does not."""
     words = [
         *QUICK,
         "train.steps=1",
@@ -145,7 +145,7 @@ def test_options_of_a_sweep_are_those_of_its_recipes(tmp_path):
         ("pipeline=tis,mis pipeline.stages.overlong.cache=4", "pipeline=tis has no stage 'overlong'"),
     ],
 )
-def test_an_option_that_a_recipe_of_the_sweep_lacks_is_refused_in_its_name(words, message):
+def test_an_option_is_refused_if_a_recipe_of_the_sweep_lacks_it(words, message):
     with pytest.raises(ConfigError, match=message):
         hydra_arguments(["-m", *words.split()])
 
@@ -168,5 +168,5 @@ def test_an_option_that_a_recipe_of_the_sweep_lacks_is_refused_in_its_name(words
         ),
     ],
 )
-def test_only_fixed_options_of_swept_recipes_are_composed_with_a_plus(words, ready):
+def test_a_fixed_option_of_swept_recipes_is_composed_with_a_plus(words, ready):
     assert hydra_arguments(["-m", *words.split()])[-1:] == ready

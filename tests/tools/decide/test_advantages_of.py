@@ -1,4 +1,4 @@
-"""Rows of another trainer get the advantages of a pipeline, in the order in which they came."""
+"""`advantages_of` gives the rows of another trainer the advantages of a pipeline, in the same order."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_dropped_row_keeps_its_index_and_has_advantage_0(action):
     assert (credit.run.ledger.reason[~whole] > 0).all()
 
 
-def test_recipes_per_token_give_an_advantage_per_token():
+def test_a_recipe_with_token_terms_gives_each_token_an_advantage():
     batch = rows(seed=3)
     batch["entropy", "full"] = torch.rand(20, 5)
     credit = advantages_of(of_four("high_entropy"), batch)
@@ -81,11 +81,11 @@ def test_all_advantages_are_0_if_no_row_is_kept():
     for number in (0, 1):
         credit = advantages_of(pipeline, rows(seed=6)[:number])
         assert credit.advantage.tolist() == [[0.0]] * number
-        assert credit.in_loss.tolist() == [[False] * 5] * number  # a mask of tokens, as if rows stay
+        assert credit.in_loss.tolist() == [[False] * 5] * number  # the mask is as wide as if rows were kept
 
 
 def test_merged_turns_are_refused():
-    """Another trainer keeps the single turns, and one of them would get the credit of all."""
+    """The trainer keeps its rows of single turns. One of them would get the advantage of all merged turns."""
     batch = TensorDict({"group_id": [0, 0, 0], "rollout_id": [0, 0, 1]}, [3])
     batch["tokens", "full"] = torch.tensor([[5, 6, 0], [5, 6, 7], [5, 8, 0]])
     batch["masks", "all_attention_mask"] = batch["tokens", "full"] > 0

@@ -1,4 +1,4 @@
-"""`decide` on plain columns equals a pipeline on the same rows as a batch."""
+"""`decide` gives for plain columns what a pipeline gives for a batch of the same rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace import Decider, Decision, Pipeline, decide, load_pipeline
 from headrace.transforms import BatchError, MissingKeyError, split_microbatches
 
 MASK = ("masks", "all_assistant_mask")
-TOKENS = {  # recipes that read more about a token than whether it is in the loss
+TOKENS = {  # recipes that read numbers of each token
     "otb",
     "ppo",
     *("gtpo", "high_entropy", "kl_in_advantage", "mis", "mlperf", "mt_grpo", "opd", "opsm", "rlsd", "tis"),
@@ -25,7 +25,7 @@ REMEMBER = {"rae", "spo"}
 
 
 def columns_of(seed: int, groups: int = 4, size: int = 4) -> dict[str, list]:
-    """Rollouts of one to three rows, some without a token in the loss, in any order."""
+    """Rollouts of one to three rows. Some rows have no token in the loss."""
     rng, rows = random.Random(seed), []
     for group in range(groups):
         for number in range(size):
@@ -62,7 +62,7 @@ def batch_of(columns: dict[str, list]) -> TensorDict:
 
 
 def is_same(found: Decision, pipeline: Pipeline, batch: TensorDict) -> None:
-    """Compare a decision with a loop over the minibatches that the pipeline gathers."""
+    """Check that a decision equals a loop over the minibatches that the pipeline gathers."""
     run = pipeline.run(batch)
     minibatches = list(run.minibatches())
     assert [step.tolist() for step in found.steps] == [
@@ -90,7 +90,7 @@ def read_by(recipe: str, columns: dict[str, list]) -> dict[str, list]:
 
 
 @pytest.mark.slow
-def test_every_recipe_decides_on_columns_as_on_a_batch():
+def test_recipes_decide_on_columns_as_on_a_batch():
     seen = set()
     words = {"minibatches": 2, "group_size": 4}
     for recipe in (name for name in CHAINS if name not in TOKENS | REMEMBER):
@@ -142,8 +142,8 @@ def test_advantages_need_no_tokens_and_weights_do():
     assert (len(nothing.advantage), nothing.reason, nothing.steps) == (0, [], [])
 
 
-def test_rows_with_tokens_are_decided_as_their_columns():
-    """Recipes that read numbers per token give an advantage per token."""
+def test_rows_with_tokens_have_the_decision_of_their_columns():
+    """A recipe that reads numbers of each token gives an advantage to each token."""
     for seed in range(3):
         columns = read_by("grpo", columns_of(seed))
         batch = batch_of(columns_of(seed) | columns)
@@ -172,7 +172,7 @@ def batch_of_teacher(seed: int, first: int = 0) -> TensorDict:
 
 @pytest.mark.parametrize("recipe", ["grpo", "opd"])
 def test_padding_rows_are_not_input_rows(recipe):
-    """`remainder=pad` fills micro-batches with copies of rows, whose row number is −1."""
+    """`remainder=pad` fills micro-batches with copies of rows. The row number of a copy is −1."""
     batch = batch_of_teacher(0)
     whole, padded = [
         decide(
@@ -192,7 +192,7 @@ def test_padding_rows_are_not_input_rows(recipe):
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("recipe", ["grpo", "opd"])
 def test_a_carried_row_trains_its_own_tokens_with_the_advantage_of_its_batch(recipe, ragged):
-    """Rows are ragged. One batch is wider than the other, and its widest rows leave."""
+    """Ragged batches differ in width, and the widest rows of each batch leave."""
     deciders = [
         Decider(
             recipe,
@@ -205,7 +205,7 @@ def test_a_carried_row_trains_its_own_tokens_with_the_advantage_of_its_batch(rec
     every, carried = [], 0
     for call in range(4):
         batch = batch_of_teacher(call, 1000 * call)
-        batch = batch[batch["rollout_id"] % 1000 > 0]  # so group 0 is not complete
+        batch = batch[batch["rollout_id"] % 1000 > 0]  # without its rollout 0, group 0 is not complete
         if ragged:
             lengths = batch["masks", "all_attention_mask"].sum(1)
             lengths = lengths.clamp(max=6 - call % 2 * 2).where(batch["group_id"] % 1000 > 0, 8).tolist()
@@ -232,7 +232,7 @@ def test_a_carried_row_trains_its_own_tokens_with_the_advantage_of_its_batch(rec
 
 
 def lazy_row(row: TensorDict, length: int) -> TensorDict:
-    """The row without the entries after its tokens."""
+    """Cut each column of a row after `length` entries."""
     short = row.clone(False)
     for key in row.keys(include_nested=True, leaves_only=True):
         if row[key].ndim:
@@ -243,7 +243,7 @@ def lazy_row(row: TensorDict, length: int) -> TensorDict:
 @pytest.mark.parametrize(
     "options", [{"microbatches": 2}, {"max_tokens": 16}, {"microbatches": 2, "ranks": 2}, {}]
 )
-def test_micro_batches_have_the_rows_of_those_that_a_pipeline_gathers(options):
+def test_a_decision_has_the_micro_batches_of_the_pipeline(options):
     whole, words = columns_of(2), {"group_size": 4, "minibatches": 2} | options
     columns = read_by("grpo", whole)
     found = decide(columns, "grpo", **words)
@@ -348,7 +348,7 @@ def test_a_running_baseline_resumes_from_a_state():
     ],
 )
 def test_errors_name_the_columns_and_keywords_of_the_caller(columns, options, says):
-    """They name no keys of a TensorDict, no options that hold keys, and no other functions."""
+    """The errors name no key of a TensorDict, no option that holds a key, and no other function."""
     given = {"group_id": [0, 0], "rollout_id": [0, 1], "reward": [1.0, 0.0], "tokens": [3, 2]} | columns
     given = {name: values for name, values in given.items() if values is not None}
     with pytest.raises(ValueError, match=says) as caught:
@@ -370,7 +370,7 @@ def test_errors_name_the_columns_and_keywords_of_the_caller(columns, options, sa
         ([{"reward": [1.0]}, Pipeline({})], "columns, then a Pipeline"),
     ],
 )
-def test_arguments_in_another_order_are_named_by_what_they_look_like(arguments, found):
+def test_an_error_describes_arguments_that_are_in_another_order(arguments, found):
     with pytest.raises(ValueError, match=f"columns must be one mapping of names.* Found {found}$"):
         decide(*arguments)
 
@@ -381,7 +381,7 @@ def test_columns_may_have_other_names():
     assert found.advantage.tolist() == [0.5, -0.5]
 
 
-def test_the_advantage_may_have_another_name_in_its_stage():
+def test_the_advantage_stage_may_write_another_column():
     columns = read_by("dr_grpo", columns_of(0))
     options = {"group_size": 4, "minibatches": 2}
     usual = decide(columns, "dr_grpo", **options)
@@ -404,7 +404,7 @@ def test_a_report_takes_a_decision_and_the_texts_of_its_rows():
         headrace.make_report(decision, texts={"promt": ["1 + 1"] * 2})
 
 
-def test_advantages_are_zero_if_every_row_leaves_before_their_stage():
+def test_advantages_are_zero_if_every_row_leaves_before_the_advantage_stage():
     columns = {"group_id": [0, 0], "rollout_id": [0, 1], "reward": [1.0, 0.0], "expected_rollouts": [3, 3]}
     words = ("pipeline.stages.gate.on_incomplete=drop", "pipeline.stages.split.minibatches=1")
     plain = decide(columns | {"tokens": [2, 2]}, "grpo", *words)
@@ -418,19 +418,19 @@ def test_advantages_are_zero_if_every_row_leaves_before_their_stage():
     assert not found.in_loss.any()
 
 
-def test_groups_of_different_sizes_ask_for_the_column_of_their_sizes():
+def test_an_error_of_different_group_sizes_names_the_column_of_sizes():
     columns = {"group_id": [0] * 5 + [1] * 4, "rollout_id": range(9), "reward": [1.0, 0, 0, 0, 1, 0, 1, 0, 0]}
     for size, found in ((4, "has 5 of 4"), (5, "has 4 of 5"), (6, "2 incomplete groups")):
         with pytest.raises(
             BatchError, match=f"{found}.*the column 'expected_rollouts' instead of group_size"
         ):
             decide(columns, "rloo", group_size=size)
-    # By hand: 1 minus the mean 1/4 of the others, and 0 minus their mean 2/4; 1 minus 0 in the group of 3.
+    # By hand, the reward less the mean of the others: 1 − 1/4 and 0 − 2/4 in the group of 5, and 1 − 0/3.
     found = decide(columns | {"expected_rollouts": [5] * 5 + [4] * 4}, "rloo", minibatches=1)
     assert found.advantage[[0, 1, 6]].tolist() == [0.75, -0.5, 1.0]
 
 
-def test_rows_without_rollout_ids_are_carried_as_rollouts_of_their_own():
+def test_each_carried_row_without_a_rollout_id_is_a_rollout_of_its_own():
     options = {"unit": "sample", "minibatch_size": 4, "minibatches": None, "remainder": "carry"}
     stages = {"filter": None, "gate": None, "split": options}
     decider = Decider("grpo", rollout_key=None, loss_unit="rollout", stages=stages)
@@ -440,7 +440,7 @@ def test_rows_without_rollout_ids_are_carried_as_rollouts_of_their_own():
         assert [len(rows) for rows in found.steps] == sizes
 
 
-def test_extra_columns_reach_a_function_of_the_caller_and_no_stage():
+def test_extra_columns_reach_a_criterion_of_the_caller():
     columns = {"group_id": [0] * 4 + [1] * 4, "rollout_id": range(8), "reward": [1.0, 0, 0, 4, 1, 0, 1, 0]}
     more = {"flag": [True, True, False, True] * 2, "note": ["", "", "", "bad", "", "", "", ""]}
 
@@ -451,7 +451,7 @@ def test_extra_columns_reach_a_function_of_the_caller_and_no_stage():
     stages = {"filter": {"also": sound, "action": "exclude"}}
     found = decide(columns | more, "grpo", extra=("flag", "note"), stages=stages, **options)
     assert found.reason == ["", "", "filter/sound", "filter/sound", "", "", "filter/sound", ""]
-    # By hand: the mean of 1 and 0; that of 1, 0 and 0.
+    # By hand: the kept rewards are 1 and 0 with the mean 1/2, and 1, 0 and 0 with the mean 1/3.
     expected = torch.tensor([0.5, -0.5, 0, 0, 2 / 3, -1 / 3, 0, -1 / 3], dtype=torch.float64)
     torch.testing.assert_close(found.advantage, expected)
     for extra, message in (
@@ -468,7 +468,7 @@ def test_extra_columns_reach_a_function_of_the_caller_and_no_stage():
         decide(TensorDict({"x": torch.zeros(1)}, [1]), "grpo", extra=("x",), **options)
 
 
-def test_a_decision_names_the_reasons_that_its_columns_cannot_show():
+def test_a_decision_names_the_faults_that_its_columns_cannot_show():
     columns = {"group_id": [0, 0], "rollout_id": [0, 1], "reward": [1.0, 0.0]}
     nothing = "not checked: failed (no status), unfinished (no done), empty (no tokens)"
     assert repr(decide(columns, group_size=2)) == f"Decision(Ledger(trained: 2); {nothing})"

@@ -1,4 +1,4 @@
-"""`decide` equals a plain loop, stage by stage, on batches with all that can go wrong with a rollout."""
+"""`decide` equals a plain loop on batches with failed, missing and empty rollouts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def columns_of(lines: list[Line]) -> dict[str, list]:
 
 
 def looped(lines: list[Line], options: dict[str, Any]) -> tuple[list[str], list[float], list[bool]]:
-    """For each row the reason, the RLOO advantage, and whether it stays in the batch."""
+    """For each row: its reason, its RLOO advantage, and whether it stays in the batch."""
     of = {line.rollout: [each for each in lines if each.rollout == line.rollout] for line in lines}
     group = {rollout: own[0].group for rollout, own in of.items()}
     why, reward = {}, {}
@@ -104,7 +104,7 @@ def looped(lines: list[Line], options: dict[str, Any]) -> tuple[list[str], list[
 
 
 def weights_of_step(lines: list[Line], unit: str) -> list[float]:
-    """The weight of each row that trains, in one optimiser step."""
+    """The loss weights of the rows that train in one optimiser step."""
     if unit == "sample":
         return [1 / len(lines) / line.tokens for line in lines]
     units = [0 if unit == "token" else getattr(line, unit) for line in lines]
@@ -143,7 +143,7 @@ def test_reasons_advantages_and_weights_equal_a_loop():
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", ["skip", "mask"])
 def test_carried_rows_are_trained_once_with_the_advantage_of_their_batch(missing):
-    """This includes rows without a reward, and a Decider that continues from a saved state."""
+    """Some rows have no reward, and the Decider continues from a saved state after each batch."""
     split = {"minibatch_size": 3, "remainder": "carry"}
     options = {"group_size": 2, "missing": missing, "reward": "sum", "minibatches": None}
     options |= {"stages": {"split": split, "filter": None}}
@@ -178,4 +178,4 @@ def test_carried_rows_are_trained_once_with_the_advantage_of_their_batch(missing
             other.load_state_dict(decider.state_dict())
             decider, other = other, decider
         assert len(trained) == len({*trained})
-        assert len(every) - len(trained) <= 6  # rows of two rollouts are still carried at the end
+        assert len(every) - len(trained) <= 6  # two rollouts of up to 3 rows may be carried at the end

@@ -112,7 +112,7 @@ def test_text_ids_are_shown_without_a_dump(make_batch):
     assert [row["group"] for row in run.ledger.rows("trained")] == ["left", "left"]
     assert page_data([make_report(run)], title="ids")["steps"][0]["groups"]["id"] == ["left"]
     batch["group_id"] = [7, 7]
-    batch["group_label"] = ["one", "two"]  # no group has this name: two labels have one id
+    batch["group_label"] = ["one", "two"]  # two labels of one id, so neither names the group
     run = composed(*WORDS, "pipeline.stages.gate.group_size=2").run(batch)
     assert [row["group"] for row in run.ledger.rows("trained")] == [7, 7]
 
@@ -149,8 +149,8 @@ FAULTY = [PAIRS, PAIRS[1:], [*PAIRS, *PAIRS[:2]], [PAIRS[0], *PAIRS, PAIRS[0]], 
 
 
 @pytest.mark.parametrize("write", [prompts_of_verl, prompts_of_trl, prompts_of_nemo_rl, prompts_of_prime_rl])
-def test_a_group_that_was_made_from_a_prompt_is_called_by_it(write, tmp_path):
-    """At step 1 a rollout is missing. At steps 2 and 3 one prompt was drawn twice; at step 4 both were."""
+def test_a_group_made_from_a_prompt_has_the_prompt_as_its_label(write, tmp_path):
+    """Step 1 lacks a rollout. One prompt was drawn twice in each of the steps 2 and 3, and both in step 4."""
     for step, asked in enumerate(FAULTY):
         write(tmp_path / "dump", step, asked)
     words = ["source.path=dump", "source.group_by=prompt", "source.group_size=2", "report.dump=parquet"]
@@ -164,7 +164,7 @@ def test_a_group_that_was_made_from_a_prompt_is_called_by_it(write, tmp_path):
         assert re.search(rf"step {step}\b[^;]*{named}", " ".join(said.split())), said
 
 
-def test_runs_of_rollouts_are_groups_though_the_prompts_of_later_segments_have_more():
+def test_groups_by_order_compare_only_the_prompts_of_first_segments():
     rows = [("q", 0), ("q a", 0), ("q", 1), ("q b", 1), ("r", 2), ("r", 3)]
     samples = [Sample(BY_ORDER, rollout, 1.0, prompt=prompt) for prompt, rollout in rows]
     assert [row.group for row in group_by_order(samples, 2)] == [("q #1",)] * 4 + [("r #2",)] * 2

@@ -1,4 +1,4 @@
-"""A dump is read back as it was written, completely or not at all."""
+"""A dump is read back as it was written, or refused."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from headrace.transforms import (
 pytestmark = pytest.mark.slow
 
 
-def test_numbers_of_a_dump_have_statistics_and_long_texts_have_none(make_batch, tmp_path):
-    """Readers use statistics to skip row groups. Statistics of a text would repeat its letters."""
+def test_columns_of_numbers_have_statistics_and_columns_of_texts_have_none(make_batch, tmp_path):
+    """Readers use statistics to skip row groups. The statistics of a text column would repeat long texts."""
     file = pq.ParquetFile(write_dump(reported(make_batch, step=12)[1], tmp_path))
     columns = [file.metadata.row_group(0).column(k) for k in range(file.metadata.num_columns)]
     found = {each.path_in_schema: each.is_stats_set for each in columns}
@@ -63,7 +63,7 @@ def test_a_dump_replays_to_the_same_report(format, make_batch, tmp_path):
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl"])
 def test_columns_are_read_back_in_either_format(format, make_batch, tmp_path):
-    """There are several rewards, a text that is not UTF-8, a removed reward, and the expected sizes."""
+    """The columns have two rewards, a text that is not UTF-8, an excluded reward, and the expected sizes."""
 
     def again(batch, pipeline, name):
         write_dump(make_report(pipeline.run(batch)), tmp_path / name, format=format)
@@ -134,7 +134,7 @@ DAMAGE = {
         "columns must be as",
     ),
     "some tokens": (lambda t: put(t, "tokens", [1] * 8 + [None]), "'tokens' must be an integer on every row"),
-    "stranger": (lambda t: t.replace_schema_metadata({}), "must be 1, .*; found ''"),
+    "no schema": (lambda t: t.replace_schema_metadata({}), "must be 1, .*; found ''"),
 }
 
 
@@ -170,8 +170,8 @@ def test_steps_with_carried_rows_replay(make_batch, tmp_path):
         assert again.texts["prompt"] == reports[step].texts["prompt"]
 
 
-def test_minibatches_with_rows_of_an_earlier_step_are_not_known(tmp_path):
-    """Some of their rows are not in the dump, so weights cannot be checked."""
+def test_the_minibatches_of_a_step_with_carried_rows_are_unknown(tmp_path):
+    """Carried rows are not read again, so the weights of these minibatches cannot be checked."""
     columns = {"step": [3] * 3, "row": [0, 1, 2], "group_id": [0] * 3, "rollout_id": [0, 1, 2]}
     columns |= {"reward": [1.0, 0.0, 0.0], "minibatch": [0, None, 1]}
     for carried, minibatches in (([0, 0, 0], [0, -1, 1]), ([0, 0, 1], [-1, -1])):
@@ -206,11 +206,11 @@ def flipped(report):
 
 
 def test_a_comparison_finds_the_rows_that_differ(make_batch):
-    """Advantages of ±1 in groups 0 and 1, 0 in group 2; the second recipe clips at ½ and filters group 2.
+    """The advantages are ±1 in the groups 0 and 1, and 0 in group 2.
 
-    All rows have one weight, four tokens in group 0 and two in the others. So the shares of the gradient
-    follow |advantage| · tokens: in group 0 (4 + 3 · 4) / 20 and (4 + 3 · 2) / 13, in group 1 (2 + 2) / 20 and
-    (2 + 1) / 13.
+    The second recipe clips advantages above ½, and filters group 2. A row has four tokens in group 0, else
+    two. All tokens have one weight, so the shares follow |advantage| · tokens. They are (4 + 3 · 4) / 20 and
+    (4 + 3 · 2) / 13 in group 0, and (2 + 2) / 20 and (2 + 1) / 13 in group 1.
     """
     batch = make_batch([1.0, 3, 3, 3, 2, 4, 5, 5], [0, 0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 2, 3, 4, 5])
     batch["masks", "all_assistant_mask"] = torch.tensor([[True] * 4] * 4 + [[False, True] * 2] * 4)

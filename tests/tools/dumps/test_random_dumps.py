@@ -1,4 +1,4 @@
-"""300 random dumps of each format, compared with the counts of the loop that made them."""
+"""In 300 random steps of each format, a reader finds the numbers of the loop that wrote the steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MASK = ("masks", "all_assistant_mask")
 
 @dataclass
 class Truth:
-    """The facts about a row that the loop knows."""
+    """What the loop knows of a row."""
 
     group: int
     reward: float
@@ -97,14 +97,14 @@ def conversation(draw, *, plain=False):
             message["reasoning_content"] = thought
             sampled += len(thought)
             if draw.random() < 0.3 and not plain:
-                message["reasoning"] = thought  # the same text again
-            if form == "text" and not plain and draw.random() < 0.3:  # also in the content
+                message["reasoning"] = thought  # the same thought again
+            if form == "text" and not plain and draw.random() < 0.3:  # the content has the thought, too
                 message["content"] = f"{thought}</think>{message['content']}"
                 sampled += len("</think>")
         if draw.random() < 0.5:
             calls = [call(draw, plain) for _ in range(draw.randint(1, 2))]
             message["tool_calls"] = [made for made, *_ in calls]
-            if form == "text" and not plain and draw.random() < 0.5:  # the calls are also in the content
+            if form == "text" and not plain and draw.random() < 0.5:  # the content has the calls, too
                 how = draw.choice(
                     ['<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>', "[TOOL_CALLS]{}{}"]
                 )
@@ -231,7 +231,7 @@ def of_atropos(draw, path, step):
 
 
 def of_prime_rl(draw, path, step):
-    """Trees of messages. A sampled node counts in the first branch that has it, in the order of leaves."""
+    """Trees of messages. A node trains in the first of its branches, in the order of the leaves."""
     rows, truth = [], []
     for group, at, reward in groups_of(draw):
         nodes = [node(None, "user", [1, 2], [False] * 2)]
@@ -352,7 +352,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_sampled_tokens_are_in_the_loss_or_left_out_under_a_reason(name, letters, tmp_path):
-    """Groups, rewards, ends and advantages are also those of the loop."""
+    """Groups, rewards, statuses and advantages equal those of the loop, too."""
     write, suffix, options = FORMATS[name]
     draw = random.Random(name)
     truths = [write(draw, tmp_path / f"step{step}.{suffix}", step) for step in range(DUMPS)]
@@ -387,8 +387,8 @@ def test_each_format_has_random_dumps():
     assert {*FORMATS, "headrace"} == READERS.keys()
 
 
-def test_a_dump_of_headrace_counts_as_the_dump_that_was_replayed(letters, tmp_path):
-    """The first replay, the second, or both have a tokenizer."""
+def test_a_dump_of_headrace_has_the_loss_tokens_of_the_dump_that_was_replayed(letters, tmp_path):
+    """The replayed dump was read without a tokenizer, or with the same one."""
     draw = random.Random(0)
     truths = [of_verifiers(draw, tmp_path / "in" / f"step{step}.jsonl", step) for step in range(DUMPS // 10)]
     pipeline = composed("pipeline=grpo", "pipeline.stages.gate=null", "pipeline.empty=exclude")

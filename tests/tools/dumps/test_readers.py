@@ -1,4 +1,4 @@
-"""Dumps of other frameworks, in their documented schemas, with numbers checked by hand."""
+"""Dumps of other frameworks are read in their documented schemas. Expected numbers are computed by hand."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ def test_slime_segments_share_the_rollout_id_or_use_the_index(tmp_path):
     assert plain["rollout_id"].tolist() == [0, 1]
     samples[0]["rollout_id"] = None
     mixed = only(open_dump(slime_dump(tmp_path / "7.pt", 7, samples)))[1]
-    assert list(mixed["rollout_label"]) == ["index/10", "77", "77"]  # this is no other sample's rollout_id
+    assert list(mixed["rollout_label"]) == ["index/10", "77", "77"]  # no other rollout_id is "index/10"
 
 
-def test_slime_removed_samples_are_masked_and_lost_ones_may_lack_columns(tmp_path):
+def test_slime_removed_samples_are_masked_and_lost_samples_may_lack_columns(tmp_path):
     lost = {"status": "aborted", "tokens": [], "response_length": 0, "rollout_log_probs": None}
     samples = [slime_sample(0, 0, 1.0, remove_sample=True), slime_sample(0, 1, 3.0)]
     samples += [slime_sample(1, 2, None, weight_versions=[], **lost), slime_sample(1, 3, 1.0)]
@@ -136,14 +136,14 @@ def test_verl_keys_are_split_from_the_right(tmp_path):
     assert MASK not in batch.keys(True)
 
 
-def test_rows_that_fill_the_batch_of_verl_are_not_rollouts(tmp_path):
+def test_verl_rows_that_fill_a_batch_are_not_rollouts(tmp_path):
     rows = [verl_row(f"u_{session}_0", 1.0) for session in range(2)]
     filling = [verl_row(f"pad{7:032x}_{number}_0", 0.0) for number in range(3)]
     ((_, batch),) = open_dump(write_lines(tmp_path / "7.jsonl", rows + filling), "verl")
     assert list(batch["group_label"]) == ["u", "u"]
 
 
-def test_verl_without_a_uid_needs_an_option_and_detects_a_repeated_prompt(tmp_path):
+def test_verl_rows_without_a_uid_need_group_by_and_a_repeated_prompt_is_refused(tmp_path):
     path = write_lines(tmp_path / "7.jsonl", [verl_row(None, float(i)) for i in range(4)])
     assert_refused(r"7\.jsonl:1: a sample needs a group.*group_by='prompt'", path)
     batch = only(open_dump(path, group_by="prompt", group_size=4))[1]
@@ -158,7 +158,7 @@ def test_verl_without_a_uid_needs_an_option_and_detects_a_repeated_prompt(tmp_pa
     )
 
 
-def test_a_folder_of_steps_is_read_by_number_also_gzipped(tmp_path):
+def test_files_of_a_folder_are_read_in_the_order_of_steps_even_if_gzipped(tmp_path):
     for step in (2, 10):
         write_lines(tmp_path / f"{step}.jsonl", [verl_row("a_0_0", 1.0, step)])
     with gzip.open(tmp_path / "3.jsonl.gz", "wt") as file:
@@ -173,7 +173,7 @@ def test_a_folder_of_steps_is_read_by_number_also_gzipped(tmp_path):
 # -- TRL ---------------------------------------------------------------------------------------------
 
 
-def test_trl_one_reward_function_is_one_reward(tmp_path):
+def test_trl_a_single_reward_function_gives_one_reward(tmp_path):
     path = trl_dump(tmp_path / "completions" / "completions_00004.parquet", note=["a", "b"])
     step, batch = only(open_dump(tmp_path, group_by="prompt", group_size=2))
     assert step == 4
@@ -183,7 +183,7 @@ def test_trl_one_reward_function_is_one_reward(tmp_path):
     assert_refused(r"row 1: a sample needs a group", path)
 
 
-def test_trl_several_reward_functions_are_columns_and_rows_without_any_failed(tmp_path):
+def test_trl_reward_functions_are_columns_and_a_row_without_rewards_failed(tmp_path):
     path = trl_dump(tmp_path / "c.parquet", length=[math.nan, 2.0])
     batch = only(open_dump(path, group_by="prompt"))[1]
     assert batch["reward_names"] == ["accuracy", "length"]
@@ -404,7 +404,7 @@ def test_nemo_gym_rows_are_grouped_by_task_and_their_items_are_messages(letters,
 
 
 def test_nemo_gym_items_with_tokens_are_read_as_tokens(tmp_path):
-    """Two calls continue one another. The third has another prompt, so it is another segment."""
+    """The second call continues the first. The third has another prompt, so it is another segment."""
     row = gym_row(0, 0, 1.0)
     given = [([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6]), ([1, 9], [7, 8])]
     row["response"]["output"] = [
@@ -425,7 +425,7 @@ def test_nemo_gym_items_with_tokens_are_read_as_tokens(tmp_path):
     assert batch["log_probs", "full"].isfinite().equal(batch[MASK])
 
 
-def test_prime_hosted_samples_are_read_of_parquet_and_of_lines(letters, tmp_path):
+def test_prime_hosted_samples_are_read_from_parquet_and_from_lines(letters, tmp_path):
     rows = [hosted_row(at // 2, at, float(at % 2), advantage=at / 8, is_truncated=at == 3) for at in range(4)]
     for row in rows:
         row["error"] = None
@@ -474,11 +474,11 @@ def test_atropos_a_line_is_a_group(tmp_path):
         assert_refused(why, path)
 
 
-# -- a file of one's own -----------------------------------------------------------------------------------
+# -- tables with named columns -----------------------------------------------------------------------------
 
 
 def test_table_is_read_in_each_shape(tmp_path):
-    """A line is a rollout, or has a list of rollouts, or lists of values. Numbers may be nested."""
+    """A line is a rollout, has a list of rollouts, or has lists of values. A column may be nested."""
     rewards, texts = [[1.0, 0.0], [0.5, 0.25]], [["4", "5"], ["6", "7"]]
     flat = [
         {"problem_id": group, "metrics": {"score": rewards[group][at]}, "output": texts[group][at], "k": at}
@@ -517,7 +517,7 @@ def test_table_is_read_in_each_shape(tmp_path):
     assert batch["next", "reward"].flatten().tolist() == [1.0, 0.0]
 
 
-def test_table_has_ends_steps_advantages_and_lengths(tmp_path):
+def test_table_has_statuses_steps_advantages_and_lengths(tmp_path):
     columns = {
         **COLUMNS,
         "status": "why",
@@ -562,11 +562,11 @@ def test_table_a_list_of_tokens_counts_as_its_length(tmp_path):
         ),
     ],
 )
-def test_table_columns_that_are_not_read_are_said(columns, said, tmp_path):
-    """A column that some rows have is read."""
+def test_table_a_notice_names_columns_that_are_not_read(columns, said, tmp_path):
+    """A column is read if at least one row has it."""
     rows = [own_row("p", 1.0, step=3, why="stop"), own_row("p", 0.0, step=3)]
     dump = open_dump(write_lines(tmp_path / "a.jsonl", rows), columns={**COLUMNS, **columns})
-    for _ in range(2):  # each pass says it once
+    for _ in range(2):  # each pass has the notice once
         list(dump)
         assert (said in "".join(dump.notices), len(dump.notices)) == (True, bool(said))
 
@@ -577,8 +577,8 @@ def test_a_file_of_lines_is_not_called_a_damaged_parquet_file(tmp_path):
         list(open_dump(path, "trl"))
 
 
-def test_table_lines_with_one_prompt_are_one_group_only_if_you_say_so(tmp_path):
-    """What no column names is kept of each rollout; a column that is set to None is none."""
+def test_table_lines_with_one_prompt_are_one_group_only_with_group_by(tmp_path):
+    """The fields that no column names are kept. A column that is set to None is not read."""
     line = {
         "prompt": "q?",
         "samples": [{"score": float(at), "output": "4", "tag": f"t{at}"} for at in (0, 1)],
@@ -592,7 +592,7 @@ def test_table_lines_with_one_prompt_are_one_group_only_if_you_say_so(tmp_path):
         assert list(batch["other_columns"]) == ['{"tag": "t0"}', '{"tag": "t1"}'] * 2
 
 
-def test_table_the_reward_of_a_failed_rollout_may_lack_and_be_nothing_else(tmp_path):
+def test_table_the_reward_of_a_failed_rollout_is_a_number_or_missing(tmp_path):
     columns = {**COLUMNS, "status": "why"}
     rows = [own_row("p", 1.0, why="stop"), own_row("p", None, why="error")]
     batch = read_one(write_lines(tmp_path / "a.jsonl", rows), columns=columns)
@@ -601,8 +601,7 @@ def test_table_the_reward_of_a_failed_rollout_may_lack_and_be_nothing_else(tmp_p
     assert_refused("a finite number", write_lines(tmp_path / "a.jsonl", rows), columns=columns)
 
 
-def test_table_a_value_of_the_line_replaces_none_of_a_rollout(tmp_path):
-    """The value applies to all rollouts if none has the column, and to none if some rollout has it."""
+def test_table_a_value_of_the_line_applies_only_if_no_rollout_has_the_column(tmp_path):
     columns = {"rollouts": "samples", "reward": "m.score", "response": "output", "status": "end"}
     line = {"m": {"score": 0.75}, "output": "4", "end": "length"}
     for samples, rewards, ends in (
@@ -619,7 +618,7 @@ def test_table_a_value_of_the_line_replaces_none_of_a_rollout(tmp_path):
         assert_refused("rollout 1: 'm.score' .* is required, a finite number", path, columns=columns)
 
 
-def test_table_ids_of_rollouts_count_within_groups_of_the_order(tmp_path):
+def test_table_rollout_ids_may_repeat_in_different_groups_by_order(tmp_path):
     rows = [own_row(None, 1.0, k=at % 2) for at in range(4)]
     columns = {"reward": "metrics.score", "response": "output", "rollout": "k"}
     batch = read_one(write_lines(tmp_path / "a.jsonl", rows), columns=columns, group_by="order", group_size=2)
@@ -627,7 +626,7 @@ def test_table_ids_of_rollouts_count_within_groups_of_the_order(tmp_path):
     assert in_order(batch["rollout_id"]) == [0, 1, 2, 3]
 
 
-def test_table_a_failure_is_more_than_a_truncation(tmp_path):
+def test_table_a_failure_takes_precedence_over_a_truncation(tmp_path):
     columns = {**COLUMNS, "status": "end", "truncated": "cut"}
     found = {
         (end, cut): read_one(
@@ -645,7 +644,7 @@ def test_table_a_failure_is_more_than_a_truncation(tmp_path):
 
 
 def test_table_groups_of_prompts_need_prompts(tmp_path):
-    """Rows without a prompt are not a group. A prompt within the response counts as a whole."""
+    """Rows without a prompt are not a group. The prompt is all messages before the assistant's first."""
     columns = {"reward": "metrics.score", "response": "output"}
     path = write_lines(tmp_path / "a.jsonl", [own_row(0, 1.0, q=None)] * 2)
     for named in (columns, {**columns, "prompt": "q"}):
@@ -678,7 +677,7 @@ def test_an_empty_error_is_not_a_failure(nothing, tmp_path):
         assert batch["status"].tolist() == [Status.COMPLETED], name
 
 
-def test_advantages_of_tokens_are_as_many_as_the_tokens(tmp_path):
+def test_a_row_has_one_advantage_or_one_for_each_token(tmp_path):
     row = {**atropos_group([1.0, 0.0]), "advantages": [[0.5, 0.5], [0.5] * 4]}
     message = "'advantages' has one, or one for each token .4.; found 2"
     assert_refused(message, write_lines(tmp_path / "groups.jsonl", [row]), "atropos")
@@ -754,7 +753,7 @@ def test_table_that_does_not_fit_its_columns_is_refused(columns, change, message
         ({"rollouts": "sampls"}, "'prompt', 'samples', 'meta' of the line (did you mean 'samples'?)"),
     ],
 )
-def test_table_a_path_that_is_not_there_is_answered_with_the_keys_where_it_ends(change, said, tmp_path):
+def test_table_an_error_of_a_wrong_path_has_the_keys_where_the_path_ends(change, said, tmp_path):
     columns = {"rollouts": "samples", "reward": "m.score", "response": "out", "group": "meta.id"}
     line = {"prompt": "2+2?", "samples": [{"m": {"score": 1.0}, "out": "4"}], "meta": {"id": 3}}
     path = write_lines(tmp_path / "a.jsonl", [line])
@@ -762,7 +761,7 @@ def test_table_a_path_that_is_not_there_is_answered_with_the_keys_where_it_ends(
     assert read_one(path, columns=columns)["group_id"].tolist() == [3]
 
 
-def test_a_key_that_is_not_there_is_answered_with_the_nearest():
+def test_an_error_of_a_missing_key_names_the_nearest_key():
     with pytest.raises(SourceError, match=r"found the keys 'rewrad', 'id' \(did you mean 'rewrad'\?\)$"):
         Record({"rewrad": 1.0, "id": 2}, "a.jsonl:1").number("reward")
 
@@ -801,7 +800,7 @@ def row(**changes):
         ([row(response_length=2**40)], "at most 16777216 tokens"),
     ],
 )
-def test_contradicting_samples_are_named(samples, message):
+def test_contradicting_samples_are_refused(samples, message):
     with pytest.raises(SourceError, match=message):
         to_batch(samples)
 
@@ -872,7 +871,7 @@ def test_an_invalid_line_is_named_with_its_line_number(tmp_path, text, message):
     assert str(caught.value).startswith(str(path))
 
 
-def test_an_overlong_line_is_one_invalid_record(tmp_path, monkeypatch):
+def test_a_line_that_is_too_long_is_one_invalid_record(tmp_path, monkeypatch):
     monkeypatch.setattr("headrace.pipeline.tools.dumps.readers.file_kinds.MAX_LINE", 200)
     rows = [verl_row("a_0_0", 1.0), verl_row("b_0_0", 1.0, prompt="x" * 1000), verl_row("c_0_0", 1.0)]
     source = open_dump(write_lines(tmp_path / "7.jsonl", rows), "verl", skip_bad=True)
@@ -880,7 +879,7 @@ def test_an_overlong_line_is_one_invalid_record(tmp_path, monkeypatch):
     assert source.skipped == 1
 
 
-def test_a_large_file_is_never_wholly_in_memory(tmp_path):
+def test_a_large_file_is_never_in_memory_as_a_whole(tmp_path):
     path = tmp_path / "all.jsonl"
     text = "x" * 50_000
     with path.open("w") as file:
@@ -898,10 +897,10 @@ def test_a_large_file_is_never_wholly_in_memory(tmp_path):
     assert peak < source.total_bytes / 20
 
 
-# -- what is opened ----------------------------------------------------------------------------------
+# -- formats and options -----------------------------------------------------------------------------
 
 
-def test_auto_names_what_it_found_and_the_known_formats(tmp_path):
+def test_an_unknown_format_is_refused_with_what_was_found_and_the_known_formats(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"question": 1}])
     with pytest.raises(
         SourceError,

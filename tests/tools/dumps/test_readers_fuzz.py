@@ -102,7 +102,7 @@ def test_any_value_in_any_field_of_a_line_reads_or_raises_source_error(tmp_path_
 
 @fuzz
 @given(data=st.data())
-def test_any_value_in_any_field_of_a_slime_sample(tmp_path_factory, data):
+def test_any_value_in_any_field_of_a_slime_sample_reads_or_raises_source_error(tmp_path_factory, data):
     good = {"rollout_id": 3, "samples": [slime_sample(0, 0, {"a": 1.0, "b": 2.0}, metadata={})] * 2}
     path = data.draw(st.sampled_from(list(places(good))))
     odd = st.sampled_from(
@@ -135,7 +135,7 @@ def good_files(folder):
     path = write_lines(folder / "d.jsonl", [RECORDS["verl"][0]])
     packed = folder / "d.jsonl.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
-    path.write_bytes(path.read_bytes().rstrip())  # a line without a line break at the end of the file
+    path.write_bytes(path.read_bytes().rstrip())  # the last line has no line break
     yield packed, "verl", {}
     yield path, "verl", {}
 
@@ -170,7 +170,7 @@ class Bomb:
 
 
 def bombs(folder, path):
-    """Pickles that run code if they are loaded carelessly: bare, in torch's file, and inside a field."""
+    """Write files that run code if they are unpickled: three of torch, a plain pickle, and an archive."""
     torch.save(Bomb(folder / "ran"), path)
     yield
     torch.save({"rollout_id": 1, "samples": [slime_sample(0, 0, Bomb(folder / "ran"))]}, path)
@@ -210,7 +210,7 @@ def test_an_error_about_a_huge_pickle_is_short(tmp_path):
 
 @fuzz
 @given(data=st.data())
-def test_any_values_in_a_table(tmp_path_factory, data):
+def test_any_values_in_a_table_read_or_raise_source_error(tmp_path_factory, data):
     column = st.sampled_from(["step", "prompt", "completion", "accuracy", "advantage", "more"])
     values = st.sampled_from(
         [
@@ -246,6 +246,6 @@ def test_every_undamaged_line_is_valid(tmp_path):
         valid(step, batch)
 
 
-def test_unprintable_values_are_still_reported():
+def test_the_quotation_of_any_value_is_short():
     assert quote(10**5000) == "a value of type int that cannot be printed" or len(quote(10**5000)) < 200
     assert len(quote(["x" * 10**6] * 100)) <= 200

@@ -1,4 +1,4 @@
-"""A dump is graded again by a callable from texts to rewards, then the same recipe runs."""
+"""A callable grades the texts of a dump again, and the recipe runs on the new rewards."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_lost_rollouts_are_not_graded():
 
 
 def loop_over(rows, several, count):
-    """The new rewards of the rows, and what changed, from (group, rollout, text, old rewards, lost)."""
+    """The new rewards of the rows, and what changed. A row is (group, rollout, text, old rewards, lost)."""
     rollouts = {}
     for row in rows:
         rollouts.setdefault(row[1], []).append(row)
@@ -148,12 +148,12 @@ def grades(text, count):
 
 
 def varied(rewards, some):
-    """Whether one of the rewards differs among these rollouts; a missing one does not."""
+    """Whether a reward has two different values among these rollouts. A missing reward has no value."""
     columns = zip(*(rewards[rollout] for rollout in some), strict=True)
     return any(len({each for each in column if not math.isnan(each)}) > 1 for column in columns)
 
 
-def test_rewards_and_what_changed_equal_those_of_a_loop():
+def test_new_rewards_and_the_counts_of_changes_equal_those_of_a_loop():
     for seed in range(200):
         dice = random.Random(seed)
         several, count, rows = dice.choice([1, 2]), dice.choice([1, 2]), []
@@ -178,7 +178,7 @@ def test_rewards_and_what_changed_equal_those_of_a_loop():
             )
             for (group, rollout, text, old, lost), name in zip(rows, names, strict=True)
         )
-        if dice.random() < 0.3:  # a batch of yours may lack a reward
+        if dice.random() < 0.3:  # a batch that is not from a dump may lack a reward
             rows = [(*row[:3], [math.nan] * several, row[4]) if row[1] == 0 else row for row in rows]
             batch["next", "reward"] = torch.tensor([row[3] for row in rows], dtype=torch.float64)
         again, changed = regrade(batch, lambda _, texts, count=count: [grades(text, count) for text in texts])
@@ -190,7 +190,7 @@ def test_rewards_and_what_changed_equal_those_of_a_loop():
         assert "reward_names" not in again.keys()
 
 
-def test_several_rewards_replace_one():
+def test_a_grader_may_replace_one_reward_by_several():
     again, changed = regrade(batch_of("a", "bb"), lambda prompts, responses: [[1, 0], [1, 2]])
     assert again["next", "reward"].tolist() == [[1.0, 0.0], [1.0, 2.0]]
     assert (changed.changed, changed.gained, changed.after) == (2, 1, 4.0)
@@ -220,7 +220,7 @@ def test_invalid_grades_are_refused_with_their_rollouts(given, message):
         regrade(batch_of("a", "b"), lambda prompts, responses: given)
 
 
-def test_a_grader_of_other_arguments_is_refused():
+def test_a_grader_with_other_arguments_is_refused():
     with pytest.raises(
         SourceError, match="takes two lists, of prompts and of responses: too many positional"
     ):
@@ -282,7 +282,7 @@ def test_a_replay_regrades_and_reports_what_changed(dump, tmp_path):
     assert "8 (100%) have another reward; mean 0.625 → 1.625; of 2 groups 0 became informative" in text
 
 
-def test_a_grader_is_given_by_name_and_an_unknown_one_is_refused(dump, tmp_path):
+def test_a_grader_is_given_by_name_and_an_unknown_name_is_refused(dump, tmp_path):
     _, text = replayed(dump, tmp_path, "source.regrade=my_graders.by_length")
     assert "re-graded: 8 rollouts" in text
     for word, message in (

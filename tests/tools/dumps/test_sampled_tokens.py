@@ -199,11 +199,11 @@ TOOL = {"role": "tool", "content": "tool says", "tool_call_id": "c1"}
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_what_an_assistant_sampled_is_in_the_loss_and_nothing_else_is(structure, letters, tmp_path):
+def test_exactly_the_sampled_texts_of_an_assistant_are_in_the_loss(structure, letters, tmp_path):
     """Every reader of messages finds the same texts in the same order."""
     message, expected = STRUCTURES[structure]
     completion = [{"role": "assistant", **message}, TOOL, {"role": "user", "content": "and?"}]
-    text = expected.encode("ascii", "replace").decode()  # the tokenizer's unknown letter
+    text = expected.encode("ascii", "replace").decode()  # the tokenizer encodes unknown letters as `?`
     rows = {
         "verifiers": verifiers_row(0, 1.0, completion=completion),
         "prime_hosted": hosted_row(0, 0, 1.0, completion=json.dumps(completion)),
@@ -229,8 +229,8 @@ def test_what_an_assistant_sampled_is_in_the_loss_and_nothing_else_is(structure,
     assert trained_text(batch, 0) == text
 
 
-def test_calls_and_reasoning_of_a_table_of_trl_are_read_without_the_nulls_of_arrow(letters, tmp_path):
-    """Arrow adds the keys of all other calls to the arguments of each call, as null."""
+def test_calls_of_a_trl_table_are_read_without_the_nulls_of_arrow(letters, tmp_path):
+    """Arrow adds the keys of all other calls to the arguments of each call, with the value null."""
     calls = [
         {"function": {"name": "f", "arguments": {"a": 1}}},
         {"function": {"name": "g", "arguments": {"b": 2}}},
@@ -244,7 +244,7 @@ def test_calls_and_reasoning_of_a_table_of_trl_are_read_without_the_nulls_of_arr
     assert [trained_text(batch, row) for row in range(2)] == ['hmf{"a": 1}', 'hmg{"b": 2}']
 
 
-def test_a_part_of_an_assistant_that_is_not_known_is_refused(tmp_path):
+def test_an_unknown_part_of_an_assistants_message_is_refused(tmp_path):
     for message, why in (
         ({"content": [{"type": "strange", "data": "x"}]}, "must have a known type; found 'strange'"),
         ({"content": 3}, "must be a string or a list of parts; found int"),
@@ -264,14 +264,15 @@ def test_a_part_of_an_assistant_that_is_not_known_is_refused(tmp_path):
     assert batch["prompt_text"][0] == "user: [strange]"
 
 
-def test_the_grader_and_the_dump_of_headrace_keep_all_parts(letters, tmp_path):
-    """A dump of headrace that has no lengths counts as the dump it was made from."""
+def test_a_grader_and_a_dump_of_headrace_get_all_parts_of_a_message(letters, tmp_path):
+    """With a tokenizer, the dump of headrace has the loss tokens of the dump that it was made from."""
     rows = []
     for at, (message, _) in enumerate(STRUCTURES.values()):
         rows.append(verifiers_row(0, float(at), completion=[{"role": "assistant", **message}, TOOL]))
     path = write_lines(tmp_path / "results.jsonl", rows)
     batch, seen = read_one(path), []
     regrade(batch, lambda prompts, responses: [seen.append(responses) or 0.0 for _ in prompts])
+    # Ten structures have this call outside of their text. Six have the thought outside of it, and one within.
     assert sum('<tool_call>\nadd({"a": 2})\n</tool_call>' in text for text in seen[0]) == 10
     assert sum("<think>\nTwo.\n</think>" in text for text in seen[0]) == 7
     report = make_report(composed("pipeline=grpo", f"pipeline.stages.gate.group_size={len(rows)}").run(batch))
@@ -287,8 +288,8 @@ def test_the_grader_and_the_dump_of_headrace_keep_all_parts(letters, tmp_path):
 def test_arguments_move_the_shares_of_the_gradient(letters, tmp_path):
     """15 rows have 1,060 letters of content and 10,511 of arguments, in groups of 3 with rewards 1, 1 and 0.
 
-    The sizes of the advantages in a group are 1 : 1 : 2, and all tokens of a step have one weight. Counting
-    contents alone, the shares in the first group are 102 : 72 : 2·13; with all letters 200 : 1120 : 2·1340.
+    The sizes of the advantages in a group are 1 : 1 : 2, and all tokens of a step have one weight. The shares
+    in the first group are 102 : 72 : 2·13 by the contents alone, and 200 : 1120 : 2·1340 by all letters.
     """
     contents = [102, 72, 13, *[72] * 11, 81]
     arguments = [95, 1045, 1324, *[670] * 11, 677]
@@ -310,7 +311,7 @@ def test_arguments_move_the_shares_of_the_gradient(letters, tmp_path):
     assert counted == {False: [51, 36, 13], True: [5, 28, 67]}
 
 
-# -- a tokenizer whose chat template marks what the assistant says -----------------------------------------
+# -- a chat template that marks the assistant's tokens -----------------------------------------------------
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}"
@@ -343,7 +344,7 @@ CHATS = [
 ]
 
 
-def test_the_mask_of_a_chat_template_decides_and_the_page_says_so(letters, tmp_path):
+def test_the_tokens_that_a_chat_template_marks_train_and_a_notice_says_so(letters, tmp_path):
     made, folder = chat_folder(letters, tmp_path / "model", TEMPLATE)
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     rows = [verifiers_row(0, float(at), prompt=asked, completion=each) for at, each in enumerate(CHATS)]
@@ -357,7 +358,7 @@ def test_the_mask_of_a_chat_template_decides_and_the_page_says_so(letters, tmp_p
         assert batch["tokens", "full"][row][-length:].tolist() == own["input_ids"]
         assert batch[MASK][row][-length:].int().tolist() == own["assistant_masks"]
         assert not batch[MASK][row][:-length].any()
-    assert trained(batch) == [5, 13 + 2, 7]  # four; @add{"a": 2}; 4; Two.so;
+    assert trained(batch) == [5, 13 + 2, 7]  # of "four;", of '@add{"a": 2};' and "4;", and of "Two.so;"
     assert source.notices == [
         "The tokens in the loss of 3 rows are those that the tokenizer's chat template marks."
     ]
@@ -382,7 +383,7 @@ def test_a_prompt_that_is_a_text_is_one_message_of_the_user(letters, tmp_path):
 
 
 def test_a_chat_template_writes_no_text_twice(letters, tmp_path):
-    """Reasoning and calls are not written again if the content already has them as text."""
+    """Reasoning and calls are left out of the template if the content already has them as text."""
     _, folder = chat_folder(letters, tmp_path / "model", TEMPLATE)
     thought = {"reasoning": "Two.", "reasoning_content": "Two."}
     for message, expected in (
@@ -396,8 +397,8 @@ def test_a_chat_template_writes_no_text_twice(letters, tmp_path):
         assert trained_text(batch, 0) == expected
 
 
-def test_the_assistant_of_the_prompt_is_in_no_loss(letters, tmp_path):
-    """The chat template marks it, too: an example in the prompt, or a turn that an earlier row trains."""
+def test_an_assistants_message_in_the_prompt_is_not_in_the_loss(letters, tmp_path):
+    """The chat template also marks messages in the prompt: examples, or turns that an earlier row trains."""
     _, folder = chat_folder(letters, tmp_path / "model", TEMPLATE)
     shot = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "two"}]
     rows = [verifiers_row(0, 1.0, prompt=[*shot, {"role": "user", "content": "?"}], completion=CHATS[1])]
@@ -421,7 +422,7 @@ def test_the_assistant_of_the_prompt_is_in_no_loss(letters, tmp_path):
 
 
 def test_tokens_that_branches_share_train_once(tmp_path):
-    """A turn of four tokens, after which the rollout forks: 4 + 2 + 1 tokens train, not 4 + 2 + 4 + 1."""
+    """The rollout forks after a turn of four tokens, so 4 + 2 + 1 tokens train."""
     fork = [
         node(None, "user", [1], [False]),
         node(0, "assistant", [2, 3, 4, 5], [True] * 4),
@@ -452,7 +453,7 @@ def test_tokens_that_branches_share_train_once(tmp_path):
     assert found[1] == [[False, "text 1"], [False, "text 4"], [True, "text 5"]]
 
 
-def test_a_chat_template_marks_what_branches_share_in_the_first_of_them(letters, tmp_path):
+def test_with_a_chat_template_a_shared_turn_trains_in_its_first_branch(letters, tmp_path):
     _, folder = chat_folder(letters, tmp_path / "model", TEMPLATE)
     said = [("user", "?"), ("assistant", "one"), ("assistant", "two"), ("assistant", "three")]
     fork = [
@@ -481,8 +482,8 @@ def test_a_branch_out_of_the_loss_takes_no_tokens_from_others(tmp_path):
 # -- groups by the order of rows ---------------------------------------------------------------------------
 
 
-def test_groups_by_order_are_runs_of_rows(tmp_path):
-    """Prompts have equal texts, because images are not dumped. This is no default, and cuts each step."""
+def test_groups_by_order_are_consecutive_rows(tmp_path):
+    """The prompts have equal texts, because the dump lacks their images."""
     rows = [verl_row(None, float(at % 3), prompt="What is this?") for at in range(12)]
     path = write_lines(tmp_path / "7.jsonl", rows)
     source = open_dump(path, group_by="order", group_size=4)
@@ -509,8 +510,8 @@ def test_groups_by_order_are_runs_of_rows(tmp_path):
     assert_refused("order is for rows without a group; found", named, group_by="order", group_size=1)
 
 
-def test_groups_by_order_have_the_prompts_of_first_segments(tmp_path):
-    """Rollouts of a prime-rl evaluation fork: the second branch of each has another prompt."""
+def test_a_group_by_order_needs_one_prompt_in_the_first_segments_of_its_rollouts(tmp_path):
+    """Each rollout of the prime-rl dump forks, and its second branch has another prompt."""
     rows = []
     for name in "abcd":
         fork = [node(None, "user", [], [], message={"role": "user", "content": "?"})]

@@ -9,7 +9,7 @@ from rich.console import Console
 from headrace.pipeline.tools.dumps import print_files
 
 
-def test_the_address_of_a_page_is_said_if_there_is_a_page(tmp_path):
+def test_the_address_of_the_page_is_printed_if_the_folder_has_a_page(tmp_path):
     def said() -> list[str]:
         text = io.StringIO()
         print_files(Console(file=text, width=20), tmp_path, "and more")

@@ -1,6 +1,6 @@
-"""A dump of texts: no number depends on a length, and with a tokenizer it equals a dump with tokens.
+"""No number of a text dump depends on a length. With a tokenizer, the dump equals a dump with tokens.
 
-Tests below also plant a fault in one step of many.
+Tests in the second part plant a fault in one of several steps.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def tokenizers(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rollouts():
-    """(prompt, response, score) of four groups of four, of very different lengths."""
+    """The (prompt, response, score) of each rollout of four groups of four, with very different lengths."""
     draw = random.Random(0)
     return [
         (f"{group}+{group}?", "so " * draw.randint(1, 40) + str(score), float(score))
@@ -83,7 +83,7 @@ def only(*arguments, **options):
 
 def numbers_of(recipe, batch, *words):
     report = make_report(composed(f"pipeline={recipe}", *words).run(batch), batch=batch)
-    timed = ("time/", "response_characters/")  # numbers of characters, which only dumps of texts have
+    timed = ("time/", "response_characters/")  # only dumps of texts have numbers of characters
     return {name: value for name, value in report.numbers.items() if not name.startswith(timed)}
 
 
@@ -96,14 +96,14 @@ def _equal(one, other):
 
 
 def test_no_number_of_a_text_dump_depends_on_a_length(texts, tokenizers):
-    """Otherwise the number would depend on the tokenizer."""
+    """A number that depends on a length would depend on the tokenizer."""
     batch = only(texts, **BY_PROMPT)
     tokenized = [only(texts, **BY_PROMPT, tokenizer=tokenizer) for tokenizer in tokenizers.values()]
     tried = []
     for recipe in CHAINS:
         try:
             found = numbers_of(recipe, batch)
-        except (MissingKeyError, BatchError):  # these need other columns, or lengths: see below
+        except (MissingKeyError, BatchError):  # the recipe needs other columns, or lengths
             continue
         tried.append(recipe)
         assert not [name for name in found if re.search("length|token|truncated|^weight/", name)], recipe
@@ -159,7 +159,7 @@ def test_a_recipe_that_needs_lengths_is_refused_with_what_to_set(words, texts, t
     pipeline.run(only(texts, **BY_PROMPT, tokenizer=tokenizers["words"]))
 
 
-def test_no_format_makes_up_a_length(texts, tmp_path):
+def test_texts_without_tokens_have_no_lengths_in_any_format(texts, tmp_path):
     text = [node(None, "user", [], []), node(0, "assistant", [], [], sampled=True)]
     for each in text:
         each["logprobs"] = []
@@ -185,7 +185,7 @@ def test_no_format_makes_up_a_length(texts, tmp_path):
     assert NO_LENGTHS not in batch.keys(True)
 
 
-def test_tool_output_is_masked_and_characters_are_named(texts, rollouts):
+def test_tool_output_is_masked_and_response_characters_are_counted(texts, rollouts):
     parts = [(True, "2+2"), (False, "tool: 4"), (True, "4")]
     sample = Sample("a", 0, 1.0, prompt="?", response="as text", response_parts=parts)
     add_tokens([sample], Tokenizer(lambda texts: [[ord(letter) for letter in text] for text in texts]))
@@ -240,12 +240,12 @@ SAID = {"a": {"role": "assistant", "content": "yes"}, "u": {"role": "user", "con
 @pytest.mark.parametrize(
     ("roles", "own", "marked", "trains"),
     [
-        ("aua", [False, False, True], [1, 0, 0, 1, 1], [1, 1]),  # the first token is another row's
-        ("uaa", [False, True, True], [0, 1, 1, 1], [1, 1, 1]),  # one run for both messages
+        ("aua", [False, False, True], [1, 0, 0, 1, 1], [1, 1]),  # the first marked token is another row's
+        ("uaa", [False, True, True], [0, 1, 1, 1], [1, 1, 1]),  # one run of marked tokens is of both messages
         ("ua", [False, True], [0, 0, 0], []),
     ],
 )
-def test_of_a_template_the_marked_tokens_of_own_messages_train(roles, own, marked, trains):
+def test_the_marked_tokens_of_a_rows_own_messages_train(roles, own, marked, trains):
     chat = [(of_policy, SAID[role]) for role, of_policy in zip(roles, own, strict=True)]
     template = Tokenizer(lambda texts: [], lambda messages: ([*range(len(marked))], marked))
     sample = Sample("g", 0, 1.0, response="yes", chat=chat)
@@ -270,7 +270,7 @@ def test_a_tokenizer_that_was_saved_with_limits_encodes_whole_texts(tmp_path):
     assert load_tokenizer(tmp_path / "tokenizer.json").encode(["a b a b", "b"]) == [[0, 1, 0, 1], [1]]
 
 
-def test_groups_of_one_prompt_are_separated_by_order_or_left_out(tmp_path):
+def test_draws_of_one_prompt_are_separated_by_order_or_left_out(tmp_path):
     how = {"group_by": "prompt", "group_size": 2}
     source = open_dump(verl_steps(tmp_path / "kept", 4, drawn_twice), **how)
     batches = {step: (batch, source.draws) for step, batch in source}
@@ -285,12 +285,12 @@ def test_groups_of_one_prompt_are_separated_by_order_or_left_out(tmp_path):
     assert draws[:3] == (0, 1, 4)
     assert draws.drawn[0][1] == 4
     assert len(batch) == 4
-    with pytest.raises(SourceError, match="dispatched with 1 rollouts; found 2"):  # all are too large
+    with pytest.raises(SourceError, match="dispatched with 1 rollouts; found 2"):  # all groups are too large
         list(open_dump(tmp_path / "kept", group_by="prompt", group_size=1))
 
 
 def test_a_group_whose_advantages_are_those_of_all_its_rollouts_is_left_out(tmp_path):
-    """In training it was one group, so the order of its rows says nothing. Group b has the right size."""
+    """The four rollouts of the prompt a were trained as one group, so they are not two draws of two."""
     rewards, means = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0], [0.25] * 4 + [0.5] * 2
     columns = {"step": [4] * 6, "prompt": ["a"] * 4 + ["b"] * 2, "completion": ["x"] * 6, "accuracy": rewards}
     own = [reward - mean for reward, mean in zip(rewards, means, strict=True)]
@@ -301,8 +301,8 @@ def test_a_group_whose_advantages_are_those_of_all_its_rollouts_is_left_out(tmp_
     assert batch["next", "reward"].flatten().tolist() == [1.0, 0.0]
 
 
-def test_as_many_rewards_as_rollouts_confirm_no_advantages():
-    """Any advantages with the sum 0 are a combination of as many rewards."""
+def test_advantages_are_not_confirmed_if_there_are_as_many_rewards_as_rollouts():
+    """For any two advantages with the sum 0, some weights of two rewards give these advantages."""
     rows = [[Sample(0, i, rewards={"a": i, "b": 3.0 * i}, advantage=0.3 - 0.6 * i)] for i in range(2)]
     assert fits_advantages(rows) is False
     rows.append([Sample(0, 2, rewards={"a": 2, "b": 6.0}, advantage=-0.9)])
@@ -310,7 +310,7 @@ def test_as_many_rewards_as_rollouts_confirm_no_advantages():
     assert fits_advantages(rows) is True
 
 
-def test_every_task_splits_the_draws_of_a_prompt_alike_and_says_so(tmp_path):
+def test_every_task_splits_the_draws_of_a_prompt_in_the_same_way_and_says_so(tmp_path):
     verl_steps(tmp_path / "dump", 4, drawn_twice)
     out = tmp_path / "out"
     for task in ("replay", "audit", "plan", "compare"):
@@ -341,7 +341,7 @@ def lost_row(rows):
 
 @pytest.fixture
 def recipes_of_mine(tmp_path):
-    """Two recipes: the first keeps a state and accepts a lost row, and the second refuses it."""
+    """Two recipes: `accepts` keeps a state and drops a group that lacks a row, and `refuses` refuses it."""
     (tmp_path / "mine" / "pipeline").mkdir(parents=True)
     drops, remembers = "gate: {on_incomplete: drop}", "running: {start: 0.0, decay: 0.5}"
     for name, recipe, stages in (("accepts", "rae", f"{drops}, {remembers}"), ("refuses", "grpo", "")):
@@ -359,8 +359,8 @@ FILE = {"compare": "compare.json", "plan": "plan.json", "audit": "audit.json"}
     ("task", "fault", "why"),
     [("replay", *NAN), ("replay", *LOST), ("compare", *LOST), ("plan", *LOST), ("audit", *NAN)],
 )
-def test_one_failing_step_is_left_out_named_and_in_no_number(task, fault, why, recipes_of_mine, tmp_path):
-    """The third of six steps fails: all numbers are as if it were absent. An audit finds lost rows."""
+def test_a_failing_step_is_named_and_left_out_of_all_numbers(task, fault, why, recipes_of_mine, tmp_path):
+    """The third of six steps fails, and the numbers equal those of the dump without this step."""
     verl_steps(tmp_path / "dump", 6, fault)
     words = [f"task={task}", "source.path=dump", *TWO, "report.dump=parquet"]
     if task == "compare":
@@ -389,7 +389,7 @@ def test_one_failing_step_is_left_out_named_and_in_no_number(task, fault, why, r
         ((step, reason),) = (each.values() for each in found.pop("failed_steps"))
     assert step == 2
     assert re.search(why, reason)
-    if fault is lost_row or task == "replay":  # otherwise the step is there without its malformed record
+    if fault is lost_row or task == "replay":  # in other cases the step is read without its malformed record
         done = headrace_here(tmp_path, *words, "hydra.run.dir=skipped", "source.skip_bad=true", check=False)
         assert done.returncode == 0
         assert "1 of 6 steps failed" in done.stdout
@@ -411,7 +411,7 @@ def test_a_replay_ends_if_its_first_three_steps_fail(tmp_path):
     assert "3 of 3 steps failed" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_python_reads_all_steps_or_raises_at_the_failing_one(tmp_path):
+def test_python_reads_all_steps_or_raises_at_the_failing_step(tmp_path):
     source = open_dump(verl_steps(tmp_path, 4, nan_score), group_by="prompt")
     outcomes = dict(source.outcomes())
     assert list(outcomes) == [0, 1, 2, 3]
@@ -424,7 +424,7 @@ def test_python_reads_all_steps_or_raises_at_the_failing_one(tmp_path):
 
 
 def test_an_unreadable_line_between_two_steps_fails_both(tmp_path):
-    """The step of a damaged line is not known, and without the line one of the two steps lacks a row."""
+    """The damaged line is a row of one of the two steps, and the line does not say of which."""
     lines = [json.dumps(open_instruct_row(0, 0, 1.0, step=step)) for step in range(1, 15)]
     lines[2:2] = ["{"]  # between the steps 2 and 3
     lines[5:14] = [line.replace('"reward": 1.0', '"reward": "x"') for line in lines[5:14]]  # steps 5 to 13
@@ -448,7 +448,7 @@ def test_an_unknown_status_gives_no_truncated_share():
     assert numbers["rollouts/failed"] == 0.5
 
 
-def test_a_file_without_records_is_of_the_step_of_its_name(tmp_path):
+def test_an_empty_file_fails_as_the_step_of_its_name(tmp_path):
     source = open_dump(verl_steps(tmp_path, 4, lambda rows: []), group_by="prompt")
     outcomes = dict(source.outcomes())
     assert list(outcomes) == [0, 1, 2, 3]

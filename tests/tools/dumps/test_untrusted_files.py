@@ -1,4 +1,4 @@
-"""Files are not trusted: repeated records, false sizes, and control characters, which `printable` shows."""
+"""Repeated records and false sizes are refused, and `printable` escapes control characters."""
 
 from __future__ import annotations
 
@@ -60,23 +60,23 @@ def read(path, format="auto", **options):
 
 
 def refusal(path, format="auto", **options):
-    """The message with which a file is refused; empty if it can be read."""
+    """The message with which a file is refused. It is empty if the file can be read."""
     try:
         read(path, format, **options)
     except SourceError as err:
         shown = "".join(traceback.format_exception(err)).replace(str(err), "")
-        return f"{err}{shown if obeyed(shown) else ''}"  # a trace also shows other errors
+        return f"{err}{shown if obeyed(shown) else ''}"  # a traceback also shows chained errors
     return ""
 
 
-# -- a record twice ----------------------------------------------------------------------------------
+# -- repeated records --------------------------------------------------------------------------------
 
 
 def scored_episode(name, score):
     return episode("g", name, {"r": {"score": score}})
 
 
-AGAIN = {  # a record that differs from that of `RECORDS` only in its name, and one only in its reward
+AGAIN = {  # the rollout of `RECORDS` under another id, and another record with the same id
     "verl": (verl_row("a_0_1", 1.0), verl_row("a_0_0", 0.0)),
     "prime_rl": (scored_episode("b", 1), scored_episode("a", 0)),
     "nemo_rl": (nemo_row(1, 1.0), nemo_row(0, 0.0)),
@@ -93,11 +93,11 @@ AGAIN = {  # a record that differs from that of `RECORDS` only in its name, and 
 
 
 def test_each_format_of_lines_with_ids_is_tried():
-    assert RECORDS.keys() - AGAIN.keys() == {"atropos"}  # its groups have no names
+    assert RECORDS.keys() - AGAIN.keys() == {"atropos"}  # its groups have no ids
 
 
 @pytest.mark.parametrize("name", AGAIN)
-def test_a_repeated_record_is_no_second_segment(tmp_path, name):
+def test_a_repeated_record_is_refused_and_is_no_second_segment(tmp_path, name):
     record, options = RECORDS[name]
     other, again = AGAIN[name]
     path = lines_of(tmp_path, name, [record, other, record])
@@ -113,14 +113,14 @@ def test_a_repeated_record_is_no_second_segment(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "row"), [("verl", verl_row(None, 1.0)), ("verifiers", verifiers_row(0, 1.0))]
 )
-def test_equal_rollouts_without_an_id_are_two(tmp_path, name, row):
+def test_equal_records_without_an_id_are_two_rollouts(tmp_path, name, row):
     [(_, batch)] = read(lines_of(tmp_path, name, [row, row]), name, **(PROMPT if name == "verl" else {}))
     assert in_order(batch["rollout_id"]) == [0, 1]
 
 
 @pytest.fixture
 def dump(make_batch, tmp_path):
-    """A function that writes a step of five rows."""
+    """A function that writes a step of five rows, or only the given `rows`."""
 
     def write(step=0, format="parquet", folder=tmp_path, rows=None):
         pipeline = Pipeline({})
@@ -159,7 +159,7 @@ def test_a_skipped_line_leaves_a_recorded_gap(dump):
     assert_refused(r"jsonl: a file is one step.*found 0, 1", path)
 
 
-# -- files together ----------------------------------------------------------------------------------
+# -- several files -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", ["", "rollouts"])
@@ -193,7 +193,7 @@ def test_a_malformed_record_does_not_hide_that_its_step_is_in_two_files(tmp_path
         [*open_dump(tmp_path).outcomes()]
 
 
-# -- claims of memory --------------------------------------------------------------------------------
+# -- false sizes -------------------------------------------------------------------------------------
 
 
 def tensors():
@@ -213,7 +213,7 @@ FIELDS = ["tokens", "loss_mask", "rollout_log_probs", "reward", "status", "group
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_a_tensor_larger_than_its_file_is_refused_by_its_key(tmp_path):
+def test_a_tensor_larger_than_its_file_is_refused_with_its_key(tmp_path):
     for field, (name, value, message) in product(FIELDS, tensors()):
         path = slime_dump(tmp_path / "5.pt", 5, [slime_sample(0, 0, 1.0) | {field: value}])
         assert path.stat().st_size < 4000, name
@@ -240,7 +240,7 @@ def repacked(path, change, compression=zipfile.ZIP_STORED):
     return path
 
 
-CALLS = {  # the second makes 2^36 objects
+CALLS = {  # functions and their pickled arguments, such as the size 2^36
     b"__builtin__\nbytearray": b"\x8a\x05\x00\x00\x00\x00\x10",
     b"builtins\nbytearray": b"\x8a\x05\x00\x00\x00\x00\x10",
     b"torch._utils\n_rebuild_qtensor": b"N",
@@ -248,10 +248,10 @@ CALLS = {  # the second makes 2^36 objects
     b"torch.storage\nUntypedStorage": b"\x8a\x05\x00\x00\x00\x00\x10",
     b"_codecs\nencode": b"X\x01\x00\x00\x00aX\x06\x00\x00\x00utf-32",
 }
-BEFORE = (b"", b"X\x0e\x00\x00\x00ctorch\nfloat32", b"ctorch\nSize\n")  # this may also look like a call
+BEFORE = (b"", b"X\x0e\x00\x00\x00ctorch\nfloat32", b"ctorch\nSize\n")  # a text like a call, a harmless call
 
 
-def test_a_pickled_call_that_allocates_by_number_is_refused(tmp_path):
+def test_a_pickled_call_of_another_function_is_refused(tmp_path):
     for (function, argument), before in product(CALLS.items(), BEFORE):
         data = b"\x80\x02" + before + b"c" + function + b"\n(" + argument + b"tR."
         path = repacked(slime_dump(tmp_path / "5.pt"), lambda _, data=data: data)
@@ -259,13 +259,13 @@ def test_a_pickled_call_that_allocates_by_number_is_refused(tmp_path):
         assert f"without running code; found a call of {name}" in refusal(path)
 
 
-def test_an_archive_that_expands_is_refused(tmp_path):
+def test_a_compressed_archive_is_refused(tmp_path):
     samples = [slime_sample(0, 0, 1.0, tokens=torch.zeros(2**16, dtype=torch.int64))]
     path = slime_dump(tmp_path / "5.pt", 5, samples)
     assert_refused("found a compressed archive", repacked(path, bytes, zipfile.ZIP_DEFLATED))
 
 
-def test_tokens_shared_by_samples_count_for_each(tmp_path, monkeypatch):
+def test_shared_tokens_count_once_for_each_sample(tmp_path, monkeypatch):
     monkeypatch.setattr("headrace.pipeline.tools.dumps.readers.slime.SHARED", 2**10)
     tokens = torch.arange(2**12)
     shared = [slime_sample(0, i, 1.0, tokens=tokens, loss_mask=None) for i in range(100)]
@@ -275,7 +275,7 @@ def test_tokens_shared_by_samples_count_for_each(tmp_path, monkeypatch):
     assert len(read(slime_dump(tmp_path / "6.pt", 6, shared[:2]))) == 1
 
 
-def test_declared_lengths_without_data_make_no_batch(tmp_path):
+def test_declared_lengths_that_would_make_a_huge_batch_are_refused(tmp_path):
     step = tinker_row(0, 0, 0.0)["steps"][0] | {"ac_len": 2**24, "episode_done": True}
     rows = [tinker_row(0, i, 0.0, steps=[step]) for i in range(200)]
     assert_refused(
@@ -284,7 +284,7 @@ def test_declared_lengths_without_data_make_no_batch(tmp_path):
     )
 
 
-def test_one_long_row_does_not_pad_many_short_ones():
+def test_one_long_row_with_many_short_rows_is_refused():
     rows = [Sample(0, i, 1.0, tokens=[1] * (2**20 if i == 0 else 1)) for i in range(100)]
     with pytest.raises(SourceError, match="padding included; found 100 rows and 1048576 tokens"):
         to_batch(rows)
@@ -305,18 +305,18 @@ def test_rows_are_counted_before_they_are_read(dump, tmp_path, monkeypatch):
     )
 
 
-# -- what a terminal would obey ----------------------------------------------------------------------
+# -- control characters ------------------------------------------------------------------------------
 
 NASTY = "\x1b[31m[bold]\u202e\a\r\x9b:100:\x00"
 
 
 def obeyed(text):
-    """The characters of a text that a terminal or a browser obeys."""
+    """The characters of a text that control a terminal or a browser."""
     return {c for c in text if c != "\n" and unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
 
 
 def nasty(value):
-    """Copies of the value. In each copy another text or key is nasty."""
+    """Copies of the value. Each copy has control characters in another text or key."""
     if isinstance(value, dict):
         yield {NASTY: 1, **value}
         for key, inner in value.items():
@@ -394,7 +394,7 @@ def files_of_all_formats(folder, dump, step):
             yield (
                 lines_of(folder, name, [bad, good]),
                 {"format": name, **options},
-            )  # if the bad row is read, the good one is a duplicate
+            )  # the good record repeats the id of a bad record that can be read
     for bad in islice(nasty(slime_sample(0, 0, 1.0)), 0, None, step):
         yield slime_dump(folder / "1.pt", 1, [slime_sample(0, 1, 0.0), bad]), {}
     for name in ("prompt", "completion", NASTY):
@@ -446,7 +446,7 @@ def test_the_page_escapes_control_characters(make_batch):
     assert not obeyed(data["title"])
 
 
-# -- messages of many --------------------------------------------------------------------------------
+# -- messages about many samples ---------------------------------------------------------------------
 
 
 def crowds():
@@ -479,7 +479,7 @@ def crowded_lines():
         yield json.dumps({**verl_row("a_0_0", 1.0), "score": value})
 
 
-def test_messages_about_a_line_of_many_are_short(tmp_path):
+def test_messages_about_a_long_line_are_short(tmp_path):
     path = tmp_path / "7.jsonl"
     for line in crowded_lines():
         path.write_text(line)
@@ -487,7 +487,7 @@ def test_messages_about_a_line_of_many_are_short(tmp_path):
             assert_short(refusal(path, format))
 
 
-def test_messages_about_a_table_of_many_are_short(dump):
+def test_messages_about_a_table_of_many_rows_are_short(dump):
     path = dump()
     whole = pq.read_table(path).slice(0, 1)
     many = pa.concat_tables([whole] * 1000).combine_chunks()
@@ -506,10 +506,10 @@ def test_messages_about_a_table_of_many_are_short(dump):
     assert_short(refusal(path))
 
 
-# -- names in parts ----------------------------------------------------------------------------------
+# -- ids of several parts ----------------------------------------------------------------------------
 
 
-def test_parts_of_an_id_are_kept_apart(tmp_path):
+def test_ids_with_different_parts_are_different(tmp_path):
     parts = (("a", "b/c"), ("a/b", "c"))
     rows = [verifiers_row(0, 1.0, task=task, example_id=example) for task, example in parts]
     [(_, batch)] = read(write_lines(tmp_path / "results.jsonl", rows))
@@ -520,7 +520,7 @@ def test_parts_of_an_id_are_kept_apart(tmp_path):
     assert in_order(batch["group_id"]) == [0, 1]
 
 
-def test_different_prompts_of_equal_text_are_two_groups(tmp_path):
+def test_different_prompts_with_equal_texts_are_two_groups(tmp_path):
     messages = [
         [{"role": "user", "content": "a\nassistant: b"}],
         [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
@@ -530,7 +530,7 @@ def test_different_prompts_of_equal_text_are_two_groups(tmp_path):
     assert in_order(batch["group_id"]) == [0, 1]
 
 
-def test_a_group_named_as_a_prompt_is_separate(tmp_path):
+def test_a_group_id_that_equals_the_label_of_a_prompt_is_another_group(tmp_path):
     rows = [{**scored_episode(name, 1.0), "group": None} for name in "ab"]
     [(_, batch)] = read(write_lines(tmp_path / "traces.jsonl", rows), **PROMPT)
     assert in_order(batch["group_id"]) == [0, 0]

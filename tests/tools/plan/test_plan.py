@@ -1,4 +1,4 @@
-"""``task=plan``: the share of uninformative groups is that of a replay, and chances equal enumerations."""
+"""``task=plan`` gives the share of uninformative groups, and estimates this share for other group sizes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def configured(dump, *words):
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=7), st.integers(1, 9))
-def test_the_chance_equals_that_over_all_draws(rewards, size):
+def test_the_chance_of_equal_rewards_equals_their_share_of_all_subsets(rewards, size):
     counts = Counter(rewards)
     [chance] = chance_of_equal(np.array([*counts.values()]), np.zeros(len(counts), int), size)
     draws = list(itertools.combinations(rewards, min(size, len(rewards))))
@@ -56,13 +56,13 @@ def test_the_chance_equals_that_over_all_draws(rewards, size):
     assert chance == pytest.approx(np.mean([len(set(draw)) == 1 for draw in draws]))
 
 
-def test_groups_of_two_sizes_are_separate():
+def test_the_chance_of_each_group_depends_on_its_own_rewards_only():
     count, group = np.array([2, 2, 1, 3]), np.array([0, 1, 1, 2])
     assert chance_of_equal(count, group, 3).tolist() == pytest.approx([1.0, 0.0, 1.0])
     assert chance_of_equal(count, group, 2).tolist() == pytest.approx([1.0, 1 / 3, 1.0])
 
 
-def test_a_constant_reward_that_some_lack_is_uninformative():
+def test_a_constant_reward_with_missing_values_distinguishes_no_rollouts():
     values = np.array([[1.0, np.nan], [1.0, 0.0], [1.0, 2.0], [1.0, np.nan]])
     group, count = different_values(values, np.array([0, 0, 1, 1]))
     assert (group.tolist(), count.tolist()) == ([0, 1], [2, 2])
@@ -79,8 +79,8 @@ def simulated(rates, draws, size, seed):
     """(R, 1) rewards of 0 or 1, the group of each rollout, and the prompt and step of each group.
 
     Args:
-        rates: (steps, prompts) solve rates; each prompt is drawn in the first `draws` steps.
-        draws: number of draws of each prompt.
+        rates: (steps, prompts) solve rates.
+        draws: number of draws of each prompt: prompt i is drawn in the first `draws[i]` steps.
         size: number of rollouts of a group.
         seed: seed of the rewards.
     """
@@ -108,7 +108,7 @@ def test_no_chance_rises_with_the_group_size(draws, size, seed):
     assert known[:size].all()
 
 
-def test_up_to_its_own_size_a_group_is_not_pooled():
+def test_a_group_is_not_pooled_for_sizes_up_to_its_own():
     values, group, prompt, _ = simulated(np.full((3, 4), 0.4), [3] * 4, 5, 1)
     alone, _ = chances_of_sizes(values, group, np.arange(12), range(1, 6))
     pooled, _ = chances_of_sizes(values, group, prompt, range(1, 6))
@@ -119,10 +119,10 @@ def test_up_to_its_own_size_a_group_is_not_pooled():
         assert found == pytest.approx(np.mean(subsets, 1))
 
 
-RATES = np.random.default_rng(5).beta(0.2, 0.3, 400)  # many prompts are solved nearly always or nearly never
+RATES = np.random.default_rng(5).beta(0.2, 0.3, 400)  # most prompts are nearly always or nearly never solved
 
 
-def test_the_pooled_chance_equals_that_of_a_simulation():
+def test_the_pooled_chance_equals_the_share_in_a_simulation():
     values, group, prompt, step = simulated(np.tile(RATES, (8, 1)), [8] * 400, 8, 2)
     pool, width = pools_of(prompt, step, values[:, 0], group)
     assert width == 8
@@ -136,7 +136,8 @@ def test_the_pooled_chance_equals_that_of_a_simulation():
         assert found[k].mean() == pytest.approx(simulation, abs=0.02)
 
 
-def test_an_upper_bound_is_above_the_truth():
+def test_an_upper_bound_is_not_below_the_truth():
+    """The mean over 400 groups may be below the truth by 3 standard errors of std / √400."""
     for seed, rate in itertools.product(range(3), (RATES, np.full(400, 0.02), np.linspace(0, 1, 400))):
         values, group, _, _ = simulated(rate[None], [1] * 400, 8, seed)
         found, known = chances_of_sizes(values, group, np.arange(400), SIZES)
@@ -146,7 +147,7 @@ def test_an_upper_bound_is_above_the_truth():
 
 
 def test_a_policy_that_learns_is_pooled_over_fewer_steps():
-    """Pooled over all steps, rates of 0 and 1 would look like ½."""
+    """If all steps were pooled, the rates 0.05 and 0.95 would look like a rate of ½."""
     learns = np.where(np.arange(8) < 4, 0.05, 0.95)[:, None].repeat(100, 1)
     values, group, prompt, step = simulated(learns, [8] * 100, 8, 4)
     pool, width = pools_of(prompt, step, values[:, 0], group)
@@ -161,7 +162,7 @@ def test_prompts_without_texts_are_not_pooled():
     assert len(set(pool.tolist())) == 3
 
 
-# -- the same as a replay ----------------------------------------------------------------------------
+# -- compared with a replay --------------------------------------------------------------------------
 
 RECIPES = {
     "grpo": (),
@@ -177,7 +178,7 @@ RECIPES = {
 
 
 def dumped(make_batch, folder, several):
-    """Groups with equal and with different rewards, fan-out, other lengths or parts, and a lost rollout."""
+    """Write two steps of groups with equal or different rewards, with fan-out, and with a failed rollout."""
     reward = torch.tensor([1.0, 1, 0, 1, 1, 0, 0, 0.25, 0.75, 0.5, 0.5, 3])
     batch = make_batch(reward.tolist(), [0, 0, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5], [0, 1, 2, 3, 3, *range(4, 11)])
     batch["status"] = torch.tensor([0] * 10 + [3, 0])
@@ -204,7 +205,7 @@ def test_the_share_equals_frac_reward_zero_std_of_a_replay(recipe, make_batch, t
     assert 0 < share < 1
 
 
-# -- lines of prompts by their solve rate, for prompts with known rates --------------------------------
+# -- lines of the table for prompts with known solve rates ---------------------------------------------
 
 KNOWN = {
     "hard": np.full(60, 0.05),
@@ -215,9 +216,9 @@ KNOWN = {
 
 
 def printed(rate, steps, size, seed):
-    """By line of the table, its chances for steps with these rates, and the rates of its groups."""
+    """For each line of the table, its chances and the solve rates of its groups."""
     values, group, prompt, step = simulated(np.tile(rate, (steps, 1)), [steps] * len(rate), size, seed)
-    values = values[np.lexsort((values[:, 0], group))]  # some dumps have their rows in order of rewards
+    values = values[np.lexsort((values[:, 0], group))]  # some dumps sort their rows by reward
     equal = np.array([len(set(values[group == each, 0].tolist())) == 1 for each in range(group[-1] + 1)])
     seen = GroupsSeen(equal, prompt, step, group, values[:, 0], values, np.array([len(equal)]))
     found = show_group_sizes(seen, [2, 4, 8], 1.0, Console(file=io.StringIO()))
@@ -227,14 +228,15 @@ def printed(rate, steps, size, seed):
     return {each["range"]: (each["chance_of_equal"], inside[each["range"]]) for each in found["ranges"]}
 
 
-# Of 142 numbers, one is by chance beyond 3 standard errors in a third of all runs, and beyond 4 in 1 %.
+# A run compares 142 numbers. By chance, one of them is off by over 3 standard errors in a third of all runs,
+# and by over 4 in 1 % of all runs.
 @pytest.mark.parametrize(("runs", "within"), [(150, 4), pytest.param(1000, 3, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("steps", "size"), [(1, 8), (2, 8), (1, 5)])
 @pytest.mark.parametrize("name", KNOWN)
 def test_each_printed_chance_is_right_in_the_mean_over_runs(name, steps, size, runs, within):
-    """The mean error over all runs is within some standard errors of 0. A bound is not below the truth.
+    """The mean error of an estimate is within some standard errors of 0. That of a bound may be greater.
 
-    The truth of a line is Σ_i p_i^G + (1 − p_i)^G over its prompts, divided by their number.
+    The true chance of a line is the mean of p_i^G + (1 − p_i)^G over its prompts i.
     """
     errors = defaultdict(list)
     for seed in range(runs):
@@ -252,8 +254,8 @@ def test_each_printed_chance_is_right_in_the_mean_over_runs(name, steps, size, r
             assert np.mean(found) < within * error, (label, each, np.mean(found) / error)
 
 
-def test_a_line_has_no_number_for_which_one_of_its_prompts_has_too_few_rollouts():
-    """Of 8 and 4 rollouts, 4 and 2 are counted. So the second prompt has no group of 4."""
+def test_a_line_has_numbers_only_for_sizes_that_all_its_prompts_allow():
+    """Estimates use half of the rollouts. The second prompt has four rollouts, so it allows no group of 4."""
     group = np.repeat([0, 1, 2], [8, 4, 8])
     values = np.repeat([0.0, 0.0, 1.0], [8, 4, 8])[:, None]
     three, step = np.arange(3), np.zeros(3, int)
@@ -266,15 +268,15 @@ def test_a_line_has_no_number_for_which_one_of_its_prompts_has_too_few_rollouts(
 # -- the table ---------------------------------------------------------------------------------------
 
 
-def test_the_plan_by_hand(make_batch, tmp_path):
-    """One of three groups of two is informative, so it costs six rollouts. Half of two is not a group."""
+def test_the_table_of_three_groups_equals_one_by_hand(make_batch, tmp_path):
+    """One of three groups of two is informative, so an informative group costs six rollouts."""
     write_dump(make_report(Pipeline({}).run(make_batch([0.0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]))), tmp_path)
     share, text = planned(configured(tmp_path, "plan.group_sizes=[2,4]"), tmp_path)
     assert share == pytest.approx(2 / 3)
     assert re.search(r"solve rate, at 1 +groups +G=2 +G=4\*", text)
     assert re.search(r"all +3 +67% +≤67%", text)
     assert re.search(r"rollouts per informative group +6 +≤12", text)
-    assert "There are no lines by the solve rate" in text
+    assert "There are no lines by the solve rate" in text  # half of two rollouts is no group
     assert "They have 2 rollouts each." in text
     assert "all numbers: plan.json. A plan has no page" in text
     assert "* upper bounds: a prompt has too few rollouts for an estimate." in text
@@ -289,8 +291,8 @@ def test_the_plan_by_hand(make_batch, tmp_path):
     assert "tokens" in found
 
 
-def test_advised_group_sizes_need_the_fewest_rollouts_and_have_the_greatest_informative_share():
-    """Groups of G need G / (1 − chance) rollouts for each informative group, here by hand."""
+def test_advised_sizes_need_the_fewest_rollouts_or_have_the_greatest_informative_share():
+    """By hand: groups of G need G / (1 − chance) rollouts for each informative group."""
 
     def said(*chances, bound=("", "", "")):
         words = advised([2, 4, 8], chances, bound)
@@ -308,7 +310,7 @@ def test_advised_group_sizes_need_the_fewest_rollouts_and_have_the_greatest_info
 
 
 def test_a_prompt_of_several_steps_is_one_prompt(tmp_path):
-    """First 2 of 2 are solved, then 0 of 2: its rollouts differ. Another ground truth is another prompt."""
+    """Both rollouts of step 1 solve a prompt, and none of step 2. Another ground truth is another prompt."""
     for step, rewards in enumerate(([1, 1], [0, 0]), start=1):
         rows = [
             {"input": "1+1", "output": "2", "gts": truth, "score": float(reward), "step": step}
@@ -328,7 +330,7 @@ def test_a_prompt_of_several_steps_is_one_prompt(tmp_path):
 
 
 def test_rollouts_that_are_compared_apart_are_not_pooled_by_their_prompt(make_batch, tmp_path):
-    """There are two roles of a prompt. One solves it twice, the other never; in the next step they change."""
+    """A prompt has two roles. In the first step only role 0 solves it, and in the second only role 1."""
     for step, rewards in enumerate(([1.0, 1, 0, 0], [0.0, 0, 1, 1])):
         batch = make_batch(rewards, [0] * 4)
         batch["next", "policy_version"] = torch.tensor([0, 0, 1, 1])  # stands for the role
@@ -343,7 +345,7 @@ def test_rollouts_that_are_compared_apart_are_not_pooled_by_their_prompt(make_ba
 
 
 def test_rounding_of_a_mean_moves_no_group_across_a_bound(make_batch, tmp_path):
-    """In floats 0.1 + 0.1 + 0.1 is above 0.3, but all three rewards are the lowest."""
+    """In floats, the mean of three rewards of 0.1 is above 0.1. A group of such rewards is in the line 0."""
     batch = make_batch([0.1] * 3 + [0.7] * 3 + [0.1] * 3, [0] * 3 + [1] * 3 + [2] * 3)
     batch["next", "reward"] = batch["next", "reward"].double().round(decimals=1)
     write_dump(make_report(Pipeline({}).run(batch)), tmp_path)
@@ -353,7 +355,7 @@ def test_rounding_of_a_mean_moves_no_group_across_a_bound(make_batch, tmp_path):
     assert lines == [["0", "2"], ["1", "1"], ["all", "3"]]
 
 
-def test_solved_is_the_greater_of_two_rewards_or_above_the_option(make_batch, tmp_path):
+def test_a_solved_reward_is_the_greater_of_two_or_at_least_report_solved(make_batch, tmp_path):
     write_dump(
         make_report(Pipeline({}).run(make_batch([-1.0] * 4 + [0.5] * 4, [0] * 4 + [1] * 4))), tmp_path / "two"
     )
@@ -369,11 +371,11 @@ def test_solved_is_the_greater_of_two_rewards_or_above_the_option(make_batch, tm
 
 
 def test_the_std_of_rewards_divides_by_one_less_than_their_number(make_batch, tmp_path):
-    """It is over the half of the rollouts that chooses the line. Ranges end at quartiles of stds above 0."""
+    """The std is over the half of the rollouts that chooses a line. Ranges end at quartiles of stds > 0."""
     dice = np.random.default_rng(0)
     rewards, group = 5 + dice.random(16), np.arange(16) // 4
     rewards[:4] = 6.0
-    rewards = rewards.astype(np.float32).astype(float)  # as in a batch
+    rewards = rewards.astype(np.float32).astype(float)  # a batch has float32
     chosen = choosing_half(group, rewards)
     stds = [statistics.stdev(rewards[(group == each) & chosen].tolist()) for each in range(1, 4)]
     ends = [f"{end:.3g}" for end in [0.0, *np.quantile(stds, (0.25, 0.5, 0.75, 1))]]
@@ -388,7 +390,7 @@ def test_the_std_of_rewards_divides_by_one_less_than_their_number(make_batch, tm
     assert f"{ends[0]} to {ends[1]}" in text
 
 
-def test_a_dump_that_cannot_be_planned_is_refused(make_batch, tmp_path):
+def test_a_plan_of_an_unsuitable_dump_is_refused(make_batch, tmp_path):
     write_dump(make_report(Pipeline({}).run(make_batch([0.0, 1.0], [0, 1]))), tmp_path)
     with pytest.raises(ConfigError, match="needs groups with at least two rollouts with rewards"):
         planned(configured(tmp_path), tmp_path)
@@ -399,7 +401,7 @@ def test_a_dump_that_cannot_be_planned_is_refused(make_batch, tmp_path):
         planned(wrong, tmp_path)
 
 
-def test_a_step_that_lacks_a_skipped_record_is_skipped_and_says_so(tmp_path):
+def test_a_step_that_fails_without_a_skipped_record_is_left_out_with_a_notice(tmp_path):
     dump = tmp_path / "dump"
     dump.mkdir()
     for step in (1, 2):

@@ -1,4 +1,4 @@
-"""From an unknown folder to a first replay: at most one more command, which the error names."""
+"""The error of a first replay names the options with which the second command runs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def no_running_command(monkeypatch):
-    """Forget the overrides of a command that another test ran in this process: errors would repeat them."""
+    """Forget the overrides of a command of another test, because errors would repeat them."""
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
 
 
 def lines(name, record):
-    """A function that writes two groups of two, with rewards 1 and 0, into a file with this name."""
+    """Return a function that writes two groups of two, with the rewards 1 and 0, into a file of this name."""
     return lambda folder: dumps.write_lines(folder / name, [record(i // 2, i, 1.0 - i % 2) for i in range(4)])
 
 
@@ -118,8 +118,8 @@ def test_one_message_names_all_missing_options_as_a_command_that_runs(name, tmp_
     assert trained == 4
 
 
-def test_the_size_that_is_proposed_is_that_of_most_groups_of_the_first_step(tmp_path):
-    """The first step has groups of 2, 3 and 2 rollouts; a later step has groups of 4."""
+def test_the_proposed_group_size_is_the_most_frequent_one_of_the_first_step(tmp_path):
+    """The first step has groups of 2, 3 and 2 rollouts. A later step has groups of 4."""
     uids = [f"{group}_{at}_0" for group, size in (("a", 2), ("b", 3), ("c", 2)) for at in range(size)]
     rows = [dumps.verl_row(uid, 1.0, 7) for uid in uids]
     rows += [dumps.verl_row(f"{group}_{at}_0", 1.0, 8) for group in "abcd" for at in range(4)]
@@ -127,8 +127,8 @@ def test_the_size_that_is_proposed_is_that_of_most_groups_of_the_first_step(tmp_
     assert open_dump(path).lacking() == {"group_size": 2}
 
 
-def test_a_replay_in_which_every_step_failed_leaves_room_for_the_next(tmp_path):
-    """It uses the same folder. Rows of refused steps are removed; rows of a run without errors are not."""
+def test_a_replay_replaces_the_rows_of_a_replay_in_which_every_step_failed(tmp_path):
+    """The rows of a replay without failed steps are not replaced."""
     rows = [dumps.slime_sample(0, i, 1.0 - i % 2) for i in range(3)]
     for step in (5, 6):
         (tmp_path / "dump").mkdir(exist_ok=True)
@@ -158,7 +158,7 @@ def test_one_error_names_all_options_that_the_run_set_and_its_rows_need(tmp_path
     assert trained > 0
 
 
-def test_the_folder_of_a_run_is_replayed_whatever_else_is_in_it(tmp_path):
+def test_the_folder_of_a_run_is_replayed_even_if_it_has_another_dump(tmp_path):
     slime(tmp_path / "dump")
     words = ("task=replay", "source.group_size=2")
     told(replayed, configure("config", *words, f"source.path={tmp_path / 'dump'}"), tmp_path / "run")
@@ -179,15 +179,15 @@ def test_names_of_columns_are_settings_of_every_task_that_reads_dumps(task):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.pt"])
-def test_a_pointer_of_git_lfs_is_called_so(name, tmp_path):
+def test_the_error_of_a_git_lfs_pointer_says_what_the_file_is(name, tmp_path):
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
-    for text in (pointer, pointer.ljust(1024)):  # the longest
+    for text in (pointer, pointer.ljust(1024)):  # a pointer has at most 1,024 bytes
         (tmp_path / name).write_text(text)
         with pytest.raises(SourceError, match=rf"{name}: .*a pointer of Git LFS.*1 of 1 files"):
             open_dump(tmp_path / name)
 
 
-def test_of_an_unknown_format_the_nearest_is_named_with_the_keys_that_differ(tmp_path):
+def test_the_error_of_an_unknown_format_names_the_nearest_one_and_its_missing_keys(tmp_path):
     row, nearest = {"input": "a", "output": "b", "reward": 1}, "The nearest format is verl, which has the "
     for more, lacks in (({}, "keys 'score', 'step', too"), ({"step": 1}, "key 'score', too")):
         path = dumps.write_lines(tmp_path / f"{len(more)}.jsonl", [row | more])
@@ -206,7 +206,7 @@ def test_of_an_unknown_format_the_nearest_is_named_with_the_keys_that_differ(tmp
         ({"completion": "4", "uid": 0, "prompt": "2+2?", "reward": 0}, {}),
     ],
 )
-def test_for_an_unknown_format_the_error_ends_with_the_options_of_a_file_of_your_own(row, left, tmp_path):
+def test_the_error_of_an_unknown_format_ends_with_the_options_of_the_format_table(row, left, tmp_path):
     """Columns with usual names are filled in. With the other names and the group size, the command runs."""
     group, reward, *_ = (key for key, value in row.items() if not isinstance(value, str))
     rewards = [{"score": 1 - i % 2} if reward == "metrics" else 1 - i % 2 for i in range(4)]

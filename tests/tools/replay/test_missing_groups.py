@@ -1,4 +1,4 @@
-"""Gaps in the ids of a dump: how many groups are missing, and whether long ones are lost more often."""
+"""A replay counts missing groups by gaps in the ids, and says whether long groups are missing more often."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def planted(
     """The steps of a run over shuffled prompts, as groups (id, prompt, length), and the lost ids.
 
     A prompt has about the same length in each epoch. `chance` computes the probability of a loss from the
-    rank of the prompt's length. Groups overtake up to 20 others.
+    rank of the prompt's length. A group may overtake up to 20 others.
     """
     dice = Random(seed)
     middle = sorted(dice.lognormvariate(4, 0.7) for _ in range(PROMPTS))
@@ -43,7 +43,7 @@ def planted(
 
 
 def batch_of(groups: list[tuple], texts: bool = True, lengths: bool = True, label=int) -> TensorDict:
-    """A batch with two rollouts for each group; the first is the longest."""
+    """A batch with two rollouts for each group. The first is the longer one."""
     samples = []
     for number, prompt, length in groups:
         for at in range(2):
@@ -63,7 +63,7 @@ def collected(steps: list[list[tuple]], **how) -> GroupHoles:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chance", [0.05, 0.3])
-def test_a_random_loss_is_counted_and_blamed_on_no_length(chance):
+def test_a_random_loss_is_counted_and_is_not_attributed_to_length(chance):
     for seed in range(25):
         steps, lost = planted(seed, lambda _: chance)
         found = collected(steps)
@@ -83,8 +83,8 @@ def test_a_loss_of_long_prompts_is_found():
         assert "The symptom slow-groups-lost says what to set." in text
 
 
-def test_each_prompt_counts_once_an_epoch_by_its_length_in_the_next_or_the_one_before():
-    """Compared with independent loops that know the epochs."""
+def test_each_prompt_counts_once_an_epoch_by_its_length_in_an_adjacent_epoch():
+    """The counts equal those of loops that know the epochs, up to 2 groups."""
     steps, _ = planted(3, lambda place: 0.3 * (place > 0.5))
     found, lengths = collected(steps), {}
     for number, prompt, length in (group for step in steps for group in step):
@@ -96,7 +96,7 @@ def test_each_prompt_counts_once_an_epoch_by_its_length_in_the_next_or_the_one_b
             if other is not None:
                 expected["trained" if (epoch, prompt) in lengths else "missing"].append(other)
     for tenth in found.survivors.tenths("length"):
-        # An epoch is taken to end at the first repeated prompt, which may be a few groups too late.
+        # For a replay an epoch ends at the first repeated prompt, which may be a few groups too late.
         for fate, counted in (("trained", tenth.trained), ("missing", tenth.lost.get("missing", 0))):
             assert abs(counted - sum(tenth.least <= each < tenth.below for each in expected[fate])) <= 2
     assert found.table.columns[0].name == "length in another epoch"
@@ -110,7 +110,7 @@ def test_each_prompt_counts_once_an_epoch_by_its_length_in_the_next_or_the_one_b
         ({}, "no prompt is in the dump twice."),
     ],
 )
-def test_where_the_length_cannot_be_told_one_line_says_why(how, why):
+def test_one_line_says_why_lengths_cannot_be_compared(how, why):
     steps, _ = planted(0, lambda _: 0.2, epochs=1)
     found = collected(steps, **how)
     (text,) = found.said
@@ -135,32 +135,32 @@ STEPS = planted(0, lambda _: 0.2)[0]
     [
         (STEPS, {"label": str}),  # ids are texts
         (STEPS, {"label": lambda number: f"g{number}"}),
-        ([[(number % STEP, *rest) for number, *rest in step] for step in STEPS], {}),  # ids start again
-        ([[(5 * number, *rest) for number, *rest in step] for step in STEPS], {}),  # most are missing
+        ([[(number % STEP, *rest) for number, *rest in step] for step in STEPS], {}),  # ids repeat
+        ([[(5 * number, *rest) for number, *rest in step] for step in STEPS], {}),  # most ids are missing
         (planted(0, lambda _: 0.0)[0], {}),
         (STEPS[:1], {}),  # any group may have been outstanding
         ([], {}),
     ],
 )
-def test_nothing_is_said_where_ids_say_nothing_or_none_is_missing(steps, how):
+def test_no_notice_is_given_if_ids_are_unsuitable_or_no_group_is_missing(steps, how):
     found = collected(steps, **how)
     assert found.said == []
     assert found.table is None
 
 
-def test_groups_behind_the_first_of_the_last_step_may_be_outstanding():
+def test_ids_above_the_lowest_of_the_last_step_may_be_outstanding_groups():
     groups = {number: (number, number, 9) for number in range(40)}
     steps = [[groups[number] for number in numbers] for numbers in ([0, 1, 3, 4, 7], [5, 8, 11, 12])]
     assert collected(steps).holes == (1, 0, 4)  # 2 is missing; 6, 9 and 10 may be outstanding
 
 
 @pytest.mark.parametrize(("last", "holes"), [(4, (2, 0, 3)), (5, (0, 0, 0))])
-def test_ids_of_which_exactly_half_are_in_the_dump_are_those_of_groups(last, holes):
+def test_holes_are_counted_if_at_least_half_of_the_ids_are_in_the_dump(last, holes):
     steps = [[(number, number, 9) for number in numbers] for numbers in ([0, 2], [last])]
     assert collected(steps).holes == holes
 
 
-def test_an_id_of_two_steps_is_that_of_no_dispatched_group():
+def test_holes_are_not_counted_if_one_id_is_in_two_steps():
     for second, holes in ([3, 4], (0, 0, 0)), ([4, 5], (1, 0, 5)):
         steps = [[(number, number, 9) for number in numbers] for numbers in ([0, 1, 3], second, [6])]
         assert collected(steps).holes == holes
@@ -185,7 +185,7 @@ def test_an_epoch_counts_if_all_its_ids_are_below_those_of_the_last_step(first, 
 
 
 @pytest.mark.slow
-def test_a_replay_shows_it_in_the_terminal_and_on_the_page(tmp_path):
+def test_a_replay_shows_missing_groups_in_the_terminal_and_on_the_page(tmp_path):
     steps, _ = planted(1, lambda place: 0.05 + 0.6 * (place > 0.75))
     (tmp_path / "dump").mkdir()
     for step, groups in enumerate(steps):

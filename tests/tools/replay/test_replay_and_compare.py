@@ -1,4 +1,4 @@
-"""The command over dumps: replay, compare, plan."""
+"""``task=replay`` and ``task=compare`` print and write the numbers of dumps."""
 
 from __future__ import annotations
 
@@ -84,16 +84,16 @@ def test_two_recipes_are_compared_on_the_same_rollouts(dump, tmp_path):
     config = configured("compare", dump, "pipelines=[grpo,dr_grpo]")
     correlation, text = told(compare_recipes, config, tmp_path / "out", COUNTED)
     assert 0 < correlation <= 1
-    assert "the same direction" in text  # one group alone trains
+    assert "the same direction" in text  # only one group trains
     assert "groups whose" not in text
     found = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert found["numbers"]["rows"] == 27
     assert found["numbers"]["trained_by_both"] == 9
-    assert found["numbers"]["gradient_cosine"] == pytest.approx(1)  # one group alone trains
+    assert found["numbers"]["gradient_cosine"] == pytest.approx(1)  # only one group trains
     page = (tmp_path / "out" / "report.html").read_text()
     assert '"versus":["grpo","dr_grpo"]' in page
     assert '"difference":"grpo and dr_grpo give different gradients' in page
-    assert '"verdict":""' in page  # the number of one recipe is no comparison
+    assert '"verdict":""' in page  # a verdict is about a single recipe
     assert f"the page: {(tmp_path / 'out' / 'report.html').as_uri()}" in " ".join(text.split())
     with pytest.raises(ConfigError, match=r"must name two recipes.*got \['grpo'\]"):
         told(compare_recipes, configured("compare", dump, "pipelines=[grpo]"), tmp_path / "out", COUNTED)
@@ -115,8 +115,8 @@ def test_the_unit_of_the_reward_changes_no_comparison(unit, make_batch):
     assert comparison.movers == []
 
 
-def test_groups_whose_share_moves_most_by_hand(make_batch, tmp_path):
-    """The rewards are 0, 2 and 0, 6. Over their std each group has ½, else ¼ and ¾. The cosine is 2/√5."""
+def test_the_shares_of_groups_in_both_gradients_equal_those_by_hand(make_batch, tmp_path):
+    """With a std, the gradients of the groups are as 1 : 1, else as 1 : 3. The cosine is 4/√20 = 2/√5."""
     batch = make_batch([0.0, 2, 0, 6], [5, 5, 9, 9])
     batch["masks", "all_assistant_mask"][:] = True
     write_dump(make_report(Pipeline({}).run(batch)), tmp_path / "dump")
@@ -144,7 +144,7 @@ def test_a_comparison_says_first_whether_the_gradient_is_the_same(make_batch, fa
 
 
 ALONE = "They differ in the scale of each group alone: its advantages differ by a factor."
-WHY = {  # by difference of the second recipe: its advantage, its loss weight, and the sentence
+WHY = {  # for each difference: the advantage and the loss weight of the second recipe, and the sentence
     "scale": ({"scale": "none"}, {}, ALONE),
     "one factor": ({"clip": None}, {}, "They differ in the scale of all advantages, by one factor."),
     "baseline": (
@@ -163,7 +163,7 @@ WHY = {  # by difference of the second recipe: its advantage, its loss weight, a
 
 @pytest.mark.parametrize("cause", WHY)
 def test_a_comparison_says_in_one_sentence_why_two_recipes_differ(cause, make_batch):
-    """Groups have rewards 0 2 4 and 0 6 9, and one to four tokens. Means are over rows, or over tokens."""
+    """The groups have the rewards 0, 2, 4 and 0, 6, 9. Their rows have one to four tokens."""
     batch = make_batch([0.0, 2, 4, 0, 6, 9], [5, 5, 5, 9, 9, 9])
     batch["masks", "all_assistant_mask"] = torch.arange(4) >= 3 - torch.arange(6)[:, None] % 4
     advantage, weight, said = WHY[cause]
@@ -184,8 +184,8 @@ def test_a_comparison_says_in_one_sentence_why_two_recipes_differ(cause, make_ba
     assert "They differ" not in comparison.said
 
 
-def test_a_comparison_says_which_rows_are_kept(make_batch):
-    """The reward 2 is the mean of its group, so this row has no gradient."""
+def test_a_comparison_counts_the_rows_that_only_one_recipe_trains(make_batch):
+    """The second recipe removes two rows. One has the mean reward of its group, 2, so it has no gradient."""
     report = make_report(
         Pipeline({"advantage": GroupRelativeAdvantage()}).run(make_batch([0.0, 2, 4, 1], [5, 5, 5, 9]))
     )
@@ -195,7 +195,7 @@ def test_a_comparison_says_which_rows_are_kept(make_batch):
     assert comparison.said.endswith("They differ in 1 row that only all trains.")
 
 
-def test_rows_that_only_one_recipe_trains_change_no_gradient_where_their_advantage_is_0(make_batch):
+def test_a_row_that_only_one_recipe_trains_changes_no_gradient_if_its_advantage_is_0(make_batch):
     batch = make_batch([0.0, 1, 1, 1], [5, 5, 9, 9])
     report = make_report(Pipeline({"advantage": GroupRelativeAdvantage()}).run(batch))
     fewer = {**report.columns, "reason": np.array([0, 0, 1, 1])}
@@ -208,7 +208,7 @@ def test_rows_that_only_one_recipe_trains_change_no_gradient_where_their_advanta
     )
 
 
-def test_tokens_with_weights_of_their_own_are_not_said_to_be_equal(make_batch):
+def test_a_comparison_says_that_weights_of_single_tokens_are_not_compared(make_batch):
     batch = make_batch([0.0, 1], [5, 5])
     report = make_report(Pipeline({"advantage": GroupRelativeAdvantage()}).run(batch))
     by_token = {1: SimpleNamespace(values={"importance_weight": [0.5, 1.5]})}
@@ -243,7 +243,7 @@ def test_overrides_of_a_stage_apply_to_the_recipes_that_have_it(tmp_path):
         assert f"overrides of the stage '{stage}' do not apply to as/verl" in " ".join(done.stdout.split())
 
 
-def test_a_missing_column_is_the_error_also_after_a_malformed_step(tmp_path):
+def test_a_missing_column_is_the_error_even_after_a_malformed_step(tmp_path):
     folder = dump_of_lines(tmp_path / "dump", ["no number", 1.0], [0.0, 1.0], [0.0, 1.0])
     words = ["pipeline=high_entropy", "pipeline.stages.gate.group_size=2"]
     with pytest.raises(MissingKeyError, match=r"step 1: stage 'forks'.*needs the tokens"):
@@ -251,7 +251,7 @@ def test_a_missing_column_is_the_error_also_after_a_malformed_step(tmp_path):
 
 
 def test_a_step_whose_rows_differ_between_two_recipes_is_left_out(tmp_path):
-    """One recipe carries two of six rollouts of the first step to the second, which then has eight."""
+    """One recipe carries two of the six rollouts of the first step. So its second step has eight rollouts."""
     folder = dump_of_lines(tmp_path / "dump", *[[0.0, 1.0] * 3] * 3)
     mine = tmp_path / "mine" / "pipeline" / "carries.yaml"
     mine.parent.mkdir(parents=True)
@@ -283,8 +283,8 @@ def test_the_command_trains_dumps_and_replays(tmp_path):
     assert again["rows"]["response"] == step["rows"]["response"]
 
 
-def test_a_flat_replay_of_texts_says_how_to_estimate_larger_groups(tmp_path):
-    """The page names the recipe, and an advisory says that texts triple in length."""
+def test_a_replay_with_a_flat_reward_says_how_to_estimate_larger_groups(tmp_path):
+    """The page names the recipe, and an advisory says that responses became three times as long."""
     (tmp_path / "my dump").mkdir()
     for step in range(12):
         text = {"gts": "2", "step": step, "output": "3" * (1 + 2 * (step > 5))}

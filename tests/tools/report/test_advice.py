@@ -57,7 +57,7 @@ def steps_of(key, values, **more):
     ],
 )
 def test_each_rule_fires_beyond_its_bound_and_not_at_it(name, number, bound):
-    """If there are fewer than four groups, one may carry the gradient."""
+    """With fewer than four groups, a group may have any share of the gradient."""
     assert names(QUIET | {number: bound}) == []
     assert names(QUIET | {"groups/in": 3.0, "groups/largest_gradient_share": 0.9}) == []
     assert names(QUIET | {number: bound + BEYOND}) == [name]
@@ -81,7 +81,7 @@ def test_an_advisory_uses_the_last_five_steps():
     ("name", "number"), [("learning-rate-zero", "optimiser/lr"), ("gradient-zero", "optimiser/grad_norm")]
 )
 def test_unchanged_weights_are_reported_only_if_measured(name, number):
-    """The number must be exactly 0 at each of the last five steps; an unknown number gives no advisory."""
+    """The number must be exactly 0 at each of the last five steps. An unknown number gives no advisory."""
     assert names(QUIET | {number: 1e-300}) == names(QUIET) == []
     history = steps_of(number, [0.1] * 7 + [0.0] * 5)
     (found,) = advise(history[-1][1], history)
@@ -142,7 +142,7 @@ def test_lengths_explode_above_twice_their_start(number, unit):
     assert names(history[-1][1], history) == []  # eleven steps are too few
 
 
-# -- whether it learns -----------------------------------------------------------------------------------
+# -- trends of the reward --------------------------------------------------------------------------------
 
 
 def of_rewards(*quarters):
@@ -166,7 +166,7 @@ def of_rewards(*quarters):
         ((0.95, 0.95, 0.95, 0.95), [], "stays near the greatest seen: 0.95 in steps 0 to 3, 0.95 in steps"),
     ],
 )
-def test_flat_stalled_and_falling_follow_their_rules(quarters, found, said):
+def test_flat_stalled_and_falling_rewards_follow_their_rules(quarters, found, said):
     fired, words = of_rewards(*quarters)
     assert fired == found
     assert words.startswith(f"The mean reward {said}")
@@ -174,7 +174,7 @@ def test_flat_stalled_and_falling_follow_their_rules(quarters, found, said):
 
 @pytest.mark.parametrize(("spread", "said"), [(0.06, "is flat"), (0.03, "fell")])
 def test_a_reward_falls_only_beyond_two_standard_errors(spread, said):
-    """Quarters have 8 alternating steps: s² = 8/7 · spread², so 2 · √(2 s²/8) = 1.07 · spread."""
+    """For 8 alternating steps s² = 8/7 · spread². Two standard errors are 2√(2s²/8) = 1.07 · spread."""
     values = [mean + spread * (-1) ** step for mean in (0.4, 0.4, 0.4, 0.35) for step in range(8)]
     history = steps_of("reward/all/mean", values, **RANGE)
     assert verdict(history[-1][1], history).startswith(f"The mean reward {said}")
@@ -194,7 +194,7 @@ def test_rounding_of_a_mean_reward_is_not_a_movement(reward):
         assert verdict(history[-1][1], history).startswith("The mean reward is flat: ")
 
 
-def test_a_flat_reward_has_its_reason():
+def test_the_verdict_gives_the_reason_of_a_flat_reward():
     history = steps_of("reward/all/mean", [0.1] * 16, **RANGE, frac_reward_zero_std=0.92)
     assert verdict(history[-1][1], history) == (
         "The mean reward is flat: 0.1 in steps 0 to 3, 0.1 in steps 12 to 15. 92 % of the groups have equal "
@@ -211,8 +211,8 @@ def test_eleven_steps_give_no_trend():
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.floats(0.01, 100), st.floats(-50, 50))
-def test_the_unit_of_the_reward_changes_no_verdict(values, factor, shift):
-    """Rewards are multiplied and shifted; the verdict is the same."""
+def test_the_unit_of_the_reward_changes_no_advisory(values, factor, shift):
+    """If rewards are multiplied and shifted, the same rules fire."""
 
     def kinds(rewards, low, high):
         more = {"reward/all/min": low, "reward/all/max": high}
@@ -236,7 +236,7 @@ def test_the_unit_of_the_reward_changes_no_verdict(values, factor, shift):
 # -- the numbers that rules read -------------------------------------------------------------------------
 
 
-def test_the_numbers_behind_the_rules_by_hand(make_batch):
+def test_the_numbers_that_rules_read_equal_those_by_hand(make_batch):
     """Rollout 1 has two rows, one of them truncated. Rollout 2 failed. Rollouts have 2, 4, 2 and 2 tokens."""
     batch = make_batch([1.0, 3, 3, 5, 1], [0, 0, 0, 1, 1], [0, 1, 1, 2, 3])
     batch["status"] = torch.tensor(
@@ -264,7 +264,7 @@ def test_permuted_rows_have_the_same_numbers(make_batch):
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1), st.sampled_from([0.0, 1.0])), min_size=1))
-def test_rewards_compared_by_role_are_equal_within_a_role(rollouts):
+def test_equal_rewards_are_counted_within_each_role(rollouts):
     """The 1 of a solver and the 0 of a verifier are not compared."""
     from batches import batch_of
 
@@ -289,7 +289,7 @@ def test_rewards_compared_by_role_are_equal_within_a_role(rollouts):
 
 
 def test_a_group_of_large_advantages_carries_the_gradient(make_batch):
-    """Advantages are ±1 in four groups and ±9 in one, of one token each. So its share is 18 of 26."""
+    """Advantages are ±1 in four groups and ±9 in one, and rows have one token. So its share is 18 of 26."""
     rewards = [value for size in (1, 1, 1, 1, 9) for value in (size, -size)]
     pipeline = Pipeline({"advantage": GroupRelativeAdvantage(scale="none")})
     batch = make_batch([float(value) for value in rewards], [i // 2 for i in range(10)])
@@ -359,7 +359,7 @@ def is_advised(line: str, *typed: str) -> bool:
 @pytest.mark.parametrize(
     "line", sorted({each.overrides for _, each in FIRED} - {"task=plan source.path=FOLDER"})
 )
-def test_what_a_run_does_already_is_not_advised(line):
+def test_a_report_does_not_advise_what_the_run_already_has(line):
     assert not is_advised(line, *line.split())
 
 
@@ -396,7 +396,7 @@ def test_a_part_under_another_name_follows_the_advice(typed, does, lacks):
     assert is_advised(lacks, *typed.split())
 
 
-# -- some of many ----------------------------------------------------------------------------------------
+# -- thinned steps ---------------------------------------------------------------------------------------
 
 
 @given(st.integers(2, 9), st.integers(1, 200))
@@ -415,7 +415,7 @@ def test_thinning_keeps_both_ends_and_even_spacing(most, number):
 
 
 def test_the_terminal_has_few_lines_of_advice():
-    """It has the first three advisories, no second verdict, and one line of unchecked symptoms."""
+    """The terminal has three advisories, a line of unchecked symptoms, and no sentence of a verdict twice."""
     said = [Advisory(name, f"It is {name}.", "", ()) for name in list(symptoms())[:5]]
     verdict = "The mean reward is flat. It is nothing-trains."
     lines = [text.plain for text in show_advisories(said, verdict, list(symptoms()))]
@@ -431,13 +431,13 @@ def test_the_terminal_has_few_lines_of_advice():
 
 
 def test_rollouts_without_a_reward_are_counted(make_batch):
-    """Of three rollouts, the one with two rows has no reward on either."""
+    """One of three rollouts has two rows, and neither row has a reward."""
     batch = make_batch([0.0, 1, float("nan"), float("nan")], [5, 5, 5, 5], [0, 1, 2, 2])
     numbers = make_report(Pipeline({}).run(batch)).numbers
     assert numbers["rollouts/unrewarded"] == pytest.approx(1 / 3)
 
 
-def test_a_penalty_that_no_response_reaches_is_said():
+def test_an_advisory_names_a_penalty_that_no_response_reaches():
     columns = {"group_id": [0] * 4, "rollout_id": range(4), "reward": [0.0, 1.0, 1.0, 0.0]}
     for longest, max_length, said in ((6, 20480, True), (6, 14, True), (6, 12, False), (9, 12, False)):
         options = {"overlong": {"max_length": max_length, "cache": 2 if max_length < 99 else 4096}}
@@ -450,7 +450,7 @@ def test_a_penalty_that_no_response_reaches_is_said():
             assert found[0].text == f"{words}, and it punishes those above 16,384."
 
 
-def test_a_divisor_that_no_response_reaches_is_said():
+def test_an_advisory_names_a_divisor_that_no_response_reaches():
     columns = {"group_id": [0] * 2, "rollout_id": range(2), "reward": [0.0, 1.0], "tokens": [5, 2]}
     words = "weight divides the loss of a rollout by 3,000 tokens, and the longest response has 5."
     for length, said in ((3000, [words]), (50, [])):
@@ -459,8 +459,8 @@ def test_a_divisor_that_no_response_reaches_is_said():
         assert [each.text for each in advisories if each.name == "divisor-unused"] == said
 
 
-def test_steps_that_a_rule_does_not_judge_are_in_no_number_of_it():
-    """Ten of twenty steps have the four groups that the rule needs: nine with 0.75, and one with 0."""
+def test_a_rule_ignores_the_steps_that_it_does_not_judge():
+    """Ten of twenty steps have the four groups that the rule needs. The share is 0 in step 1, else 0.75."""
     key = "groups/largest_gradient_share"
     history = [
         (step, QUIET | {key: 0.75 * (step != 1), "groups/in": 4.0 if step % 2 else 1.0}) for step in range(20)
@@ -469,8 +469,8 @@ def test_steps_that_a_rule_does_not_judge_are_in_no_number_of_it():
     assert found.steps == tuple(range(3, 20, 2))
 
 
-def test_the_first_remedy_fits_to_which_groups_have_equal_rewards():
-    """90 % of the groups are equal. If all rollouts solve most of these, more rollouts do not help."""
+def test_the_first_remedy_depends_on_which_groups_have_equal_rewards():
+    """90 % of the groups have equal rewards. If most of these are solved, more rollouts do not help."""
     told = {}
     for solved, unsolved in ((0.81, 0.09), (0.09, 0.81), (0.45, 0.45)):
         numbers = QUIET | {"frac_reward_zero_std": 0.9, "solve_all": solved, "solve_none": unsolved}

@@ -96,7 +96,7 @@ def test_failed_steps_are_above_the_verdict_and_notes_below_the_advisories(look)
     assert page.driver.execute_script(f"const y = {tops}; return y.every((at, i) => !i || at > y[i - 1])")
 
 
-def test_two_recipes_show_first_how_they_differ(look):
+def test_a_page_of_two_recipes_shows_first_how_they_differ(look):
     run = long_run(live=None) | {"versus": ["grpo", "rloo"]}
     run["curves"] = CURVES | {"versus/gradient_moved": [step / 100 for step in STEPS]}
     run["curves"] |= {f"second/{name}": values for name, values in CURVES.items()}
@@ -118,7 +118,7 @@ def test_an_advisory_opens_its_symptom(look):
 
 
 def test_the_optimiser_panel_shows_only_measured_numbers(look):
-    """A run without optimiser numbers has no panel; a missing number has no tile."""
+    """A run without numbers of the optimiser has no panel. A missing number has no tile."""
     run = long_run(live=None)
     assert look(run).seen("#optimiser") == ""
     measured = {"optimiser/lr": 0.0, "optimiser/grad_norm": 0.25}
@@ -159,18 +159,18 @@ def test_an_unchecked_symptom_names_its_missing_data(look):
     assert page.seen("#unchecked") == ""
 
 
-def test_lengths_are_of_all_rollouts_if_some_are_drawn(look):
+def test_the_lengths_are_of_all_rollouts_even_if_only_some_are_drawn(look):
     run = long_run(live=None)
     run["steps"][-1]["numbers"]["response_length/max"] = 9000.0
     run["steps"][-1]["shown"] = {"groups": 7, "of": 900}
     page = look(run)
     assert page.texts("#lengths [data-legend=mean]") == ["mean 459 tokens"]
     assert page.texts("#lengths [data-legend=most]") == ["longest 9,000 tokens"]
-    assert page.count("#lengths line.most") == page.count("#lengths .legend line.most")  # more than are drawn
+    assert page.count("#lengths line.most") == page.count("#lengths .legend line.most")  # off the axis
 
 
 def test_the_first_open_group_is_in_the_loss(look):
-    """Group 1 has the widest spread, but is not in the loss: it comes last."""
+    """Group 1 has the widest spread, but comes last because it is not in the loss."""
     left = pages.rollouts_of(1, [0.0, 1.0], reason="gate/incomplete")
     kept = pages.rollouts_of(2, [0.4, 0.6])
     pages.advantages(kept)
@@ -253,7 +253,7 @@ def test_a_page_of_a_killed_run_shows_when_it_was_written(look):
     assert page.seen("#live") == f"The run is slow, or was stopped: last written {written}."
     page.driver.execute_script("window.same = true")
     time.sleep(1.5)
-    assert page.driver.execute_script("return window.same")  # it reloads rarely: after a tenth of its age
+    assert page.driver.execute_script("return window.same")  # the page reloads after a tenth of its age
 
 
 def test_the_footer_has_the_origin_of_the_run_and_text_has_a_contrast_of_4_5(look):

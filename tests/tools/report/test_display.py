@@ -1,4 +1,4 @@
-"""The numbers of a run as a CSV file."""
+"""The numbers of a run are written to a CSV file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from headrace.pipeline.tools.report.display import write_csv
 
 
 def test_a_step_is_appended_unless_it_has_new_columns(tmp_path):
-    """Otherwise a long run would write all its steps again in each step."""
+    """If the file were written anew at each step, a long run would write all its steps again and again."""
     path, history = tmp_path / "metrics.csv", []
     for step, numbers in enumerate([{"a": 0.0}, {"a": 1.0}, {"a": 2.0, "b": 5.0}, {"b": 6.0}]):
         if step in (1, 3):

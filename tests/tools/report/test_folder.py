@@ -1,4 +1,4 @@
-"""The page of a run grows with it, costs little, and shows when the run has ended."""
+"""The page of a run grows with the run, costs little, and shows when the run has ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that the test sets; writing a page takes `writing` seconds."""
+    """A clock that the test sets. Writing a page takes `writing` seconds."""
 
     class Clock:
         now, writing, pages = 0.0, 0.0, 0
@@ -83,10 +83,10 @@ def test_writing_pages_takes_at_most_two_percent_of_the_time(make_batch, tmp_pat
         folder.add(report)
         clock.now += 1.0
     assert clock.pages > 2
-    assert (clock.pages - 1) * 0.5 <= 0.02 * clock.now  # except the first page, for which a user waits
+    assert (clock.pages - 1) * 0.5 <= 0.02 * clock.now  # without the first page, for which a user waits
 
 
-def test_a_long_run_has_a_page_of_bounded_size_with_the_rules_of_all_steps(make_batch, tmp_path):
+def test_a_long_run_has_a_page_of_bounded_size_with_the_advisories_of_all_steps(make_batch, tmp_path):
     report = reported(make_batch)[1]
     empty = {"rows/trained": 0.0}
     folder = ReportFolder(tmp_path, every=None, dump=None)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def report_of(make_batch):
-    """A function that makes the report of a step; some numbers change from step to step."""
+    """A function that makes the report of a step. Some numbers change from step to step."""
     report = reported(make_batch)[1]
 
     def made(step: int):
@@ -48,8 +48,8 @@ def test_a_run_with_restarts_says_the_same_as_one_without(tmp_path, report_of, m
     """The run is killed after some steps, and continues at the next step or an earlier one."""
     dice = Random(seed)
     steps = dice.randint(20, 40)
-    monkeypatch.setattr("headrace.pipeline.tools.report.folder.POINTS", 16)  # then curves are thinned
-    monkeypatch.setattr("headrace.pipeline.tools.report.folder.SHARE", math.inf)  # a page at each step
+    monkeypatch.setattr("headrace.pipeline.tools.report.folder.POINTS", 16)  # so that curves are thinned
+    monkeypatch.setattr("headrace.pipeline.tools.report.folder.SHARE", math.inf)  # each step writes a page
     options = {"dump": dump, "steps": 5, "existing": "resume"}
     whole = ReportFolder(tmp_path / "whole", every=None, **options)
     for step in range(steps):
@@ -84,7 +84,7 @@ def test_only_a_page_of_this_version_keeps_the_steps_before_a_restart(tmp_path, 
     assert data_of(page)["curve_steps"] == [0, 1]
 
 
-def test_a_run_that_fails_after_a_restart_says_what_it_said_before(tmp_path, report_of):
+def test_a_run_that_fails_after_a_restart_keeps_its_verdict_and_advisories(tmp_path, report_of):
     for step in range(2):
         with ReportFolder(tmp_path, existing="resume") as folder:
             folder.add(report_of(step))
@@ -95,7 +95,7 @@ def test_a_run_that_fails_after_a_restart_says_what_it_said_before(tmp_path, rep
 
 
 @pytest.mark.parametrize("room", [0, 40, 150, 10_000])
-def test_an_earlier_step_keeps_as_many_texts_as_there_is_room_for(room):
+def test_an_earlier_step_keeps_as_many_texts_as_fit(room):
     step = step_of([row for group in range(3) for row in rollouts_of(group, [0.0, 1.0])])
     texts = [{"start": f"text {at}", "missing": 0, "end": ""} for at in range(9)]
     step["groups"]["asked"], step["rows"]["response"] = texts[:3], texts[3:]
@@ -110,7 +110,7 @@ def test_an_earlier_step_keeps_as_many_texts_as_there_is_room_for(room):
     assert cut == step  # nothing else is changed
 
 
-def test_the_time_of_a_run_is_that_of_its_beginning(tmp_path, report_of, monkeypatch):
+def test_a_restarted_run_keeps_the_time_of_its_beginning(tmp_path, report_of, monkeypatch):
     for time, step in (("first", 0), ("second", 1), ("third", 2)):
         monkeypatch.setattr("headrace.pipeline.tools.report.folder.now", lambda time=time: time)
         with ReportFolder(tmp_path, existing="resume") as folder:

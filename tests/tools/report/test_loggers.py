@@ -1,4 +1,4 @@
-"""Trackers get every number and, if asked, the table of groups."""
+"""Trackers get every number and, with ``table=True``, the tables of groups and of rollouts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_tensorboard_gets_every_number(make_batch, tmp_path):
     assert [(e.step, e.value) for e in found.Scalars("rows/in")] == [(4, 9.0)]
 
 
-def test_wandb_gets_the_table_of_groups(make_batch, tmp_path, monkeypatch):
+def test_wandb_gets_both_tables(make_batch, tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="no wandb")
     from torchrl.record.loggers.wandb import WandbLogger
 
@@ -46,7 +46,7 @@ def test_wandb_gets_the_table_of_groups(make_batch, tmp_path, monkeypatch):
     monkeypatch.setattr(logger.experiment, "log", log)
     log_report(logger, report, table=True)
     logger.experiment.finish()
-    assert steps[-1] is None, "wandb drops what comes with a step that it has passed"
+    assert steps[-1] is None, "wandb drops numbers of a step before its current one"
     assert seen["groups"].columns[:2] == ["group", "prompt"]
     assert len(seen["groups"].data) == 3
     assert seen["rollouts"].columns == COLUMNS
@@ -54,7 +54,7 @@ def test_wandb_gets_the_table_of_groups(make_batch, tmp_path, monkeypatch):
     assert set(report.numbers) <= set(seen)
 
 
-def test_the_table_of_groups_is_plain_python(make_batch):
+def test_the_table_of_groups_has_plain_python_values(make_batch):
     names, rows = group_rows(reported(make_batch)[1])
     assert names[:3] == ["group", "prompt", "segments"]
     assert rows[1][:3] == [1, "prompt 1", 2]
@@ -75,7 +75,7 @@ class Recorder:
 
 
 def test_trackio_and_mlflow_get_both_tables(make_batch, monkeypatch):
-    """Neither is installed for the tests, so calls are compared with their documentation."""
+    """Neither tracker is installed for the tests. Stand-ins have the functions that are documented."""
     pytest.importorskip("pandas", reason="no pandas")
     _, report = reported(make_batch, step=4)
     names, rows = rollout_rows(report)

@@ -1,4 +1,4 @@
-"""Which rows the gradient comes from, compared with a loop over tokens."""
+"""The share of a row in the gradient equals that of a loop over its tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROW = st.tuples(st.sampled_from([0, 0, 1]), st.floats(-4, 4), st.floats(0, 2), s
 
 
 @given(st.lists(ROW, max_size=12))
-def test_shares_sum_over_tokens_of_trained_rows(rows):
+def test_a_share_is_a_sum_over_the_tokens_of_a_trained_row(rows):
     size = [
         sum(abs(advantage) * weight for _ in range(tokens)) if code == 0 else 0.0
         for code, advantage, weight, tokens in rows
@@ -31,21 +31,21 @@ def test_shares_sum_over_tokens_of_trained_rows(rows):
     assert not len(rows) or share.sum() == pytest.approx(1.0 if sum(size) else 0.0)
 
 
-def test_unknown_rows_have_no_share():
+def test_rows_without_an_advantage_have_no_share():
     columns = {"reason": np.zeros(3, int), "advantage": np.array([1.0, np.nan, -1.0])}
     assert gradient_share(columns).tolist() == [0.5, 0, 0.5]
     assert gradient_share({"reason": np.zeros(2, int)}).tolist() == [0, 0]
 
 
 def credit_by_token(batch):
-    """The advantages of tokens are +1 and −1 in turn. Their mean is 0 over two tokens, and ⅓ over three."""
+    """The advantages of tokens alternate between 1 and −1. Their mean is 0 over two tokens, ⅓ over three."""
     mask = batch["masks", "all_assistant_mask"]
     signs = 1.0 - 2.0 * (torch.arange(mask.shape[1]) % 2)
     return batch.set("advantage", signs.expand(mask.shape).unsqueeze(-1).clone())
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_a_token_advantage_counts_by_its_size(make_batch, ragged):
+def test_a_share_uses_the_sizes_of_token_advantages(make_batch, ragged):
     batch = make_batch([1.0, 2.0], [0, 0])
     batch["masks", "all_assistant_mask"] = torch.tensor([[True, True, False], [True, True, True]])
     batch["log_probs", "full"] = torch.zeros(2, 3)
@@ -76,7 +76,7 @@ def test_the_cosine_uses_signed_weights():
 @pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize("fold", ["none", "sum", "token_mean"])
 def test_shares_use_the_tokens_and_weights_in_the_loss(make_batch, fold, cut):
-    """A TokenFilter masked some tokens, and the advantage may include the weight."""
+    """A TokenFilter masks some tokens. With `fold`, the advantage includes the loss weight."""
     batch = make_batch([1.0, 0, 3, 2.5], [0, 0, 1, 1])
     mask = batch["masks", "all_assistant_mask"]
     mask[:, :4] = torch.arange(4) < torch.tensor([[1], [4], [2], [3]])

@@ -35,7 +35,7 @@ WINDOW = r"steps (\d+) to (\d+)"
 
 @pytest.fixture(scope="module")
 def dump(tmp_path_factory):
-    """A dump of fourteen steps of six groups of four; half of the groups have equal rewards."""
+    """A dump of fourteen steps of six groups of four. In half of the groups all rewards are 0."""
     folder, chance = tmp_path_factory.mktemp("verl"), random.Random(0)
     for step in range(STEPS):
         rows = []
@@ -58,7 +58,7 @@ def replayed(dump, tmp_path_factory):
 
 
 def stated(text: str) -> list[tuple[float, int, int]]:
-    """The numbers in a sentence that name a window of steps, each with its first and last step."""
+    """Each number of a sentence that has a window of steps, with the first and the last step."""
     found = re.findall(rf"{NUMBER} (?:\(|in ){WINDOW}", text)
     return [(float(value), int(first), int(last)) for value, first, last in found]
 
@@ -69,7 +69,7 @@ def mean_of(values, first, last):
 
 @given(st.lists(st.floats(0, 1), min_size=12, max_size=60), st.lists(st.floats(0, 1), min_size=60))
 def test_a_sentence_has_the_mean_of_the_steps_it_names(rewards, shares):
-    """The reward and the response length by quarters, a share by its last five steps."""
+    """Rewards and lengths are compared by quarters, and a share is the mean of the last five steps."""
     history = [
         (step, {"reward/all/mean": reward, "reward/all/min": 0.0, "reward/all/max": 1.0}
          | {"rows/trained": 1.0, "rollouts/truncated": shares[step], "response_length/mean": 1 + reward})
@@ -139,9 +139,7 @@ def test_a_response_has_its_ground_truth_and_other_columns(replayed):
 def test_a_comparison_has_the_mean_over_the_steps_of_its_page(make_batch, tmp_path):
     for step in range(STEPS):
         batch = busy_batch(make_batch)
-        batch["next", "reward"][-1] += (
-            step % 2
-        )  # at every second step, the groups that train differ in their std
+        batch["next", "reward"][-1] += step % 2  # at every second step, the stds of the trained groups differ
         run = Pipeline(stages(weight=LossWeight())).run(batch)
         write_dump(make_report(run, step=step), tmp_path / "dump")
     console = Console(width=600, record=True, file=io.StringIO())

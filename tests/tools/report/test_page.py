@@ -1,4 +1,4 @@
-"""The report as a file: complete, self-contained and safe to open."""
+"""The page is a complete file that loads no other file and runs no foreign code."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_page_loads_no_other_file():
             assert attributes.get(key) in (None, "data:,"), (tag, attributes)
         assert not [key for key in attributes if key.startswith("on") or key == "style"]
     assert not re.findall(r"""(?:src|href)\s*=\s*["']?\s*(?:https?:)?//""", page)
-    # Names, not addresses.
+    # This is the name of a namespace, and is not loaded.
     assert set(re.findall(r"https?://[^\"'\s)]+", page)) == {"http://www.w3.org/2000/svg"}
     assert not re.findall(r"@import|@font-face|url\((?!#)|fetch\(|XMLHttpRequest|WebSocket|import\(", page)
     # No text is parsed as markup.
@@ -49,7 +49,7 @@ def test_the_page_loads_no_other_file():
     )
 
 
-def test_its_policy_allows_only_its_own_style_and_script():
+def test_the_policy_of_a_page_allows_only_its_own_style_and_script():
     page = render_page(pages.fan_out_run())
     meta = next(a for _, a in Elements(page).found if a.get("http-equiv") == "Content-Security-Policy")
     rules = dict(rule.split(" ", 1) for rule in meta["content"].split("; "))
@@ -62,7 +62,7 @@ def test_its_policy_allows_only_its_own_style_and_script():
 
 @pytest.mark.parametrize("title", [pages.HOSTILE, "{{script}} {{policy}}", "漢字 \ud800 é \x00"])
 def test_any_text_is_kept_and_is_not_markup(title, tmp_path):
-    """Texts are elements, placeholders, and a lone surrogate, which UTF-8 cannot encode."""
+    """The titles have markup, placeholders, and a lone surrogate, which UTF-8 cannot encode."""
     write_page(pages.run_of(title=title), tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert data_of(page)["title"] == title
@@ -72,7 +72,7 @@ def test_any_text_is_kept_and_is_not_markup(title, tmp_path):
 
 
 def test_numbers_fit_a_javascript_double():
-    """2^53 + 1 = 9007199254740993 is not a double; 0.1 in float32 is 0.100000001490116."""
+    """The integer 2^53 + 1 is not a double. The float32 number 0.1 is 0.100000001490116."""
     values = [2**53 + 1, 2**53, 0.10000000149011612, float("nan"), float("-inf"), True, None]
     curves = {"curve_steps": list(range(7)), "curves": {"x": values}}
     read = data_of(render_page(pages.run_of(**curves)))["curves"]["x"]
@@ -91,12 +91,12 @@ def test_a_page_is_written_completely_or_not_at_all(tmp_path):
     write_page(pages.empty_run(), path)
     before = path.read_text(encoding="utf-8")
     with pytest.raises(TypeError):
-        write_page(pages.run_of(title=object()), path)  # no JSON
+        write_page(pages.run_of(title=object()), path)  # JSON has no such value
     assert path.read_text(encoding="utf-8") == before
     write_page(pages.fan_out_run(), str(path))
     assert path.read_text(encoding="utf-8") == render_page(pages.fan_out_run())
     assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
 
 
-def test_a_thousand_rows_are_less_than_400_kilobytes():
+def test_a_thousand_rows_take_less_than_400_kilobytes():
     assert len(render_page(pages.large_run(1000))) - len(render_page(pages.empty_run())) < 400_000

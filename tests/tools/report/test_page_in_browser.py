@@ -1,4 +1,4 @@
-"""The report in a browser: drawings, sorting, and opened groups."""
+"""In a browser, the page draws its panels, sorts groups, and opens them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_strip_has_a_dot_per_rollout_and_a_legend_of_every_mark(look, name):
     assert actions == set(page.values("#funnel [data-legend]", "data-legend"))
 
 
-def test_the_funnel_shows_what_left_and_why(look):
+def test_the_funnel_shows_which_rows_left_and_why(look):
     page = look(pages.incomplete_run())
     said = page.one("#funnel").text
     for words in ("incomplete, dropped", "failed, dropped", "truncated, excluded", "remainder, carried"):
@@ -68,7 +68,7 @@ def test_groups_are_sorted_in_the_strip_and_in_the_tree(look):
     for order, groups in (
         ("id", "12458"),
         ("mean", "85214"),  # 0.125, 0.25, 1/3, 0.5, 0.75
-        ("std", "14825"),  # 0.5, 0.433, 0.217; no rollout of 2, 0.471, is in the loss, and 5 has 0
+        ("std", "14825"),  # 0.5, 0.433, 0.217; then 0.471 without a rollout in the loss, and 0
         ("lag", "25814"),  # 2, 2, 2, 1, 1
     ):
         page.choose("sort", order)
@@ -85,13 +85,13 @@ LONG = "What is the sum of all numbers from one to ninety-nine, without the odd 
         (7, None, "group 7", "group 7"),
         (7, "2 + 2?", "2 + 2? · group 7", "2 + 2? | group 7 · 4 of 4"),
         ("2 + 2?", "2 + 2?", "2 + 2?", "2 + 2? | 4 of 4"),  # the id is the prompt
-        ("2 + 2? #495213163c6d03ba", "2 + 2?", "2 + 2?", "2 + 2? | 4 of 4"),  # and the number of its draw
+        ("2 + 2? #495213163c6d03ba", "2 + 2?", "2 + 2?", "2 + 2? | 4 of 4"),  # the prompt and a hash
         ("2 + 2?", None, "2 + 2?", "2 + 2? | 4 of 4"),
         ("math/7", "2 + 2?", "2 + 2? · group math/7", "2 + 2? | group math/7 · 4 of 4"),
         (7, LONG, "What is the sum of al… · group 7", f"{LONG} | group 7 · 4 of 4"),
     ],
 )
-def test_a_group_is_called_by_its_prompt_and_its_id_each_once(look, group, label, strip, tree):
+def test_a_group_is_named_by_its_prompt_and_its_id_once_each(look, group, label, strip, tree):
     rows = pages.rollouts_of(0, [0, 0, 1, 1])
     for row in rows:
         row["group"] = group
@@ -118,8 +118,8 @@ def test_text_ids_are_distinct_and_in_order(look):
     assert page.count("#strip .scroll .dot") == 4
 
 
-def test_rows_that_counting_by_rows_would_change_are_counted(look):
-    """Groups 3 (equal) and 6 (no fan-out) stay as they are."""
+def test_the_page_counts_the_rows_that_counting_by_rows_would_change(look):
+    """Group 3 has equal rewards and group 6 has no fan-out, so neither changes."""
     run = pages.fan_out_run(1)
     rows = run["steps"][0]["rows"]
     pairs = list(zip(rows["advantage"], rows["advantage_by_row"], rows["group"], strict=True))
@@ -149,7 +149,7 @@ def test_an_opened_group_is_drawn_with_the_reason_of_each_row(look):
 
 
 def test_hidden_items_are_shown_by_a_button(look):
-    """Of 60 groups 25 appear at a time, with the focus on the first new one; of 20 metrics 12, then all."""
+    """A button shows 25 more groups and focuses the first of them. Another shows all metrics beyond 12."""
     rows = [row for group in range(60) for row in pages.rollouts_of(group, [0, 1])]
     curves = {"curve_steps": [0, 1], "curves": {f"metric {k}": [0.0, 1.0] for k in range(20)}}
     page = look(pages.run_of(pages.step_of(rows, size=2), **curves))
@@ -183,7 +183,7 @@ def test_the_strip_is_usable_by_keyboard(look):
 def test_every_drawing_and_control_has_a_name(look):
     page = look(pages.fan_out_run(1))
     script = """
-    const part = (e) => e.parentElement.closest("[role=img], [aria-hidden]");  // of something with a name
+    const part = (e) => e.parentElement.closest("[role=img], [aria-hidden]");  // the drawing has the name
     const named = (e) => e.getAttribute("aria-label") || e.getAttribute("aria-hidden") || e.textContent.trim()
       || (e.labels && e.labels.length) || part(e);
     return [...document.querySelectorAll("svg, button, input, select, summary, section, [role=img]")]
@@ -261,7 +261,7 @@ def test_rewards_of_any_size_are_drawn(look, rewards):
     assert "−0" not in page.texts("#strip .axis text")
 
 
-def test_an_empty_batch_says_so(look):
+def test_the_page_of_an_empty_batch_says_so(look):
     page = look(pages.empty_run())
     for panel in ("funnel", "strip", "tree"):
         assert re.search("no rows|no groups", page.one(f"#{panel} .empty").text, re.I), panel
@@ -305,9 +305,9 @@ def test_all_text_has_a_contrast_of_at_least_4_5(look, name):
 
 
 CUT_OFF = """
-// Text that does not fit in what clips it, and texts of one drawing that lie on one another.
+// Find texts that are clipped, and texts of one drawing that cover one another.
 const found = [];
-// A drawing within a drawing has its contents' box, and not the one that it clips them to.
+// The bounding box of a nested drawing is that of its contents, and not the box that clips them.
 const place = (e) => {
   const box = e.getBoundingClientRect(), outer = e.ownerSVGElement;
   if (!(e instanceof SVGSVGElement) || !outer) return box;
@@ -413,7 +413,7 @@ def test_the_page_of_a_real_report_shows_its_rollouts_reasons_and_tapes(look, ma
     assert "rank 1" in page.one("#tape").text
 
 
-def test_a_page_of_two_recipes_opens_where_most_rows_differ(look):
+def test_a_page_of_two_recipes_opens_at_the_step_with_the_largest_difference(look):
     steps = []
     for step, others in enumerate(([1.0, 1.0], [2.0, 3.0], [1.0, 4.0], [1.0, 1.0])):
         rows = pages.rollouts_of(0, [0.0]) + pages.rollouts_of(1, [1.0])
@@ -460,7 +460,7 @@ def test_the_number_of_equal_rollouts_is_not_crossed_by_the_bar_of_the_baseline(
 
 
 def test_a_page_of_two_recipes_names_the_recipe_of_each_panel(look):
-    """Two rows have the shares ½, ½ and ⅘, ⅕, so 0.3 moves. A step has the numbers of all its rows."""
+    """The shares of two rows are ½ and ½ under grpo, and ⅘ and ⅕ under dr_grpo. So 0.3 of them moves."""
     rows = pages.rollouts_of(0, [0.0]) + pages.rollouts_of(1, [1.0])
     rows[0] |= {"advantage": -1.0, "advantage_by_row": -2.0, "share": 0.5, "other_share": 0.8}
     rows[1] |= {"advantage": 1.0, "advantage_by_row": -0.5, "share": 0.5, "other_share": 0.2}

@@ -1,4 +1,4 @@
-"""Reading the page: groups and their responses, the search, and links."""
+"""A reader of the page opens groups, reads responses, searches, and follows links."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def search(page, text: str) -> None:
 
 
 def focus(page, selector: str) -> None:
-    """Focus the last such element when the page has stopped moving, because scrolling hides a tip."""
+    """Focus the last element of a selector after the page has moved to it, because scrolling hides a tip."""
     script = "const all = document.querySelectorAll(arguments[0]); all[all.length - 1].scrollIntoView(); "
     page.driver.execute_async_script(script + "setTimeout(arguments[1], 100)", selector)
     page.driver.execute_script(
@@ -41,7 +41,7 @@ def card(page, rollout: int):
     return page.one(f"#tree article[aria-label='rollout {rollout}']")
 
 
-def test_the_page_opens_the_group_of_largest_spread(look):
+def test_the_page_opens_the_group_with_the_largest_spread(look):
     """Groups 2, 4, 3 and 1 have spreads of 0.5, 0.25, 0.1 and 0."""
     page = look(pages.reading_run())
     assert found(page) == page.values("#strip .line", "data-group") == ["2", "4", "3", "1"]
@@ -50,13 +50,13 @@ def test_the_page_opens_the_group_of_largest_spread(look):
     assert "No idea." in card(page, 200).text
     facts = page.texts("#tree article .facts")[0]
     assert re.fullmatch(r"reward 0 · advantage −0\.7071 · \d+ tokens · completed", facts)
-    assert hash_of(page) == "", "an address is of what a reader chose"
+    assert hash_of(page) == "", "the address has only what a reader chose"
     page.choose("sort", "mean")
     assert opened(page) == found(page)[:1]
 
 
-def test_groups_of_equal_rewards_come_last_the_lowest_first(look):
-    """Only group 4 has a gradient. The means of the others are 1, 0.5 and 0.5."""
+def test_groups_of_equal_rewards_come_last_in_the_order_of_their_means(look):
+    """Only group 4 has a gradient. The means of the groups 2, 3 and 1 are 0.5, 0.5 and 1."""
     run = pages.reading_run()
     run["steps"][-1]["groups"]["reward_std"] = [0.0, 0.0, 0.0, 0.1]
     assert found(look(run)) == ["4", "2", "3", "1"]
@@ -76,7 +76,7 @@ def test_ground_truth_and_other_columns_are_beside_the_response(look):
     assert found(page) == ["2"]
 
 
-def test_the_prompt_shows_its_last_turn_and_all_on_request(look):
+def test_a_prompt_shows_its_last_turn_and_the_others_on_request(look):
     page = look(pages.reading_run())
     assert page.texts("p.prompt") == ["What is 2 + 2?"]
     button = page.one("p.prompt + button")
@@ -87,7 +87,7 @@ def test_the_prompt_shows_its_last_turn_and_all_on_request(look):
     assert page.texts("p.prompt") == ["What is 2 + 2?"]
 
 
-def test_a_long_response_is_folded_and_a_cut_one_shows_what_is_missing(look):
+def test_a_long_response_is_folded_and_a_cut_response_shows_how_much_is_missing(look):
     page = look(pages.reading_run())
     folded = page.one("p.text.folded")
     before = folded.size["height"]
@@ -99,8 +99,8 @@ def test_a_long_response_is_folded_and_a_cut_one_shows_what_is_missing(look):
     assert "not in the loss: filter/zero_variance" in card(page, 100).text
 
 
-def test_tokens_are_coloured_by_their_number_shown_in_the_tip(look):
-    """Orange below zero and blue above; a masked token has no colour."""
+def test_tokens_are_coloured_by_the_number_in_their_tip(look):
+    """A token is orange below zero and blue above. A masked token has no colour."""
     page = look(pages.reading_run(), address="#group=3", motion="reduce")
     tokens = "article[aria-label='rollout 300'] .token"
     assert page.texts(tokens) == ["low", " out", " <b>high"]
@@ -129,14 +129,14 @@ def test_tokens_without_texts_are_a_strip_of_cells(look):
 def test_a_search_finds_groups_by_id_text_and_reason(look):
     page = look(pages.reading_run())
     for words, groups in (
-        ("question 4", "4"),  # the prompt, in whatever case
+        ("question 4", "4"),  # the prompt, in lower or upper case
         ("NO IDEA", "2"),  # a response
         ("is brief", ""),
         ("be brief", "2"),  # the whole prompt
         ("zero variance", "1"),  # a reason, in words or as stored
         ("filter/zero_variance", "1"),
         ("301", "3"),  # an id
-        ("low out <b>high", "3"),  # across tokens
+        ("low out <b>high", "3"),  # a text of several tokens
         ("  ", "2431"),
     ):
         search(page, words)
@@ -181,7 +181,7 @@ def test_the_url_has_what_the_reader_chose(look):
     )
     assert hash_of(page) == "#step=10&group=4"
     page.one("#next").click()
-    assert hash_of(page) == "#step=20", "a group is of its step"
+    assert hash_of(page) == "#step=20", "the group is not in the address of another step"
 
 
 def test_back_and_forward_follow_the_url(look):

@@ -1,4 +1,4 @@
-"""The data of the page follow one schema."""
+"""A page is refused unless its data follow the schema."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Whole(Sometimes):
     some_none: list[Part | None]
 
 
-def test_only_a_list_that_may_hold_none_does_and_its_other_entries_are_checked():
+def test_none_is_allowed_only_in_lists_that_may_have_it():
     good = {"name": "a"}
     check_keys({"all_there": [good], "some_none": [None, good]}, Whole, "page")
     with pytest.raises(ValueError, match=r"^page.some_none\[1\] must have .*; missing: name"):

@@ -1,4 +1,4 @@
-"""The numbers of a report sum up, and cost one device read."""
+"""The numbers of a report equal those by hand, and sum up over the stages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def report(make_batch):
     return report_of(busy_batch(make_batch), **stages(weight=LossWeight(unit="rollout")))
 
 
-def test_funnel_by_hand(report):
+def test_the_funnel_equals_one_by_hand(report):
     levels = {level.name: level for level in report.funnel}
     names = ["collected", "gate", "collapse", "filter", "advantage", "split", "weight", "pipeline"]
     assert [level.name for level in report.funnel] == names
@@ -58,7 +58,7 @@ def test_funnel_by_hand(report):
     assert not gone.in_part
     assert levels["filter"].out[0][:5] == ("zero_variance", "masked", 3, 3, 1)
     silent = levels["pipeline"].out[0]
-    # The rollout of that row has another row in the loss, so it has not left.
+    # The rollout of this row has another row in the loss, so the rollout has not left.
     assert silent[:5] == ("no_loss_tokens", "masked", 1, 0, 0)
     assert silent.in_part == "parts of 1 rollout and 1 group"
     assert report.numbers["rollouts/out/gate/incomplete"] == 2
@@ -66,7 +66,7 @@ def test_funnel_by_hand(report):
     assert levels["pipeline"][1:4] == (3, 3, 1)
 
 
-def test_groups_by_hand(report):
+def test_the_groups_of_a_report_equal_those_by_hand(report):
     groups = {name: values.tolist() for name, values in report.groups.items()}
     assert groups["id"] == [0, 1, 2]
     assert groups["rollouts"] == [3, 2, 3]
@@ -81,7 +81,7 @@ def test_groups_by_hand(report):
     assert [report.names[code] for code in report.rollouts["reason"][:3]] == ["trained"] * 3
 
 
-def test_numbers_by_hand(report):
+def test_the_numbers_of_a_report_equal_those_by_hand(report):
     numbers = report.numbers
     assert numbers["frac_reward_zero_std"] == pytest.approx(1 / 3)
     assert (numbers["group_size/min"], numbers["group_size/max"]) == (2, 3)
@@ -102,7 +102,7 @@ def test_solve_rates_use_the_reward_that_solves(make_batch):
     assert make_report(run, solved=2.0).numbers["solve_none"] == 1
 
 
-def test_staleness_is_the_age_against_the_trainer_that_took_the_rows():
+def test_staleness_is_relative_to_the_trainer_that_took_the_rows():
     """A batch can be stale even if all its rows are equally old."""
     for versions, mean in (([3, 3, 3, 3], 2.0), ([2, 3, 5, 4], 1.5)):
         assembler = GroupAssembler(groups=2, group_size=2, max_staleness=9)
@@ -117,8 +117,8 @@ def test_staleness_is_the_age_against_the_trainer_that_took_the_rows():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_staleness_per_token_is_that_of_a_loop(layout):
-    """It is relative to the trainer after an assembler, else to the newest token. Rows that left count."""
+def test_staleness_per_token_equals_that_of_a_loop(layout):
+    """Ages are relative to the trainer after an assembler, else to the newest token. Removed rows count."""
     for seed in range(8):
         batch = with_versions(seed, layout)
         assembler = GroupAssembler(groups=4, group_size=2, max_staleness=9)
@@ -142,7 +142,7 @@ def test_staleness_per_token_is_that_of_a_loop(layout):
 
 
 def test_carried_rows_keep_the_staleness_of_their_tokens():
-    """A row waits for the next batch, and the report of that batch has its versions."""
+    """Two rows wait for the next batch, and its report has the versions of their tokens."""
     pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=6, unit="sample", remainder="carry")})
     first, second = with_versions(1), with_versions(2)
     second["rollout_id"], second["group_id"] = second["rollout_id"] + 100, second["group_id"] + 100
@@ -191,7 +191,7 @@ def test_kept_and_removed_rows_sum_up_at_every_stage(rows, action, remainder):
     try:
         pipeline(batch)
     except BatchError as err:
-        assume("than were dispatched" not in str(err))  # a group has more rollouts
+        assume("than were dispatched" not in str(err))  # a group has more than two rollouts
         assume("no optimiser step is left" not in str(err))
         raise
     report = make_report(pipeline)
@@ -199,7 +199,7 @@ def test_kept_and_removed_rows_sum_up_at_every_stage(rows, action, remainder):
         for unit in ("rows", "rollouts", "groups", "tokens"):
             left = sum(getattr(gone, unit) for gone in after.out)
             assert getattr(before, unit) == getattr(after, unit) + left, (after.name, unit)
-        for gone in after.out:  # of all groups that lost a row for this reason
+        for gone in after.out:  # rollouts and groups that lost all or some rows for this reason
             touched = report.columns["reason"] == report.names.index(f"{after.name}/{gone.reason}")
             for unit, key in (("rollouts", "rollout_id"), ("groups", "group_id")):
                 counted = getattr(gone, unit) + getattr(gone, f"{unit}_in_part")
@@ -237,7 +237,7 @@ def test_the_advantage_by_row_accepts_a_single_row():
 
 
 def test_the_advantage_by_row_shows_the_double_count(make_batch):
-    """The rewards are 1, and 3 on three rows of a rollout: −1 and 1 by rollout, −1.5 and 0.5 by row."""
+    """One rollout has the reward 1, and one has 3 on three rows. So the mean is 2 by rollout, 2.5 by row."""
     batch = make_batch([1.0, 3, 3, 3], [0] * 4, [0, 1, 1, 1])
     credit = GroupRelativeAdvantage(scale="none")
     columns = report_of(batch, collapse=FanOutCollapse(), advantage=credit).columns
@@ -246,7 +246,7 @@ def test_the_advantage_by_row_shows_the_double_count(make_batch):
 
 
 @pytest.mark.parametrize(("reward", "criterion"), [(float("nan"), Finite()), (9.0, RewardWithin(high=5.0))])
-def test_an_excluded_row_does_not_count_by_row_either(make_batch, reward, criterion):
+def test_an_excluded_row_does_not_count_in_the_advantage_by_row(make_batch, reward, criterion):
     excluded = SampleFilter(criterion=criterion, action="exclude")
     credit = GroupRelativeAdvantage(scale="none")
     report = report_of(make_batch([1.0, reward, 3.0], [0, 0, 0]), filter=excluded, advantage=credit)
@@ -263,7 +263,7 @@ def test_a_folded_weight_does_not_hide_the_advantage(make_batch):
 
 
 def test_carried_rows_are_in_the_report_of_the_step_that_trains_them(make_batch):
-    """A carried row keeps (`note_carried`) what was noted when it came (`note_collected`)."""
+    """`note_carried` keeps what `note_collected` noted of a row in the step that collected it."""
     pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=2, remainder="carry", shuffle=False)})
     run = pipeline.run(make_batch([1.0, 2, 3], [0] * 3, [0, 1, 2], status=[0, 0, 1]))
     assert make_report(run).funnel[1].out[0][:3] == ("carried", "carried", 1)
@@ -284,7 +284,7 @@ def test_a_report_without_a_run_is_refused(make_batch):
         pipeline.report()
 
 
-def test_keys_of_a_report_are_those_of_the_stages_or_renamed(make_batch):
+def test_keys_of_a_report_are_those_of_the_stages_or_of_report_keys(make_batch):
     batch = make_batch([9.0, 9], [0, 0])
     batch["score"], batch["question"] = torch.tensor([0.0, 1.0]), batch.pop("prompt_text")
     credit = GroupRelativeAdvantage(scale="none", reward_key="score", advantage_key="credit")
@@ -315,7 +315,7 @@ def test_ragged_token_advantages_are_reported_by_their_mean_in_the_loss(make_bat
         assert report_of(rows, credit=credit).columns["advantage"].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_zero_variance_means_each_reward_has_none(make_batch):
+def test_a_group_has_zero_variance_only_if_none_of_its_rewards_varies(make_batch):
     batch = make_batch([0.0] * 4, [0, 0, 1, 1])
     batch["next", "reward"] = torch.tensor([[0.0, 1.0], [1.0, 0.0], [2.0, 3.0], [2.0, 3.0]])
     assert report_of(batch).groups["zero_variance"].tolist() == [False, True]
@@ -328,7 +328,7 @@ def test_a_group_without_rewards_has_no_spread(make_batch):
 
 
 def test_a_drafts_reward_is_not_reported_for_a_rollout_dropped_before_the_collapse(make_batch):
-    """The gate drops a group. One rollout has a draft with 0 and a revision with 1, and the other has 1."""
+    """One rollout has a draft with the reward 0 and a revision with 1, and the other has 1."""
     gate, collapse = CompletenessGate(group_size=3, on_incomplete="drop"), FanOutCollapse(reward="sum")
     report = report_of(make_batch([0.0, 1, 1], [0, 0, 0], [0, 0, 1]), gate=gate, collapse=collapse)
     assert str(report.rollouts["reward"].tolist()) == "[nan, 1.0]"
@@ -346,7 +346,7 @@ def test_a_printed_report_is_complete_and_fits_80_columns(report):
     for word in (*said, "4×3"):
         assert word in text
     assert max(map(len, text.splitlines())) <= 80
-    assert "\x1b" not in text, "no colour where there is no terminal"
+    assert "\x1b" not in text, "no colour without a terminal"
     assert "\x1b" in printed(report, force_terminal=True)
 
 

@@ -54,12 +54,12 @@ def test_counts_equal_those_of_tries_built_by_loops(rows, data, build, cells):
         assert found.squares.get(unit, 0) == squares
 
 
-def test_estimate_by_hand():
+def test_the_estimate_equals_one_by_hand():
     batch = with_ids([[1, 2, 3], [1, 2, 4]], [0, 1], [0, 0])
     counts = count_shared_tokens(batch, ids_of(batch))
     assert counts.tokens == {"rows": 6, "rollout": 6, "group": 4}
     assert counts.squares == {"rows": 18, "rollout": 18, "group": 9 + 9 - 4}
-    numbers = counts.numbers(parameters=1e15)
+    numbers = counts.numbers(parameters=1e15)  # 10^15 parameters take 6 pflops a token, and LINEAR is 24,576
     assert numbers["tree/flops/group"] == pytest.approx((4 + 14 / 24576) / (6 + 18 / 24576))
     assert numbers["tree/pflops/rows"] == pytest.approx(6 * (6 + 18 / 24576))
     assert "tree/pflops/rows" not in counts.numbers()
@@ -77,7 +77,7 @@ def test_a_batch_without_tokens_has_no_numbers(make_batch):
 
 
 def test_a_report_counts_the_kept_rows():
-    """Masked rows go through the model, dropped rows do not."""
+    """Masked rows go through the model, and dropped rows do not."""
     batch = with_ids([[1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 7, 8]], [0, 1, 2], [0, 0, 0])
     batch["next", "reward"] = torch.tensor([1.0, 2.0, 9.0])
     for action, tokens in (("mask", 8), ("drop", 6)):
@@ -94,8 +94,8 @@ def test_a_report_counts_the_kept_rows():
         assert "tree/tokens/group" not in make_report(run).numbers
 
 
-def test_replay_and_plan_of_a_dump_with_tokens_have_the_numbers(tmp_path):
-    """Two prompts of four tokens have four answers of three: 8 · 7 row by row, 2 · (4 + 4 · 3) as trees."""
+def test_a_replay_and_a_plan_say_how_many_tokens_trees_save(tmp_path):
+    """Two prompts of 4 tokens have four answers of 3 tokens each: 8 · 7 in rows, 2 · (4 + 4 · 3) in trees."""
     rows = [
         open_instruct_row(row, row // 4, row % 2, prompt_tokens=[row // 4] * 4, response_tokens=[9 + row] * 3)
         for row in range(8)

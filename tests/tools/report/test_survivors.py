@@ -1,4 +1,4 @@
-"""What a report says about the groups that a stream lost."""
+"""A report says how many groups a stream lost, and why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = ["stale", "timeout", "failed", "evicted", "lost"]
 
 
 def survivors(reason: str, *, value: str = "latency", lost: int = 20, slow: int = SLOW) -> Survivors:
-    """Counts of 80 trained fast groups, and of lost fast and slow ones."""
+    """The counts of 80 fast groups that were trained, and of fast and slow groups that were lost."""
     trained, known = {("trained", True, FAST): 80}, reason != "timeout"
     fates = {"latency": {(reason, known, FAST): lost}} | {value: {(reason, known, slow): lost}}
     return Survivors({name: trained | (each if lost else {}) for name, each in fates.items()}, outstanding=3)
@@ -38,7 +38,7 @@ def test_the_advisory_names_the_shares_the_reason_and_the_option(reason):
     assert found.number == "survivors/latency/z"
 
 
-def test_the_groups_that_were_lost_are_said_to_be_slow_if_z_is_below_minus_4():
+def test_an_advisory_says_that_lost_groups_are_slow_if_z_is_below_minus_4():
     numbers = {
         "lost/stale": 40.0,
         "latency/slow": 64.0,
@@ -81,12 +81,12 @@ def test_a_length_of_zero_is_shown_as_zero():
 
 
 @pytest.mark.parametrize("quiet", [{"lost": 0}, {"slow": FAST}, {"lost": 2}])
-def test_nothing_is_said_where_no_slow_groups_are_lost(quiet):
+def test_no_advisory_is_given_if_no_slow_groups_are_lost(quiet):
     """No group is lost, lost groups are as fast as others, or two groups are too few."""
     assert advise(report(survivors("stale", **quiet)).numbers) == []
 
 
-def test_the_reason_is_that_of_most_lost_groups():
+def test_the_advisory_names_the_most_frequent_reason():
     fates = {("stale", True, SLOW): 19, ("evicted", True, SLOW): 20, ("failed", True, SLOW): 9}
     made = report(Survivors({"latency": {("trained", True, FAST): 80} | fates}, outstanding=0))
     assert "Most of the lost were evicted. Set a greater max_pending_groups" in made.advisories[0].text

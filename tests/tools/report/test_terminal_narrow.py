@@ -1,4 +1,4 @@
-"""Output at 80 and at 60 columns: no line is longer, and no word is broken."""
+"""In a terminal of 80 or 60 columns, no line is longer than the terminal, and no word is broken."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RECIPES = ("as/prime_rl_with_lengths", "dr_grpo_without_a_baseline")
 
 
 def printed(width: int, show, *arguments) -> str:
-    """The text that a function prints to its console, or of the object that it returns."""
+    """The text that a function prints to its console, or the printed text of the object that it returns."""
     out = io.StringIO()
     console = Console(file=out, width=width)
     if "console" in inspect.signature(show).parameters:
@@ -125,7 +125,7 @@ def test_the_training_table_counts_rollouts_and_groups_by_reason(reports, width)
 def test_a_comparison_breaks_no_word(reports, width):
     comparison = Comparison(RECIPES)
     second = dict(reports[1].columns)
-    second["advantage"] = second["advantage"] + np.arange(6)  # otherwise it is a multiple
+    second["advantage"] = second["advantage"] + np.arange(6)  # no multiples of the first
     comparison.add(reports[0], replace(reports[1], columns=second))
     text = printed(width, show_comparison, comparison)
     assert_whole(text, *RECIPES, "trained by both", "cosine of the rows' gradient shares")
@@ -172,8 +172,8 @@ CELL = st.lists(WORD, max_size=5).map(" ".join)
 
 
 @given(st.lists(st.tuples(CELL, CELL, st.integers(0, 10**6)), max_size=4), st.integers(38, 90))
-def test_a_table_breaks_no_word_if_the_longest_fits(rows, width):
-    """Two columns of nine letters wrap, one of ten is cut or left out, one has 7 digits: the width is 38."""
+def test_a_table_breaks_no_word_if_the_longest_words_fit(rows, width):
+    """Two columns of nine letters, a cut column of ten, and a column of seven digits fit a width of 38."""
     columns = [FittedColumn("one", gives="wrap"), FittedColumn("two", gives="wrap")]
     columns += [FittedColumn("cut", gives="cut", leaves=1), FittedColumn("count", right=True)]
     table = FittedTable(columns, "a title")
@@ -189,7 +189,7 @@ def test_a_table_breaks_no_word_if_the_longest_fits(rows, width):
 
 @pytest.mark.parametrize("width", range(5, 21))
 def test_a_column_leaves_only_if_the_others_and_two_blanks_between_them_do_not_fit(width):
-    """Columns of 5, 6 and 4 characters; the second leaves first, and then the third."""
+    """The columns have 5, 6 and 4 characters. The second leaves first, and then the third."""
     table = FittedTable(
         [FittedColumn("aaaaa"), FittedColumn("bbbbbb", leaves=2), FittedColumn("cccc", leaves=1)]
     )
@@ -198,7 +198,7 @@ def test_a_column_leaves_only_if_the_others_and_two_blanks_between_them_do_not_f
     assert printed(width, lambda: table).splitlines()[0].rstrip() == fit
 
 
-def test_a_table_without_titles_has_no_line_for_them():
+def test_a_table_without_titles_has_no_line_of_titles():
     table = FittedTable([FittedColumn("", gives="wrap"), FittedColumn("", right=True)])
     table.add("rows", "12")
     assert printed(20, lambda: table).split() == ["rows", "12"]

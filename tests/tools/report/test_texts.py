@@ -1,4 +1,4 @@
-"""Prompts and responses in reports: as texts, token by token, and bounded in size."""
+"""Reports have prompts and responses as texts or token by token, up to a bounded size."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def letters(ids: list[int]) -> list[str]:
 
 
 def tokens_batch(groups: int = 3, size: int = 2, width: int = 6) -> TensorDict:
-    """Rows of one padding token, two tokens of a prompt, and a response; group g has rewards 0 and g + 1."""
+    """Rows of a padding token, two prompt tokens and a response. Group g has the rewards 0 and g + 1."""
     rows = groups * size
     tokens = 1 + torch.arange(rows)[:, None] % 20 + torch.arange(width)
     mask = torch.zeros(rows, width, dtype=torch.bool)
@@ -100,7 +100,7 @@ def tokens_batch(groups: int = 3, size: int = 2, width: int = 6) -> TensorDict:
 
 
 def ragged(batch: TensorDict) -> TensorDict:
-    """The same rows without their padding; the first row lacks its last token."""
+    """The same rows without their padding. The first row lacks its last token."""
     keys = [key for key in batch.keys(True, True) if batch[key].ndim > 1 and batch[key].shape[1] > 1]
     return cut_rows(batch, [slice(1, None if row else -1) for row in range(len(batch))], keys)
 
@@ -148,7 +148,7 @@ def test_a_decoder_must_return_a_string_per_token():
         make_report(Pipeline({}).run(batch), batch=batch, decode=lambda ids: [None for _ in ids])
 
 
-def test_the_decoder_is_of_the_environment_then_policy_then_tokenizer():
+def test_the_decoder_is_the_environments_or_else_that_of_a_tokenizer():
     class Named:
         def token_texts(self, ids):
             return ["named"] * len(ids)
@@ -171,7 +171,7 @@ def test_the_decoder_is_of_the_environment_then_policy_then_tokenizer():
 @pytest.mark.parametrize("lay", [lambda batch: batch, ragged], ids=["dense", "ragged"])
 @pytest.mark.parametrize("decode", [None, letters], ids=["cells", "texts"])
 def test_a_report_has_each_token_of_a_row_with_its_number(lay, decode):
-    """Compared with a loop; a masked token within a response has no number."""
+    """The tokens and numbers equal those of a loop. A masked token within a response has no number."""
     batch = with_terms(tokens_batch())
     batch[MASK][2, 4] = False
     rows = lay(batch)
@@ -199,7 +199,7 @@ def test_a_number_per_row_is_not_a_number_per_token():
     assert make_report(Pipeline({}).run(one)).by_token == {}
 
 
-def test_only_groups_of_largest_spread_have_token_numbers(monkeypatch):
+def test_only_the_groups_with_the_largest_spread_have_token_numbers(monkeypatch):
     """Groups 2, 1 and 0 have decreasing spreads, and rows have 3 tokens each."""
     monkeypatch.setattr(STEP, "TOKENS_READ", 10)
     report = make_report(Pipeline({}).run(with_terms(tokens_batch())))
@@ -218,7 +218,7 @@ def test_device_reads_of_token_numbers_do_not_grow_with_the_rows():
     assert reads(40) == reads(2)
 
 
-# -- what a page has room for --------------------------------------------------------------------------------
+# -- texts on a page -----------------------------------------------------------------------------------------
 
 
 @given(st.text(st.characters(categories=["L", "N", "P", "S"])), st.integers(1, 50))
@@ -256,12 +256,12 @@ def test_texts_of_all_steps_take_at_most_three_megabytes(letter):
     bare = len(render_page(without))
     assert PAGE_TEXTS / 2 < len(render_page(data)) < PAGE_TEXTS + bare
     read = [sum(text is not None for text in step["rows"]["response"]) for step in data["steps"]]
-    assert min(read) == max(read) > 10, "steps share the room evenly"
+    assert min(read) == max(read) > 10, "all steps have equally many responses"
 
 
 @pytest.mark.parametrize("equal", [1, 3, 6])
 def test_groups_of_equal_rewards_have_as_many_responses_as_others(equal, monkeypatch):
-    """Some of eight groups have equal rewards, and there is room for the responses of at most four groups."""
+    """The page has the responses of some of eight groups. Groups of equal rewards may be one fewer."""
     batch = tokens_batch(8, size=4)
     rewards = torch.arange(32.0).reshape(8, 4)
     rewards[torch.arange(equal)] = 0.0
@@ -276,8 +276,8 @@ def test_groups_of_equal_rewards_have_as_many_responses_as_others(equal, monkeyp
     assert counts[True] >= min(equal, counts[False] - 1)
 
 
-def test_groups_of_largest_spread_are_read_first(monkeypatch):
-    """Group g has rewards 0 and g + 1."""
+def test_groups_with_the_largest_spread_have_texts_first(monkeypatch):
+    """Group g has the rewards 0 and g + 1."""
     monkeypatch.setattr(PAGE_DATA, "PAGE_TEXTS", 5 * CHARACTERS)
     step = page_data([texts_report(6, CHARACTERS)], title="x")["steps"][0]
     rows = step["rows"]
@@ -286,7 +286,7 @@ def test_groups_of_largest_spread_are_read_first(monkeypatch):
     assert all(label.startswith("xxx") and len(label) == 80 for label in step["groups"]["label"])
 
 
-def test_a_page_of_a_large_step_has_the_groups_of_largest_spread(monkeypatch):
+def test_a_page_of_a_large_step_has_the_groups_with_the_largest_spread(monkeypatch):
     monkeypatch.setattr(PAGE_DATA, "GROUPS", 2)
     step = page_data([texts_report(6, 10)], title="x")["steps"][0]
     assert step["groups"]["id"] == [4, 5]
@@ -296,7 +296,7 @@ def test_a_page_of_a_large_step_has_the_groups_of_largest_spread(monkeypatch):
     assert page_data([texts_report(6, 10)], title="x")["steps"][0]["groups"]["id"] == [5]
 
 
-def test_the_prompt_is_shown_beside_its_last_turn_only_if_longer():
+def test_the_page_has_a_whole_prompt_only_if_it_is_longer_than_its_last_turn():
     step = page_data([texts_report(1, 10)], title="x")["steps"][0]
     assert step["groups"]["asked"] == [{"start": "x" * 10, "missing": 0, "end": ""}]
     assert step["groups"]["prompt"][0]["start"] == "<|im_start|>user\n" + "x" * 10
@@ -328,7 +328,7 @@ def test_the_table_of_rollouts_has_the_texts(make_batch):
     assert lines[0]["length"] == int(batch["masks", "all_assistant_mask"][0].sum())
 
 
-def test_the_table_of_rollouts_is_bounded_as_on_the_page():
+def test_the_table_of_rollouts_has_as_many_rows_and_characters_as_the_page():
     _, rows = rollout_rows(texts_report(150, 5000))
     assert len(rows) == 200
     assert {row[0] for row in rows} == set(range(50, 150))

@@ -10,7 +10,7 @@ from headrace.pipeline.tools.report import last_user_turn
 
 
 def special(head: str, tail: str) -> tuple[str, str, str, str]:
-    """A format with the role in a head: turns of system, user and assistant, and the start of the last."""
+    """Templates of the turns of system, user and assistant, and of the start of an assistant turn."""
     system, user, assistant = (head.format(role) for role in ("system", "user", "assistant"))
     return system + "{}" + tail, user + "{}" + tail, assistant + "{}" + tail, assistant
 
@@ -71,13 +71,14 @@ def test_a_llama_2_system_prompt_in_the_first_turn_is_left_out():
         ("What is 2 + 2?", "What is 2 + 2?"),
         ("", ""),
         ("Repeat: user: hello", "Repeat: user: hello"),
-        ("My friend said\nuser: hello", "My friend said\nuser: hello"),  # no chat: no role at the start
+        ("My friend said\nuser: hello", "My friend said\nuser: hello"),  # a chat would begin with a role
         (
             "<|im_start|>system\nOnly this<|im_end|>",
             "<|im_start|>system\nOnly this<|im_end|>",
-        ),  # without a user turn
-        ("<|im_start|>user\nWhat is [INST]?<|im_end|>\n", "What is [INST]?"),  # the outermost format counts
-        ("user: 2?\nassistant: <|im_start|>user\n3?<|im_end|>", "2?"),  # as do messages
+        ),  # there is no user turn
+        # A mark of another format is a text.
+        ("<|im_start|>user\nWhat is [INST]?<|im_end|>\n", "What is [INST]?"),
+        ("user: 2?\nassistant: <|im_start|>user\n3?<|im_end|>", "2?"),
         ("<|im_start|>user\ncut in the mid", "cut in the mid"),
         (  # Qwen writes tool outputs as user turns
             "<|im_start|>user\nRoot of 2?<|im_end|>\n<|im_start|>assistant\nCall.<|im_end|>\n"
@@ -86,5 +87,5 @@ def test_a_llama_2_system_prompt_in_the_first_turn_is_left_out():
         ),
     ],
 )
-def test_a_prompt_of_unknown_format_is_unchanged(prompt, asked):
+def test_the_outermost_format_counts_and_other_prompts_are_unchanged(prompt, asked):
     assert last_user_turn(prompt) == asked

@@ -57,7 +57,7 @@ def without_step(rows):
 
 
 def shown(answer):
-    """The rows of an answer by column, with large numbers, which are sent as texts, as numbers."""
+    """The rows of an answer by column. Large integers are sent as texts, and are integers here."""
     names = [name for name, _ in answer["columns"]]
     kinds = dict(answer["columns"])
     rows = [dict(zip(names, cells[1:], strict=True)) for cells in answer["rows"]]
@@ -70,7 +70,7 @@ def shown(answer):
     return rows
 
 
-# -- what is shown is what the files have ----------------------------------------------------------------
+# -- rows and prompts of the files -----------------------------------------------------------------------
 
 
 def test_every_row_of_every_step_is_shown_with_every_column_of_its_file(client, run):
@@ -82,7 +82,7 @@ def test_every_row_of_every_step_is_shown_with_every_column_of_its_file(client, 
     assert expected[0]["group_id"] == LARGE + 9
 
 
-def test_the_lowest_reward_comes_first_and_rows_without_one_last(client, run, tmp_path):
+def test_the_lowest_reward_comes_first_and_rows_without_a_reward_last(client, run, tmp_path):
     rewards = [row["rollout_reward"] for row in shown(client.ask("rows", run=0, step=1, sort="reward"))]
     assert rewards == sorted(row["rollout_reward"] for row in table_of(run, 1))
     highest = shown(client.ask("rows", run=0, step=1, order="descending", sort="advantage"))
@@ -102,8 +102,8 @@ def test_the_lowest_reward_comes_first_and_rows_without_one_last(client, run, tm
 
 
 @pytest.mark.parametrize("order", ["ascending", "descending"])
-def test_the_groups_that_teach_come_first_the_widest_spread_of_rewards_before_all(client, run, order):
-    """A loop computes the largest reward minus the smallest of each group, over rows in the loss."""
+def test_groups_in_the_loss_come_first_in_the_order_of_their_spread_of_rewards(client, run, order):
+    """A loop computes the largest reward minus the smallest one of each group, over rows in the loss."""
     for step in range(4):
         rows, spread = table_of(run, step), {}
         for row in rows:
@@ -127,7 +127,7 @@ def test_the_groups_that_teach_come_first_the_widest_spread_of_rewards_before_al
         assert [row["row"] for row in found] == [row["row"] for row in wanted]
 
 
-def test_a_run_is_called_by_its_recipe_if_it_has_one(tmp_path, run, make_batch):
+def test_the_recipe_of_a_run_is_shown_if_its_history_has_one(tmp_path, run, make_batch):
     named = tmp_path / "named"
     with ReportFolder(named, title="dr_grpo") as folder:
         folder.add(report_of_step(0))
@@ -140,7 +140,7 @@ def test_a_run_is_called_by_its_recipe_if_it_has_one(tmp_path, run, make_batch):
 
 
 def test_one_prompt_has_the_reward_and_the_advantage_of_each_rollout(client, run):
-    """Compared with a loop over the rows of all steps. A rollout counts with its first row."""
+    """The numbers equal those of a loop over the rows of all steps. A rollout counts with its first row."""
     for line in client.ask("prompts")["prompts"]:
         answer = client.ask("prompt", key=line["key"])
         wanted = []
@@ -232,8 +232,8 @@ def test_ids_of_64_bits_are_sorted_as_integers(tmp_path):
             assert [row["group_id"] for row in rows] == expected
 
 
-def test_values_at_the_limits_of_what_is_cut(tmp_path):
-    """Integers above 2⁵³ are texts. The end of texts above 600 characters is separate. 200 dots are drawn."""
+def test_integers_texts_and_dots_are_cut_only_beyond_their_limits(tmp_path):
+    """Integers above 2⁵³ are sent as texts, long texts have a separate end, and 200 dots are the maximum."""
     ids, lengths = [2**53, 2**53 + 1, -(2**53), -(2**53) - 1], [600, 601, 599, 602]
     rows = [(own, own, 0.5, "Q" * length) for own, length in zip(ids, lengths, strict=True)]
     dots = [(1, number // 2, 0.5, "Many?") for number in range(2, 404)]  # 201 rollouts of two rows
@@ -250,7 +250,7 @@ def test_values_at_the_limits_of_what_is_cut(tmp_path):
         assert len(client.ask("prompt", key=many["key"])["dots"][0]) == 200
 
 
-def test_of_two_files_of_a_step_one_is_shown_and_the_other_named(tmp_path):
+def test_if_a_step_has_two_files_one_is_shown_and_the_other_is_named(tmp_path):
     folder = write_rows(tmp_path, {3: [(1, 1, 0.5, "Q")]}) / "rollouts"
     pq.write_table(pa.table({"group_id": [7, 7]}), folder / "step_3.parquet")
     with served(tmp_path) as client:
@@ -260,8 +260,8 @@ def test_of_two_files_of_a_step_one_is_shown_and_the_other_named(tmp_path):
         assert client.ask("rows", run=0, step=3, sort="group_id")["of"] == 1
 
 
-def test_prompts_are_found_in_any_case_like_rows(tmp_path):
-    """Lower-case sigma is another letter at the end of a word."""
+def test_a_search_of_prompts_and_of_rows_ignores_case(tmp_path):
+    """A lower-case sigma is another letter at the end of a word."""
     with served(write_rows(tmp_path, {0: [(1, 1, 0.5, "ΟΔΟΣΑ")]})) as client:
         assert client.ask("prompts", text="ΟΔΟΣ")["found"] == 1
         assert client.ask("rows", run=0, step=0, text="ΟΔΟΣ")["found"] == 1
@@ -310,10 +310,10 @@ def test_steps_written_while_viewing_are_found(tmp_path):
         assert 0.5 in rewards
 
 
-# -- nothing else is ---------------------------------------------------------------------------------------
+# -- requests and files that are refused -------------------------------------------------------------------
 
 
-def test_no_path_leaves_the_listed_files(client, run):
+def test_only_the_listed_files_are_served(client, run):
     outside = "../../../../../etc/passwd %2e%2e/%2e%2e/etc/passwd ..%2f..%2fetc%2fpasswd //etc/passwd C:\\x"
     beside = "report.html rollouts/step_00000000.parquet server.py page/../../server.py"
     odd = "api api/ api/__class__ api/../view.js view.js/ ./view.js view.js%00 %76iew.js"
@@ -436,7 +436,7 @@ class Touch:
         return os.mkdir, (str(self.path),)
 
 
-def test_nothing_in_a_file_is_executed_and_a_damaged_one_is_named(run, tmp_path):
+def test_nothing_in_a_file_is_executed_and_a_damaged_file_is_named(run, tmp_path):
     rows = tmp_path / "run" / "rollouts"
     write_run(rows.parent, steps=1)
     whole = (rows / "step_00000000.parquet").read_bytes()
@@ -475,10 +475,10 @@ def test_a_file_that_declares_too_much_data_is_not_read(run, monkeypatch):
                 stored_run.StoredRun(run)
 
 
-# -- numbers of steps, and two runs --------------------------------------------------------------------------
+# -- metrics of steps, and two runs --------------------------------------------------------------------------
 
 
-def test_any_number_of_the_steps_can_be_charted(tmp_path):
+def test_every_metric_of_the_steps_can_be_charted(tmp_path):
     first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second", 2, 0.25)
     with served(first, second) as client:
         named = [run["metrics"] for run in client.ask("runs")["runs"]]
@@ -492,7 +492,7 @@ def test_any_number_of_the_steps_can_be_charted(tmp_path):
 # -- the command --------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_what_to_do(tmp_path, run):
+def test_an_error_of_the_command_says_what_to_do(tmp_path, run):
     (tmp_path / "empty").mkdir()
     (tmp_path / "alone.jsonl").touch()
     for at, name in enumerate(("1/b", "1/a", "2")):  # the last is the oldest
@@ -524,8 +524,8 @@ def test_the_command_prints_what_to_do(tmp_path, run):
             assert "Traceback" not in done.stderr
 
 
-def test_without_pyarrow_it_names_what_to_install(tmp_path, run, monkeypatch):
-    # Also remove names from the package, which keeps those that were imported.
+def test_without_pyarrow_the_command_names_what_to_install(tmp_path, run, monkeypatch):
+    # Modules that are imported must be removed, because they would not import pyarrow again.
     for name in [name for name in sys.modules if name.startswith("headrace.pipeline.tools.view")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -534,7 +534,7 @@ def test_without_pyarrow_it_names_what_to_install(tmp_path, run, monkeypatch):
     assert "view needs pyarrow: pip install pyarrow" in done.stderr
 
 
-def test_it_serves_until_ctrl_c_and_exits_quietly_without_torch(run):
+def test_the_command_serves_until_ctrl_c_and_exits_quietly_without_torch(run):
     code = (
         "import sys\nfrom headrace.pipeline.main import main\n"
         "try: main()\n"

@@ -1,4 +1,4 @@
-"""``headrace view`` in a browser: rows as text, prompts over the steps, and two runs."""
+"""In a browser, ``headrace view`` shows the rows and prompts of one or two runs."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def settle(page, selector="tr.line, table.prompts tr, details.one-step, p.empty"
 
 
 def until(found, wanted):
-    """Wait until a function of the page returns this."""
+    """Wait until the function `found` returns the wanted value."""
     for _ in range(500):
         if (last := found()) == wanted:
             return
@@ -128,8 +128,8 @@ def test_both_runs_show_the_rows_of_their_files(open_view, folders):
     assert page.texts("#rows .panel .empty") == [f"{folders[1].name} has no step 3."]
 
 
-def test_a_row_says_its_group_its_loss_weight_and_whether_it_trained(driver, tmp_path):
-    """The label of a group without an id is its prompt and a hash. Beside the prompt, the hash is enough."""
+def test_a_row_shows_its_group_its_loss_weight_and_its_reason(driver, tmp_path):
+    """The label of a group without an id is its prompt and a hash. A row shows half of the hash."""
     labels = [f"What? #{each // 3:08x}{7:08x}" for each in range(9)]
     batch = step_batch(0)
     report = make_report(Pipeline(stages(weight=LossWeight())).run(batch), step=0, batch=batch)
@@ -151,7 +151,7 @@ def test_a_row_says_its_group_its_loss_weight_and_whether_it_trained(driver, tmp
         until(lambda: rows_shown(page), ["3", "4", "5"])
 
 
-def test_where_the_runs_are_below_one_another_a_button_leads_to_the_other(open_view, folders):
+def test_on_a_narrow_screen_a_button_leads_to_the_rows_of_the_other_run(open_view, folders):
     page = open_view("#view=steps&step=2", width=390)
     names = [f"the rows of {folders[1].name} are below", "the rows of first are above"]
     assert page.texts("#rows .jump") == names
@@ -169,7 +169,7 @@ def test_malicious_and_long_texts_are_shown_as_text(open_view, folders):
         "for (const e of document.querySelectorAll('.panel:first-child button.open')) e.click()"
     )
     opened = ".panel:first-child tr.detail:nth-child({}) .whole p"
-    until(lambda: page.count(".panel:first-child tr.detail .whole") >= 24, True)  # an empty one is said to be
+    until(lambda: page.count(".panel:first-child tr.detail .whole") >= 24, True)  # also of empty texts
     assert page.texts(opened.format(4))[1] == pages.HOSTILE.replace("\u2028", r"\u2028")
     assert page.texts(opened.format(6))[1] == r"\u202eturned"
     assert page.texts(opened.format(8))[1] == "(empty)"
@@ -202,7 +202,7 @@ def test_rows_are_filtered_and_the_url_has_the_filter(open_view, client):
     until(lambda: len(rows_shown(page)), 3)
 
 
-def test_a_step_that_is_not_there_is_named(open_view):
+def test_a_missing_step_is_named_with_the_nearest_one(open_view):
     page = open_view("#view=steps&step=999")
     assert page.seen("#no-step") == "There is no step 999: step 3 is the nearest."
     page.all("#previous")[0].click()
@@ -219,7 +219,7 @@ def test_a_control_of_the_rows_shows_its_whole_value_on_a_narrow_screen(open_vie
     assert page.driver.execute_script(wide) >= 0
 
 
-def test_the_chart_shows_the_number_that_is_chosen(open_view):
+def test_the_chart_shows_the_chosen_metric(open_view):
     page = open_view()
     until(lambda: page.seen("#rows-title"), "Rows of step 2")  # the last step that both runs have
     page = open_view("#view=steps&step=3")
@@ -236,7 +236,7 @@ def test_the_chart_shows_the_number_that_is_chosen(open_view):
     assert "first from 33.33 at step 0 to 33.33 at step 3" in label  # one group of three
 
 
-def test_a_reward_that_never_changes_is_the_one_label_of_its_axis(driver, tmp_path):
+def test_an_axis_has_a_single_label_if_the_reward_never_changes(driver, tmp_path):
     reward = torch.zeros(9)
     with ReportFolder(tmp_path / "run", every=None) as folder:
         for step in range(3):
@@ -248,7 +248,7 @@ def test_a_reward_that_never_changes_is_the_one_label_of_its_axis(driver, tmp_pa
         until(lambda: page.texts("#steps svg.rewards text.end"), ["0"])
 
 
-def test_another_width_keeps_what_is_open(open_view):
+def test_open_steps_stay_open_if_the_width_changes(open_view):
     page = open_view(f"#view=prompt&prompt={key_of('What is 1 + 1?')}")
     until(lambda: page.count("details.one-step"), 4)
     page.open("details.one-step[data-step='2']")
@@ -278,14 +278,12 @@ def test_a_row_opens_its_prompt_in_all_steps_of_both_runs(open_view):
     until(lambda: page.count("details.one-step[open] tr.line"), 6)
     assert page.count("#prompt svg.rewards polyline") == 2
     assert page.texts("#prompt svg.rewards text.title") == ["step", "reward"]
-    assert page.count("#prompt svg.rewards circle.dot") == 3 * (
-        4 + 3
-    )  # each rollout in the steps of both runs
+    assert page.count("#prompt svg.rewards circle.dot") == 3 * (4 + 3)  # rollouts times steps of both runs
     fills = {dot.value_of_css_property("fill") for dot in page.all("#prompt svg.rewards circle.dot")}
-    assert len(fills) > 2  # coloured by their advantages
+    assert len(fills) > 2  # dots are coloured by their advantages
 
 
-def test_prompts_are_listed_lowest_reward_first_and_searched(open_view):
+def test_prompts_are_listed_by_reward_and_can_be_searched(open_view):
     page = open_view("#view=prompts")
     until(lambda: page.count("table.prompts tbody tr"), 4)
     assert page.texts("table.prompts tbody th a")[0] == "Żółw?"
@@ -298,7 +296,7 @@ def test_prompts_are_listed_lowest_reward_first_and_searched(open_view):
 @pytest.mark.parametrize(
     "address", ["#view=steps&step=2", "#view=prompts", f"#view=prompt&prompt={key_of('What is 1 + 1?')}"]
 )
-def test_it_is_readable_on_narrow_and_wide_screens_in_light_and_dark(open_view, address):
+def test_the_viewer_is_readable_on_narrow_and_wide_screens_in_light_and_dark(open_view, address):
     for width in (390, 1280):
         page = open_view(address, width=width)
         page.driver.execute_script("document.querySelector('button.open, details.one-step summary')?.click()")
@@ -309,7 +307,9 @@ def test_it_is_readable_on_narrow_and_wide_screens_in_light_and_dark(open_view, 
             low = [pair for pair in page.driver.execute_script(CONTRAST) if pair[0] < 4.5]
             assert not low, (width, scheme)
         tops = page.driver.execute_script(TOPS)
-        assert width == 1280 or "steps" not in address or len({*tops}) < len(tops), "a line for each control"
+        assert width == 1280 or "steps" not in address or len({*tops}) < len(tops), (
+            "each control has a line of its own"
+        )
         assert page.driver.execute_script(UNNAMED) == 0
         assert width == 390 or page.driver.execute_script(OUT_OF_LINE) == []
 

@@ -1,4 +1,4 @@
-"""The weight of each token in a training step is measured from its gradient, and named."""
+"""The weights of tokens are measured from the gradient of a training step, and named in a verdict."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ VERDICTS = {
     with_the_first_twice: r"with 4 micro-batches, micro-batch 0 \(from 0\) counts 2 times",
     with_a_shifted_mask: r"loss mask is shifted: each token has the weight of the token after it",
     with_a_mask_that_is_late: r"loss mask is shifted: each token has the weight of the token before it|"
-    "the first token of each response has no weight",  # with padding on the left, the last token is lost
+    "the first token of each response has no weight",  # padding on the left cuts off the last token
     with_prompts: r"^\d+ tokens outside the loss mask( and padding)? have a weight, in 3 of 3 runs",
     with_the_neighbours_advantage: r"^each row has the advantage of the row before it, in 3 of 3 runs",
 }
@@ -141,7 +141,7 @@ def test_a_mean_that_depends_on_micro_batches_is_measured_to_1e_9():
 
 
 @pytest.mark.slow
-def test_averaged_ranks_of_unequal_tokens_are_a_mean_per_rank():
+def test_averaged_gradients_of_unequal_ranks_are_a_mean_per_rank():
     found = xray(mean_of_step, ranks=(1, 2), cuts=(1, 2))
     assert "mean over the tokens of each rank: with 1 micro-batch, 2 ranks" in found.verdict
     first, *_, last = found.runs
@@ -152,7 +152,7 @@ def test_averaged_ranks_of_unequal_tokens_are_a_mean_per_rank():
     assert first.ranks == 1
 
 
-# -- what no table can tell is refused ----------------------------------------------------------------------
+# -- steps that a table cannot measure ----------------------------------------------------------------------
 
 
 def small() -> tuple[TokenTable, TensorDictBase]:
@@ -175,7 +175,7 @@ def test_the_coefficient_is_exact_at_any_logits_in_any_dtype():
         assert torch.allclose(token_weights(model, batch), expected, rtol=close, atol=close)
 
 
-def test_a_batch_has_no_repeated_pair_for_any_rows_and_padding():
+def test_a_batch_has_no_repeated_pair_of_tokens():
     for pad in ("left", "right", None):
         batch = xray_batch([5, 1, 7, 3, 9, 2], [0, 1, 2, 3], 2, segments=[1, 2, 2, 1], prompts=3, pad=pad)
         rows = [row[FULL][row["masks", "all_attention_mask"]].tolist() for row in batch.unbind(0)]
@@ -270,7 +270,7 @@ CURVES = {
     "GRPO": (of_torchrl("GRPOLoss", clip_epsilon=0.2), clipped(0.2, 0.2)),
     "clip higher": (of_torchrl("GRPOLoss", clip_epsilon=(0.2, 0.28)), clipped(0.2, 0.28)),
     "CISPO": (by_ratio(lambda r, a, m: r.clamp(0.8, 1.28)), lambda r, up: min(max(r, 0.8), 1.28)),
-    # Its gradient is 0 where the ratio is clipped, for both signs; the paper's (arXiv:2506.13585) is not.
+    # TorchRL's gradient is 0 where the ratio is clipped. The paper's (arXiv:2506.13585) is not 0 there.
     "TorchRL's CISPO": (
         of_torchrl("CISPOLoss", clip_epsilon=(0.2, 0.28)),
         lambda r, up: r if 0.8 < r < 1.28 else 0.0,
@@ -294,7 +294,7 @@ def test_the_curve_of_a_loss_equals_its_formula(name):
         assert down == pytest.approx(formula(ratio, False), rel=1e-9, abs=1e-12), ratio
 
 
-# -- a pipeline that says something else --------------------------------------------------------------------
+# -- a pipeline that declares other weights -----------------------------------------------------------------
 
 
 def through(pipeline):
@@ -354,8 +354,8 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("step", FAULTS)
-def test_with_a_pipeline_a_fault_is_named_as_without(step):
-    """Two rows, of 10 and 4 tokens, have the advantage 0, and the tokens of their prompts the weight 0."""
+def test_a_fault_is_named_with_and_without_a_pipeline(step):
+    """Two of twelve rows, with 14 tokens, have the advantage 0. Each row has a prompt of one token."""
     pipeline = load_pipeline("grpo", "pipeline.stages.split.minibatches=1", loss_unit="token")
     rewards = (1.0, 0.0, 0.25, 0.5, 0.0, 1.0, 0.75, 0.1, 0.2, 0.6, 0.4, 0.4)
     xray(mean_of_step, pipeline, rewards=rewards).assert_uniform()
@@ -369,7 +369,7 @@ def test_with_a_pipeline_a_fault_is_named_as_without(step):
 EQUAL_IN_THE_LAST = (1.0, 0.0, 0.25, 0.5, 0.0, 1.0, 0.75, 0.1, 0.4, 0.4, 0.4, 0.4)
 
 
-def test_a_micro_batch_without_an_advantage_hides_no_fault_of_another():
+def test_a_micro_batch_without_an_advantage_hides_no_fault_of_another_micro_batch():
     """The last of four micro-batches of three rows has only equal rewards."""
     pipeline = load_pipeline("grpo", "pipeline.stages.split.minibatches=1")
     for says in (None, pipeline):
@@ -380,7 +380,7 @@ def test_a_micro_batch_without_an_advantage_hides_no_fault_of_another():
 @pytest.mark.parametrize("shift", [1, -1], ids=["last", "first"])
 @pytest.mark.parametrize("unit", ["token", "sample"])
 def test_tokens_without_weight_in_the_pipeline_are_not_a_shifted_mask(unit, shift):
-    """A token filter or an advantage of 0 takes out the last or the first token of each response."""
+    """A token filter or an advantage of 0 removes the last or the first token of each response."""
 
     def others(batch):
         mask = batch[LOSS]
@@ -405,12 +405,12 @@ def test_tokens_without_weight_in_the_pipeline_are_not_a_shifted_mask(unit, shif
 def with_turns_inside_rows(batch: TensorDictBase) -> None:
     """Add turns of two tokens, which are numbered within each row."""
     place = batch[LOSS].cumsum(1) - 1
-    row = torch.arange(len(batch))[:, None]  # then no two rows share a turn
+    row = torch.arange(len(batch))[:, None]  # so that no two rows share the number of a turn
     batch["turn_index"] = torch.where(batch[LOSS], place // 2 + 100 * row, -1)
 
 
 def mean_of_turns(model, batch, cut):
-    """By a loop: all turns have equal weights, and so have the tokens within each."""
+    """A loop in which all turns have equal weights, and all tokens of a turn."""
     turns = batch["turn_index"]
     numbers = [turn for turn in turns.unique().tolist() if turn >= 0]
     for part in batch.chunk(cut):
@@ -420,8 +420,8 @@ def mean_of_turns(model, batch, cut):
                 (-mine.sum() / (turns == turn).sum() / len(numbers)).backward()
 
 
-def test_a_mean_over_turns_inside_rows_is_uniform_and_no_other_mean_is():
-    """The last turn of a row may have one token, with twice the weight of others."""
+def test_a_mean_over_turns_inside_rows_is_uniform_and_a_mean_over_tokens_is_not():
+    """The last turn of a row may have one token, which has twice the weight of others."""
     words = "pipeline.stages.split.minibatches=1", "pipeline.stages.weight.turn_index_key=turn_index"
     pipeline = load_pipeline("grpo", *words, loss_unit="turn")
     options = {"cuts": (1, 3), "prepare": with_turns_inside_rows, "pad": ("right", "left")}
@@ -498,12 +498,12 @@ def test_no_wrong_step_is_called_uniform(step, options, says):
         ({"cuts": (13,)}, "each micro-batch a row"),
     ],
 )
-def test_impossible_micro_batches_are_refused(options, says):
+def test_invalid_options_of_an_xray_are_refused(options, says):
     with pytest.raises(ValueError, match=says):
         xray(mean_of_step, **options)
 
 
-def test_a_pipeline_without_weights_and_a_step_that_moves_the_table_are_refused():
+def test_a_pipeline_without_weights_and_a_step_that_changes_the_table_are_refused():
     with pytest.raises(ValueError, match=r"writes no loss weights \(loss_weight\).*Add LossWeight"):
         xray(mean_of_step, load_pipeline("grpo", "pipeline.stages.weight=null"))
 

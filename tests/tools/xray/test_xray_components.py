@@ -85,13 +85,13 @@ def by_rollout(run, tokens: torch.Tensor) -> Sequence[float]:
     return sums[some].tolist()
 
 
-def test_the_tokens_of_a_masked_group_train_in_the_component_that_has_them():
-    """It is a mean over rollouts, times 0.05. Rollouts with such tokens, even masked ones, count equally."""
+def test_a_component_trains_its_tokens_of_a_masked_group():
+    """The component is a mean over rollouts, times 0.05. All rollouts with its tokens have equal weights."""
     run = measure(ECHO, cuts=(3,)).runs[0]
     masked = (run.tokens.group == 1)[:, None]
     own = run.tokens.inside & (run.advantage == 1)
     shares = by_rollout(run, own)
-    assert len(by_rollout(run, own & masked)) == 3  # the fourth has a single token
+    assert len(by_rollout(run, own & masked)) == 3  # the fourth rollout has a single token
     assert shares == pytest.approx([0.05 / len(shares)] * len(shares), rel=1e-9)
     assert not run.coefficient[masked & run.tokens.inside & ~own].any()
 
@@ -103,7 +103,7 @@ def test_a_wrong_weight_of_one_component_is_seen():
         measure(ECHO, cuts=(2,), declares=ECHO.replace("0.05", "0.1")).assert_uniform(1e-9)
 
 
-def test_two_ranks_train_the_weights_of_one():
+def test_two_ranks_train_the_weights_of_one_rank():
     more = ("process_group=world", "shared_ids=same")
     found = measure(ECHO, *more, group="world", ranks=(1, 2), cuts=(1, 2), gradients="reduced")
     found.assert_uniform(1e-9)

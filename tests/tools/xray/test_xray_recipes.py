@@ -1,4 +1,4 @@
-"""headrace trains the declared weights of its recipes in every way to train."""
+"""Recipes train their declared weights with each transform, in TorchRL's trainer, and on two ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LENGTHS = (3, 9, 5, 4, 8, 2, 6, 7, 5, 3, 10, 4, 2, 6)
 
 
 def measure(step, recipe: str, declares: Pipeline, *, votes: bool = False, **options) -> XRay:
-    """Measure a step against a second pipeline of the recipe, because running baselines change.
+    """Compare a step with a second pipeline of the recipe, because running baselines change.
 
     With `votes`, one rollout of each group votes only.
     """
@@ -35,7 +35,7 @@ def measure(step, recipe: str, declares: Pipeline, *, votes: bool = False, **opt
         tokens = batch["tokens", "full"]
         place = torch.arange(tokens.shape[1]).expand(tokens.shape)
         batch[OLD] = torch.where(batch["masks", "all_attention_mask"], batch[FULL], 0.0)
-        batch[FULL] = batch[OLD] + 0.0005 * (tokens * 7 % 5 - 2)  # the sampler differs a little
+        batch[FULL] = batch[OLD] + 0.0005 * (tokens * 7 % 5 - 2)  # the sampling policy differs a little
         for number, name in enumerate(("teacher_log_probs", "ref_log_probs", *POSITIVE), 1):
             sign = 1 if name in POSITIVE else -1
             batch[name, "full"] = sign * (tokens * number % 7 + 1).double() / 8
@@ -62,7 +62,7 @@ def measure(step, recipe: str, declares: Pipeline, *, votes: bool = False, **opt
 
 
 def of_voters(batch: TensorDictBase) -> torch.Tensor:
-    """The rows of the third rollout of each group: five rows, because two of these rollouts have two."""
+    """The five rows of the third rollout of each of three groups. Two of these rollouts have two rows."""
     return batch["rollout_id"].flatten() % 4 == 2
 
 
@@ -78,7 +78,7 @@ def plain(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("transform", [None, "pack", "tree"])
 def test_every_recipe_trains_its_declared_weights(transform):
-    """Recipes alternate between one and three micro-batches, and so do the ways to transform a batch."""
+    """The number of micro-batches alternates between one and three, from recipe to recipe."""
     recipes = {None: ADVANTAGES, "pack": FEW, "tree": CHAINS}[transform]
     for number, recipe in enumerate(recipes):
         for microbatches in (1, 3)[(number + bool(transform)) % 2 :][:1]:
@@ -105,7 +105,7 @@ def test_an_advantage_per_token_is_trained_for_any_number_of_micro_batches(recip
 
 
 @pytest.mark.parametrize("recipe", ["a_star_po", "grpo", "remax"])
-def test_a_rollout_that_votes_only_has_no_weight_and_is_in_no_denominator(recipe):
+def test_a_rollout_that_votes_only_is_in_no_numerator_and_no_denominator(recipe):
     for cut in (1, 2, 3, 4):
         split = {"minibatches": 1, "microbatches": cut}
         pipeline, second = (pipeline_of(recipe, split=split) for _ in range(2))
@@ -167,7 +167,7 @@ def test_torchrls_trainer_trains_the_weights_of_the_recipe(recipe):
 @pytest.mark.parametrize(
     ("recipe", "how"), [("dapo", "summed"), ("tree_grpo", "summed"), ("gdpo", "DDP"), ("mis", "DDP")]
 )
-def test_two_ranks_train_the_weights_of_one(recipe, how):
+def test_two_ranks_train_the_weights_of_one_rank(recipe, how):
     ranks = ["process_group=world", "shared_ids=same"]
     ranks += ["stages.weight.gradients=mean"] * (how == "DDP")
     ranks += ["stages.tree.turn_key=turn"] * (recipe in BY_TURN)

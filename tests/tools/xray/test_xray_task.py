@@ -1,4 +1,4 @@
-"""`headrace task=xray` on other trainers gives the numbers of their documentation."""
+"""``task=xray`` measures the weights that other trainers document, and any deviations."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_page_equals_the_stored_numbers():
 
 
 @pytest.mark.parametrize("trainer", ["torchrl", "trl"])
-def test_the_settings_that_have_a_curve_are_those_of_the_page(trainer):
+def test_the_settings_with_a_curve_are_those_of_the_page(trainer):
     pytest.importorskip(trainer, reason=f"{trainer} is not installed")
     module = import_module(f"headrace.pipeline.tools.xray.of_{trainer}")
     kept = {each["setting"]: bool(each["curve"]) for each in KEPT[trainer]["settings"]}
@@ -115,10 +115,10 @@ def test_a_curve_goes_from_the_least_to_the_greatest_ratio():
         assert down == pytest.approx([HEIGHT * (1 - min(value, TOP) / TOP) for value in values], abs=0.1)
 
 
-def test_a_verdict_is_printed_unless_a_setting_is_as_its_documentation_says():
+def test_a_verdict_is_printed_unless_the_setting_agrees_with_its_documentation():
     def step(model, batch, cut):
         terms = model.get_dist(batch).log_prob(batch["tokens", "full"]) * batch["advantage"].squeeze(-1)
-        (-terms[batch["masks", "all_assistant_mask"]].sum()).backward()  # 12 rows
+        (-terms[batch["masks", "all_assistant_mask"]].sum()).backward()  # over 12 rows, so the constant is 12
 
     found, console = xray(step, cuts=(1,)), Console(file=io.StringIO(), width=200)
     documented = {"right": SUM_OF_STEP, "wrong": TOKENS_OF_STEP, "silent": ""}
@@ -167,11 +167,11 @@ def trl():
     trl = pytest.importorskip("trl", reason="TRL is not installed")
     assert trl.GRPOTrainer
     assert trl.RLOOTrainer
-    gc.freeze()  # each TRL trainer collects garbage
+    gc.freeze()  # each TRL trainer collects garbage, which is slow with all modules loaded
     return trl
 
 
-def test_trl_is_measured_in_fifteen_settings_and_with_masked_completions(trl, tmp_path):
+def test_trl_takes_its_documented_means_with_and_without_masked_completions(trl, tmp_path):
     found = measured(tmp_path, "xray=trl", "xray.curve=false")
     known = {"dapo": 1.0, "grpo": 1.0, "dr_grpo": 1.0, "bnpo": 1.0, "cispo": 0.2}
     for masked in ("", ", mask_truncated_completions"):
@@ -220,7 +220,7 @@ def test_tool_tokens_and_left_padding_change_nothing_in_trl(trl):
         xray(step, cuts=(5,), dtype=torch.float32)
 
 
-def test_trl_clips_a_policy_that_changed_since_sampling(trl):
+def test_trl_clips_the_ratios_of_a_policy_that_changed_since_sampling(trl):
     known = {
         "dapo": ({"epsilon_high": 0.28}, [0.5, 1.0, 1.25, 0.0], [0.0, 1.0, 1.25, 6.0]),
         "cispo": ({"epsilon_high": 5.0}, [0.5, 1.0, 1.25, 5.0], [0.5, 1.0, 1.25, 5.0]),
@@ -246,7 +246,7 @@ def test_a_table_is_a_transformers_model(trl):
     assert torch.allclose(token_weights(model, batch), 3.0 * inside.double(), rtol=1e-9)
 
 
-# -- trainers that want another torch or TRL, where they are installed ---------------------------------------
+# -- trainers that need other versions, if they are installed ------------------------------------------------
 
 
 def test_verl_takes_the_mean_of_each_loss_agg_mode_for_any_micro_batches(tmp_path):
@@ -254,7 +254,7 @@ def test_verl_takes_the_mean_of_each_loss_agg_mode_for_any_micro_batches(tmp_pat
     found = measured(tmp_path, "xray=verl")
     assert sum("vanilla" in name for name in found) == 5
     for name, each in found.items():
-        if name.startswith("geo_mean"):  # the loss is a mean per micro-batch, and the engine sums these
+        if name.startswith("geo_mean"):  # the engine sums the means of four micro-batches
             assert close(each["over_one_micro_batch"]["4"], 4.0)
         else:
             assert close(each["over_documented"], 1.0), name
@@ -262,7 +262,7 @@ def test_verl_takes_the_mean_of_each_loss_agg_mode_for_any_micro_batches(tmp_pat
     for ratio, (up, down) in found["vanilla, loss_agg_mode=token-mean"]["curve"].items():
         r = float(ratio)
         assert up == pytest.approx(r if r < 1.2 else 0.0, rel=1e-3, abs=1e-5)
-        assert down == pytest.approx(r if 0.8 < r < 3.0 else 0.0, rel=1e-3, abs=1e-5)  # clip_ratio_c
+        assert down == pytest.approx(r if 0.8 < r < 3.0 else 0.0, rel=1e-3, abs=1e-5)  # clip_ratio_c is 3
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # openrlhf's imports warn
@@ -287,7 +287,7 @@ def test_ms_swift_takes_the_documented_mean_over_the_window(tmp_path):
         assert uniform(each) == ("bnpo" not in name), name
 
 
-# -- a step of one's own, and what is refused ---------------------------------------------------------------
+# -- a step of the user -------------------------------------------------------------------------------------
 
 
 def test_a_user_step_is_named_and_compared_with_a_recipe(tmp_path, monkeypatch):
