@@ -228,5 +228,5 @@ def test_an_advantage_per_token_cannot_be_changed_by_column():
     rows = batch_of([1.0, 0], [0, 1], tokens=3)
     rows["advantage"], rows["environment"] = torch.ones(2, 3, 1), torch.tensor([0, 1])
     stage = ByColumn(column="environment", stages={0: SignFactors(positive=0.5), 1: SignFactors()})
-    with pytest.raises(TypeError, match="put it before the stages that give each token"):
+    with pytest.raises(TypeError, match="put this stage before those that give each token"):
         stage(rows)

@@ -232,7 +232,7 @@ def test_any_negative_index_means_that_a_token_has_no_turn():
             r"the reward of every turn must be finite; found \[nan, 0.0\] at row 0 \(rollout 4\)",
         ),
         ({"rollout_id": [4, 4, 6], "reward": [1.0, 1.0, 7.0]}, {"turn_rewards": "token"},
-         "turn 0 of rollout 4 also on a row other than 0"),
+         "turn 0 of rollout 4 on row 0 and on another row"),
         ({"rollout_id": [4, -5, 6]}, {}, "rollout_id ≥ 0; found -5"),
         ({"group_id": [0, -1, 1]}, {}, "group_id ≥ 0; found -1"),
         ({"turn_index": [[0.0, 1.0, 2.0]] * 3}, {}, "must hold integers; found torch.float32"),

@@ -120,7 +120,7 @@ def test_the_error_of_difficulty_says_which_reward_to_use():
     with pytest.raises(BatchError, match=r"found 5.0 at row 0.*\. Set reward=0, or the index of another"):
         several(batch)
     second = Pipeline({**decoupled(), "difficulty": DifficultyWeight(reward=1)})
-    with pytest.raises(BatchError, match=r"found 5.0 at row 0.*\. Choose another reward, scale it where"):
+    with pytest.raises(BatchError, match=r"found 5.0 at row 0.*\. Choose another reward, scale this"):
         second(batch)
     third = Pipeline({**decoupled(), "difficulty": DifficultyWeight(reward=2)})
     with pytest.raises(BatchError, match=r"needs 3 rewards per row; found 2. Set FanOutCollapse\(columns=K"):

@@ -147,7 +147,7 @@ def test_the_error_for_segments_with_different_rewards_names_an_option_of_the_co
             {"group_size": 2},
             "give the column 'expected_rollouts' instead of group_size. If not, are group ids",
         ),
-        ({"expected_rollouts": [2, 2, 2]}, "Correct the column 'expected_rollouts', or are group ids"),
+        ({"expected_rollouts": [2, 2, 2]}, "Correct the column 'expected_rollouts'. Or are group ids"),
     ],
 )
 def test_the_error_for_too_many_rollouts_says_where_the_size_is_from(expected, todo):

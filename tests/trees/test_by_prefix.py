@@ -227,7 +227,7 @@ def test_a_rollout_without_its_first_row_is_not_in_the_tree():
     for row, counts in zip(rows, (False, True, True), strict=True):
         row[COUNTED] = torch.tensor(counts)
     with pytest.raises(
-        BatchError, match="found excluded first rows, while other rows are not excluded, of rollout 10"
+        BatchError, match="found rollouts whose first row is excluded, and another row is not: rollout 10"
     ):
         TreeAdvantage()(lazy_stack(rows))
     rows[1][COUNTED] = torch.tensor(False)

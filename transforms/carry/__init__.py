@@ -1,4 +1,4 @@
-"""State that passes between batches: rows that a split holds back, and the point where a run resumes.
+"""State that passes between batches: rows that a split carries, and the point where a run resumes.
 
 Functions here also join, save and send rows.
 """

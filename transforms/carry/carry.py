@@ -1,4 +1,4 @@
-"""Rows that wait for the next batch: taken from one table, and joined to the next."""
+"""Take rows out of the table of one batch, and join them to the table of the next batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def take(table: Table, numbers: Tensor) -> TensorDictBase:
 
 
 def wait_a_step(carried: TensorDictBase, rows: Rows) -> TensorDictBase:
-    """Let rows wait for the next batch, if they may (``("headrace", "steps_left")`` of a stream).
+    """Take one step off ``("headrace", "steps_left")``, if a stream wrote this column.
 
     Args:
         carried: the output of :func:`take`, which is changed.
@@ -63,9 +63,9 @@ def wait_a_step(carried: TensorDictBase, rows: Rows) -> TensorDictBase:
 
 
 def join(rows: Rows, carried: TensorDictBase | None, remainder: str = "carry") -> None:
-    """Append rows that an earlier batch carried to this one. All ranks call this together.
+    """Append the carried rows of an earlier batch. All ranks call this together.
 
-    They keep their columns, their first reason, and whether they are in the loss and in the statistics.
+    Carried rows keep their columns, their first reason, and whether they are in the loss and the statistics.
 
     Args:
         rows: a view of the table.
@@ -87,15 +87,15 @@ def _append(table: Table, carried: TensorDictBase | None, remainder: str) -> Non
         raise BatchError(
             "rows were carried from an earlier batch, and ranks that share a batch can only use them "
             "with remainder='carry': set pipeline.stages.split.remainder=carry, or drop these rows with "
-            "a split without this state"
+            "a new split"
         )
-    # 1. Read the carried rows into a table of their own, and exchange them.
+    # Read the carried rows into another table, and exchange them.
     more, reasons = Table(carried, 0 if carried is None else len(carried)), list[str]()
     if carried is not None:
         reasons = listed(column_of(carried, REASON))
         more.batch = leave_out(carried, [REASON])
         counts = [key for key in table.columns if isinstance(key, TokenCount)]
-        # A column of one number per row here may be one of ragged tokens there, such as an advantage.
+        # A column such as an advantage may have one number per row here, and ragged tokens in carried rows.
         ragged = {key for key in table.columns if key not in counts and _is_ragged(column_of(carried, key))}
         more.load([*(key for key in table.columns if key not in {*counts, *ragged}), *OF_THE_TABLE], counts)
     ranks, before = table.ranks, table.size
@@ -142,14 +142,14 @@ def _is_ragged(column: Any) -> bool:
 
 
 def refuse_again(rows: Rows, unit: str) -> None:
-    """Refuse a batch that has ids of carried rows again.
+    """Raise an error if the batch has ids of carried rows again.
 
     Args:
         rows: all rows of the table.
         unit: the unit whose ids are compared, ``group`` or ``rollout``.
 
     Raises:
-        BatchError: the batch has such ids; the message lists them.
+        BatchError: the batch has such ids. The message lists the first ten.
     """
     table = rows.table
     if rows.key(unit) is None or not rows.has(unit):

@@ -1,4 +1,4 @@
-"""The state that a split keeps from batch to batch. It wraps :meth:`ShuffleSplit.permute`."""
+"""The state that a split keeps from batch to batch, around :meth:`ShuffleSplit.permute`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Remembered:
-    """A batch that was cut, with the state that is remembered once all stages have accepted it."""
+    """A batch that was cut, and the state to remember once all stages have accepted the batch."""
 
     permuted: Permuted | None = None
     """None: the batch is skipped, because it was trained before the state was saved."""
@@ -35,7 +35,7 @@ class SplitMemory:
     Attributes:
         state: the state after the last accepted batch.
         lock: hold it while you use the state.
-        restored: the state was loaded, and no batch was accepted since.
+        restored: the state was loaded, and no batch has been accepted since.
     """
 
     def __init__(self) -> None:
@@ -46,23 +46,23 @@ class SplitMemory:
         """Forget all batches."""
         self.state, self.restored = SplitState(), False
         self._progress: BatchProgress | None = None  # progress of the last accepted batch
-        self._earlier: list[BatchProgress] = []  # earlier batches that were not done
+        self._earlier: list[BatchProgress] = []  # progress of earlier, unfinished batches
 
     def cut(self, split: Any, rows: Rows, epochs: int = 1, *, skips: bool = True) -> Remembered:
-        """Permute a batch with the kept state: skip the batch, or join the carried rows and continue it.
+        """Skip a batch that was trained before. Otherwise join the carried rows to the batch, and permute it.
 
         Args:
             split: the split that permutes.
             rows: the rows of all ranks, as the split sees them.
             epochs: passes, ≥ 1.
-            skips: whether a batch that was trained before the state was saved is skipped.
+            skips: whether to skip a batch that was trained before the state was saved.
 
         Raises:
-            BatchError: as :meth:`ShuffleSplit.permute`; an interrupted batch is expected, and this is
-                another; or ids of carried rows are in the batch again.
+            BatchError: as :meth:`ShuffleSplit.permute`; or another batch was interrupted and must come
+                first; or ids of carried rows are in the batch again.
         """
         table, carries = rows.table, split.remainder == "carry"
-        # 1. Before: skip a batch that was trained already; otherwise join the carried rows.
+        # 1. Skip a batch that was trained already. Otherwise join the carried rows.
         if skips and self.trained_before is not None and self._skips(split, rows, self.trained_before):
             return Remembered()
         if carries or self.state.carried is not None:
@@ -78,11 +78,11 @@ class SplitMemory:
             refuse_again(rows.on_arrival, "group" if split.unit == "group" else "rollout")
         # 2. Permute.
         permuted = split.permute(rows, epochs, calls=self.state.calls)
-        # 3. After: keep the rows that are left over, as they are before they leave.
+        # 3. Keep the leftover rows, as they are before they leave.
         kept = None
         if carries:
             left = own[:0] if permuted.left is None else own[permuted.left[own]]
-            if carried is not None:  # the oldest first
+            if carried is not None:  # rows that were carried before come first
                 left = torch.cat([left[left >= carried[0]], left[left < carried[0]]])
             kept = wait_a_step(take(table, left), rows) if len(left) else None
             rows.metric("carried_in", 0 if carried is None else table.fates.here[carried].sum())
@@ -98,7 +98,7 @@ class SplitMemory:
         table = rows.table
         own = table.rows_of_ranks()[table.ranks.rank]
         came = KnownBatch(len(own), identifying_columns(table, own, split.reward_key))
-        # A rank that had no rows and has none does not vote.
+        # A rank that had no rows in the trained batch, and has none now, gives no answer.
         vote = [trained.is_again(came)] if trained.rows or came.rows else []
         votes_of_ranks = table.ranks.gather_objects(vote)
         votes = [vote for votes in votes_of_ranks for vote in votes]
@@ -106,7 +106,7 @@ class SplitMemory:
             again = [rank for rank, votes in enumerate(votes_of_ranks) if True in votes]
             raise BatchError(
                 f"ranks {again} hold rows that were trained before the state was saved, and the other ranks "
-                "hold other rows: give all ranks the rows of the same batch, that one or the next"
+                "hold other rows: give all ranks the rows of the same batch"
             )
         if not any(votes):
             return False
@@ -119,10 +119,10 @@ class SplitMemory:
         return True
 
     def remember(self, cut: Remembered) -> None:
-        """Store the state after a batch, once no stage has refused it."""
+        """Store the state after a batch. Call this once all stages have accepted the batch."""
         progress = cut.progress
         if cut.state is None or progress is None:
-            self.restored = False  # skipped; given once more, it is trained
+            self.restored = False  # the batch was skipped; it trains if it is given again
             return
         if (last := self._progress) is not None:
             self._earlier = [each for each in (*self._earlier, last) if each.in_the_middle]
@@ -130,28 +130,28 @@ class SplitMemory:
         self.state, self._progress, self.restored = cut.state, progress, False
 
     def same_on_all_ranks(self) -> str:
-        """What must be equal on all ranks, as text to compare."""
+        """The state that must be equal on all ranks, as text to compare."""
         taken = 0 if self.state.interrupted is None else self.state.interrupted.taken
         known = "a" if self.trained_before else "no"
         return (
-            f"{self.state.calls} draws before, {taken} minibatches taken, and {known} batch that is not "
-            "trained again"
+            f"{self.state.calls} permutations before, {taken} minibatches taken, and {known} batch that is "
+            "not trained again"
         )
 
     @property
     def trained_before(self) -> KnownBatch | None:
         """The last trained batch of a loaded state. It is skipped if it comes next.
 
-        None in the process that trained it: giving a batch again there means a second pass.
+        None in the process that trained the batch. If a batch is given again there, it trains a second time.
         """
         return self.state.trained if self.restored and self.state.interrupted is None else None
 
     def discard_batch(self) -> None:
         """Drop the remaining minibatches of an interrupted batch. Without such a batch, do nothing.
 
-        The remaining minibatches are never trained, and the taken ones are not trained again. The state is
-        then the one after the batch, including its carried rows. If you leave a loop by ``break`` and do not
-        want to continue it later, call this before you save the state.
+        The remaining minibatches are never trained, and the taken ones are not trained again. The state
+        becomes that after the batch, with its carried rows. If you leave a loop by ``break`` and do not want
+        to continue its batch later, call this before you save the state.
         """
         with self.lock:
             for progress in (*self._earlier, *([] if self._progress is None else [self._progress])):
@@ -163,9 +163,9 @@ class SplitMemory:
     def to_plain(self) -> dict[str, Any]:
         """The state for ``state_dict``.
 
-        In the middle of a batch it holds the state before the batch and the number of taken minibatches.
-        After the last minibatch it holds the columns that identify the batch, so that the batch is skipped
-        if it is given again.
+        In the middle of a batch, this is the state before the batch with the number of taken minibatches.
+        After the last minibatch, the state has the columns that identify the batch, so that the batch is
+        skipped if it is given again.
 
         Raises:
             BatchError: several batches are unfinished, for example because two pipelines share the split.
@@ -188,7 +188,7 @@ class SplitMemory:
         self.restored = True
 
 
-class Lock(type(threading.RLock())):  # type: ignore[misc]  # RLock is a function, this is its class
+class Lock(type(threading.RLock())):  # type: ignore[misc]  # RLock is a function
     """A reentrant lock that can be pickled and copied; the copy is unlocked."""
 
     def __reduce__(self) -> tuple[type[Lock], tuple[()]]:

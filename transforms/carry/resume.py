@@ -116,9 +116,9 @@ class SplitState(NamedTuple):
 
 
 def identifying_columns(table: Table, numbers: Tensor, reward_key: NestedKey) -> dict[str, Tensor]:
-    """Copy the columns that identify the rows: the reward, and each with one integer per row, such as ids.
+    """Copy the columns that identify the rows: the reward, and columns of one integer per row, such as ids.
 
-    Other float columns, such as advantages, are not used: they may differ when they are computed again.
+    Other float columns, such as advantages, are not used, because they may differ when computed again.
 
     Args:
         table: the table of a batch.
@@ -149,7 +149,7 @@ def identifying_columns(table: Table, numbers: Tensor, reward_key: NestedKey) ->
                 value = column_of(batch, key)
             except BatchError:  # a column that no stage reads may be on some rows only
                 continue
-            if isinstance(value, Tensor):  # not a column of rows with different shapes
+            if isinstance(value, Tensor):  # rows with different shapes are no Tensor
                 at = table.batch_rows(numbers).to(value.device) if at is None else at
                 value = value.detach().reshape(-1) if value.numel() == len(batch) else value.detach()
                 # Copy: collectors reuse their memory.
@@ -163,7 +163,7 @@ class BatchProgress(Progress):
     Args:
         before: the state before this batch.
         batch: this batch.
-        options: how the split cuts it: plain values by name.
+        options: the options of the split, plain values by name.
 
     Raises:
         BatchError: a batch was interrupted, and this batch has other rows, or the split has other options.
@@ -185,7 +185,7 @@ class BatchProgress(Progress):
 
     @property
     def trained(self) -> KnownBatch | None:
-        """This batch if any of it was trained, else the last batch before it."""
+        """This batch if it has begun, is done or has no minibatches; else the last trained one before."""
         if self.taken or self.done or self.minibatches == 0:
             return self.batch
         return self.before.trained
@@ -194,9 +194,9 @@ class BatchProgress(Progress):
         """The state to save now.
 
         - All minibatches were taken: `after`, the state after the batch.
-        - None was taken: the state before the batch, as if it had not come.
+        - None was taken: the state before the batch, as if the batch had not come.
         - In between: the state before the batch, and what is needed to continue the batch. This copies the
-          columns that identify it to the CPU.
+          columns that identify the batch to the CPU.
         """
         if self.done or self.taken >= self.minibatches:
             return after._replace(trained=self.trained)

@@ -1,4 +1,4 @@
-"""Rows that are kept or sent: several batches as one, and a batch as plain dicts of tensors and lists."""
+"""Join batches of rows, and convert rows to dicts of tensors and lists, to save or send them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from headrace.transforms.table.tensordicts import as_texts, device_of, of_column
 
 
 def join_rows(batches: Sequence[TensorDictBase], what: str) -> TensorDictBase:
-    """Put the rows of batches one after the other; lazy stacks make a lazy stack.
+    """Put the rows of batches one after the other. Lazy stacks become one lazy stack.
 
     Args:
         batches: TensorDicts ``[n_k]``, with the same columns.
         what: name of the batches in messages.
 
     Raises:
-        BatchError: they differ in columns, or in the widths of dense ones.
+        BatchError: the batches differ in columns, or in the widths of dense columns.
 
     Example:
         >>> from tensordict import TensorDict
@@ -53,8 +53,8 @@ def join_rows(batches: Sequence[TensorDictBase], what: str) -> TensorDictBase:
         return torch.cat(list(batches), 0)
     except RuntimeError as err:
         raise BatchError(
-            f"{what} must have columns of the same width; pad them to one, or keep ragged rows in a lazy "
-            "stack: {why}",
+            f"{what} must have columns of the same width; pad them, or keep ragged rows in a lazy stack: "
+            "{why}",
             why=str(err),
         ) from err
 
@@ -81,7 +81,7 @@ def to_plain(batch: TensorDictBase | None) -> dict[str, Any] | None:
             return {"rows": [to_plain(row) for row in rows]}
         return {"packed": columns, "size": len(rows), "device": str(batch.device or "")}
     columns = {}
-    if is_tensorclass(batch):  # its own get() unwraps data
+    if is_tensorclass(batch):  # get() of a tensorclass unwraps data
         batch = batch.to_tensordict()
     for key in batch.keys():
         value = batch.get(key)
@@ -111,12 +111,12 @@ def from_plain(plain: dict[str, Any] | None) -> TensorDictBase | None:
         elif isinstance(value, dict) and "meta" in value:
             value = MetaData(value["meta"], batch_size=value["batch_size"])
         batch[key] = from_plain(value) if isinstance(value, dict) else value
-    # A state that was saved on a GPU may be read without one: its device is where its tensors are now.
+    # A state that was saved on a GPU may be read without a GPU. So the device is that of the tensors.
     return batch.to(device_of(batch)) if plain["device"] else batch
 
 
 def _packed(rows: Sequence[Any]) -> dict[str, Any] | None:
-    """Join the columns of single rows. Return None if the columns differ or are of another kind."""
+    """Join the columns of single rows. Return None if rows differ in columns, or values cannot be joined."""
     columns = [row._tensordict for row in rows if type(row) is TensorDict and row.batch_dims == 0]
     if not columns or len(columns) < len(rows) or any(row.keys() != columns[0].keys() for row in columns):
         return None
@@ -142,7 +142,7 @@ def _unpacked(packed: Mapping[str, Any], size: int) -> list[TensorDict]:
         each: Sequence[Any]
         if "flat" in value:
             flat = value["flat"].split([prod(shape) for shape in value["shapes"]])
-            # A view would keep the memory of all rows, and a saved view is saved with all of it.
+            # A view would keep the memory of all rows, and a file with a view would have all rows.
             each = [row.clone().view(shape) for row, shape in zip(flat, value["shapes"], strict=True)]
         elif "data" in value:
             each = as_texts(value["data"]).tensordicts
@@ -154,5 +154,5 @@ def _unpacked(packed: Mapping[str, Any], size: int) -> list[TensorDict]:
 
 
 def _stack_data(data: Any, dims: int) -> Any:
-    """Stack nested lists entry by entry: TensorDict would make a tensor of a list of numbers."""
+    """Stack nested lists entry by entry, because TensorDict would make a tensor of a list of numbers."""
     return NonTensorStack(*(_stack_data(each, dims - 1) for each in data)) if dims else NonTensorData(data)

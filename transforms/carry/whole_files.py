@@ -12,12 +12,12 @@ log = logging.getLogger(__name__)
 
 
 def write_whole(path: Path, write: Callable[[Path], Any], *, durable: bool = False) -> None:
-    """Let `write` make a temporary file beside `path`, and rename it, so that half a file is never read.
+    """Let `write` make a temporary file beside `path`, then rename this file to `path`.
 
     Args:
         path: path of the file; its folder must exist. An existing file is replaced.
         write: gets the path of the temporary file, and writes it. If it raises, `path` is not changed.
-        durable: whether the file is safe on the disk when this returns, even if the machine dies.
+        durable: whether the file is on the disk when this function returns, even if the machine dies then.
 
     Example:
         >>> import tempfile

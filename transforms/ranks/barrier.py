@@ -1,4 +1,4 @@
-"""A barrier for ranks that compares what they are about to do, shares errors, and never waits forever."""
+"""A barrier for ranks. It compares what they are about to do, shares their errors, and has a time limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.transforms.table import OtherRankError, listing
 GO = "go"
 LONGEST = 8000  # largest number of characters of a decision
 LONG = 30.0  # seconds after which a waiting rank logs which ranks are missing
-LAST = 2.0  # seconds that rank 0 stays, so that the others can read the reason of a refusal
+LAST = 2.0  # seconds that rank 0 stays at most, so that the other ranks can read the reason of a refusal
 
 log = logging.getLogger(__name__)
 
@@ -21,11 +21,11 @@ class Barrier:
     """All ranks of a process group wait here before each exchange.
 
     Each rank passes a description of what it is about to do, or an error. If all descriptions are equal, all
-    continue. All raise if one passes an error, if two descriptions differ, or if one does not arrive within
-    `patience`. A rank that arrives late finds that decision and raises as well, so all ranks stay in step.
+    ranks continue. All ranks raise if one passes an error, if two descriptions differ, or if a rank does not
+    arrive within `patience`. A rank that arrives late finds this decision in the store, and raises as well.
 
-    A barrier costs a few messages to the store of the process group, for any number of ranks. Its keys are
-    deleted at the next barrier; a refused barrier leaves one number per rank.
+    A barrier costs a few messages to the store of the process group, for any number of ranks. When the next
+    barrier lets all ranks continue, it deletes the keys of this barrier. A refused barrier leaves some keys.
 
     Args:
         group: the process group; this process is one of its ranks.
@@ -40,7 +40,7 @@ class Barrier:
         """Wait for all ranks.
 
         Args:
-            about: what this rank is about to do, equal on all ranks. Its first line names it in messages.
+            about: what this rank is about to do; must be equal on all ranks. Messages show its first line.
             error: the error of this rank; all ranks raise it.
 
         Raises:
@@ -49,7 +49,7 @@ class Barrier:
         store = self._store
         number = store.add(f"headrace/{self.rank}", 1)
         key = f"headrace/{number}"
-        # 1. This rank writes its error or that it has arrived. The last one decides that all continue.
+        # 1. This rank writes its error, or that it has arrived. The last rank decides that all continue.
         decision = ""
         if error is not None:
             decision = self._decide(key, f"rank {self.rank}: {error}")
@@ -61,7 +61,7 @@ class Barrier:
                 decision = self._decide(key, describe_difference(first_rank, first_about, me, about))
             elif store.add(f"{key}/here", 1) == self.size:
                 decision = self._decide(key, GO)
-        # 2. The others wait for the decision.
+        # 2. The other ranks wait for the decision.
         decision = decision or self._wait(key, number, about.split("\n")[0])
         if decision == GO:
             if self.rank == 0:  # all have arrived, so all have left the previous barrier
@@ -94,8 +94,8 @@ class Barrier:
                 return self._decide(
                     key,
                     f"{listing(self._absent(number))} did not come to {about} within {self.patience:g} s "
-                    "(pipeline.patience): does it hang, or has it fewer batches? All ranks discard this "
-                    "batch",
+                    "(pipeline.patience). Check for a rank that hangs or has fewer batches. All ranks "
+                    "discard this batch",
                 )
             # Sleep a tenth of the time waited so far, to poll the store less and less often.
             time.sleep(min(max(waited / 10, 1e-4), 0.1))

@@ -34,8 +34,8 @@ class Ranks(Alone):
 
     Args:
         group: a process group with this process.
-        shared_ids: whether an id on several ranks is the ``same`` unit or ``different`` ones; ``raise``
-            refuses such ids. None: not checked, as ids of different ranks are never compared.
+        shared_ids: whether an id on several ranks is the ``same`` unit or ``different`` units; ``raise``
+            refuses such ids. None: not checked, because no stage compares ids of different ranks.
         patience: seconds to wait for the other ranks.
         id_keys: columns of ids, with their names for messages.
     """
@@ -55,19 +55,19 @@ class Ranks(Alone):
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Share a batch with other ranks in a ``with`` block. An error in one rank's block is raised on all.
+        """Share a batch with other ranks in a ``with`` block. All ranks raise an error of one rank's block.
 
         Raises:
-            OtherRankError: another rank raised in its block, or did not reach its end in time.
+            OtherRankError: another rank raised in its block, or did not reach the end of its block in time.
         """
         lock = _LOCKS.setdefault(id(self.group), threading.RLock())
-        lock.acquire()  # several threads may share a group, which can process one batch at a time
+        lock.acquire()  # several threads may share a group, and a group shares one batch at a time
         try:
             yield
             self.place = "the end of a batch"
             self.meet()
         except Exception as err:
-            if not self.refused:  # tell the others; all raise the first error that was told
+            if not self.refused:  # tell the other ranks; all raise the error that came first
                 try:
                     self.meet(error=err)
                 except OtherRankError as first:
@@ -80,7 +80,7 @@ class Ranks(Alone):
             lock.release()
 
     def meet(self, about: str = "", error: BaseException | None = None) -> None:
-        """Wait until all ranks are at the same place, or one of them refuses (:meth:`Barrier.meet`)."""
+        """Wait for all ranks (:meth:`Barrier.meet`), and note if the barrier refuses the batch."""
         try:
             self._barrier.meet(f"{self.place}\n{about}", error)
         except OtherRankError:
@@ -88,24 +88,24 @@ class Ranks(Alone):
             raise
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Exchange small picklable objects; the result is sorted by rank. A barrier and two collectives."""
+        """Exchange small picklable objects by a barrier and two collectives. The result is sorted by rank."""
         self.meet()
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return found
 
     def send_object(self, value: Any, sender: int) -> Any:
-        """Send a picklable object of the rank `sender` to all. A barrier and two collectives."""
+        """Send a picklable object of the rank `sender` to all ranks, by a barrier and two collectives."""
         self.meet()
         sent = [value]
         dist.broadcast_object_list(sent, dist.get_global_rank(self.group, sender), group=self.group)
         return sent[0]
 
     def share(self, table: Any, about: Callable[[], str] = str) -> None:
-        """Extend the table of each rank by the rows of all: one barrier and two collectives.
+        """Extend the table of each rank by the rows of all ranks, with one barrier and two collectives.
 
-        If columns differ, one more barrier and two collectives find out how. A rank without rows gets the
-        columns of another rank, and an empty batch with these columns.
+        If columns differ or a rank has no rows, there are one more barrier and two collectives. A rank
+        without rows gets the columns of another rank, and an empty batch with these columns.
 
         Args:
             table: a :class:`~headrace.transforms.table.table.Table` of this rank's rows, changed in place.
@@ -139,7 +139,7 @@ class Ranks(Alone):
         """Return the columns to exchange, with their dtypes and shapes per row.
 
         Args:
-            table: the table of :meth:`share`; without rows it gets empty columns.
+            table: the table of :meth:`share`. A table without rows gets empty columns.
             kinds: for each column of this rank: dtype in the table and in the batch, and shape per row.
             counts: number of rows, by rank.
 
@@ -150,14 +150,14 @@ class Ranks(Alone):
         described = (describe_columns(table.batch), device_of(table.batch).type) if own else None
         every = self.gather_objects((kinds, described))
         known = {rank: each for rank, each in enumerate(every) if counts[rank]}  # ranks with rows
-        # 1. A narrow column of tokens looks like numbers. So columns with different widths are not exchanged.
+        # 1. Columns with different widths are not exchanged: a narrow column of tokens looks like numbers.
         in_batch = [{key for key, *_ in of_row[0]} for _, of_row in known.values()]
         for key in {key for theirs, _ in known.values() for key in theirs}:
             shapes = {theirs.get(key, (None,))[-1] for theirs, _ in known.values()}
             if len(shapes) > 1 and all(key in there for there in in_batch):
                 for theirs, _ in known.values():
                     theirs.pop(key, None)
-        # 2. All other columns must be equal. A rank without rows takes those of the first rank with rows.
+        # 2. All other columns must be equal. A rank without rows takes the columns of the first with rows.
         kinds, of_first = next(iter(known.values()))
         every_key = {key for theirs, _ in known.values() for key in theirs}
         for rank, (theirs, _) in known.items():
@@ -203,7 +203,7 @@ class Ranks(Alone):
         }
 
     def _all_gather(self, values: Tensor) -> Tensor:
-        """(R, ...) values of all ranks, which have equal shapes; on the GPU if the backend needs it."""
+        """(R, ...) on the CPU: the values of all ranks, which have equal shapes."""
         values = self._to_exchange(values)
         every = values.new_empty(self.size, *values.shape)
         dist.all_gather(list(every.unbind()), values, group=self.group)
@@ -228,7 +228,7 @@ _LOCKS: dict[int, Any] = {}
 
 
 def tell_apart(ids: Tensor, rank: Tensor, shared: SharedIds | None, name: str) -> Tensor:
-    """Make ids of different ranks different, if `shared` says so. One device read, except under ``same``.
+    """Make ids of different ranks different, unless `shared` is ``same`` or ``raise``.
 
     Args:
         ids: (M,) int64.

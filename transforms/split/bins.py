@@ -3,9 +3,9 @@
 The heaviest bin decides the time of a step, so its cost is minimised. An item is a row, a rollout or a
 sequence. Its cost has any unit, such as tokens or tokens squared.
 
-Many items are assigned and swapped as tensors. If that does not keep the budget in the fewest bins possible,
-items are packed one by one. Each placement depends on all earlier ones, so this part is plain Python: bins
-are lists of item numbers.
+Many items are assigned and swapped as tensors. If this finds no bins within the budget, items are packed one
+by one. Each placement then depends on all earlier placements, so this part is plain Python: bins are lists of
+item numbers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from headrace.transforms.table import BatchError, listing, stable_order
 from headrace.transforms.table.options import at_least, takes_options
 
 Bins = list[list[int]]
-CLOSE = 5e-4  # accepted imbalance, as a share of the mean; less does not change the time of a step
-COMPARED = 64  # items per bin that a round compares; comparing all improves the result no further
-ROUNDS = 256  # a limit for bins that one giant item fills; measured batches need less than a tenth
+CLOSE = 5e-4  # accepted imbalance, as a share of the mean; less imbalance does not make a step faster
+COMPARED = 64  # items per bin that a round compares; comparing more does not improve the result
+ROUNDS = 256  # limit of rounds, reached if a giant item fills a bin; measured batches need less than a tenth
 PARTNERS = 8  # light bins that the heaviest bin tries before the search ends
-FEW = 256  # up to here, packing items one by one is faster than tensors
+FEW = 256  # up to this number of items, packing them one by one is faster than tensors
 EXACT = 2**53  # below this, float64 sums of integers are exact
 
 
@@ -36,16 +36,17 @@ def balance_evenly(costs: Tensor, bins: int) -> Tensor:
 
     Items are first assigned by descending cost in snake order. Then rounds of swaps follow. In a round the
     heaviest bin is paired with the lightest, the second heaviest with the second lightest, and so on for all
-    bins above the mean. Each pair swaps the two items that bring its costs closest. The rounds end when
-    max/mean − 1 ≤ 5e-4, or when no swap with the lightest bin helps the heaviest. With at least 32 items per
-    bin, max/mean − 1 is below 1e-3 unless a few items outweigh a bin. The result is deterministic.
+    bins above (1 + 5e-4) · mean. Each pair swaps the two items that bring its costs closest. The rounds end
+    when no bin is above this, when no swap with the lightest bin helps the heaviest, or after 256 rounds.
+    With at least 32 items per bin, max/mean − 1 is below 1e-3 unless a few items outweigh a bin. The result
+    is deterministic.
 
     Args:
         costs: (n,) int64 or float64 ≥ 0 on the CPU, any unit; summed in float64.
         bins: B ≥ 1.
 
     Returns:
-        (n,) int64, the bin of each item. Each bin has ⌊n/B⌋ or ⌈n/B⌉ items. With n < B the last are empty.
+        (n,) int64, the bin of each item. Bins have ⌊n/B⌋ or ⌈n/B⌉ items. With n < B the last bins are empty.
 
     Raises:
         BatchError: `costs` has another shape, dtype or device, or a value that is negative or not finite.
@@ -67,10 +68,10 @@ def balance_within(
     """Put n items into few bins of about equal cost, each with at most `budget` tokens.
 
     1. The number of bins is that of :func:`bins_within`.
-    2. If the bins found there have about equal costs, they are the result.
-    3. Otherwise each item goes to the cheapest bin with room, by descending cost. If that exceeds the budget,
-       by descending length. If that exceeds it too, the bins of step 1 are used.
-    4. The heaviest bin moves or swaps items with a light bin while that helps and the budget holds.
+    2. If the bins that this function finds have about equal costs, they are the result.
+    3. Otherwise each item goes to the cheapest bin with room, by descending cost. If an item finds no room,
+       all items are assigned by descending length. If an item finds no room again, the bins of step 1 stay.
+    4. The heaviest bin moves or swaps items with a light bin, within the budget, while this lowers its cost.
 
     The result is deterministic.
 
@@ -115,8 +116,9 @@ def balance_within(
 def bins_within(lengths: Tensor, budget: int, *, multiple_of: int = 1) -> int:
     """The number of bins that :func:`balance_within` uses.
 
-    It is never more than first fit needs, in the order given or by descending length. So before rounding it
-    is at most 11/9 · OPT + 6/9, with OPT the fewest bins possible (doi:10.1007/978-3-540-74450-4_1).
+    First fit needs at least as many bins, in the order given or by descending length. So the number before
+    rounding is at most 11/9 · OPT + 6/9, with OPT the fewest bins possible
+    (doi:10.1007/978-3-540-74450-4_1).
 
     Args:
         lengths: (n,) int64 ≥ 0 on the CPU, tokens.
@@ -133,10 +135,10 @@ def bins_within(lengths: Tensor, budget: int, *, multiple_of: int = 1) -> int:
 
 
 def _few_bins(length: Tensor, budget: int, alone: int, multiple_of: int) -> tuple[int, Tensor]:
-    """The number of bins for items within the budget, and the (m,) int64 bin of each; none is empty.
+    """The number of bins for m items within the budget, and (m,) int64, the bin of each item.
 
-    The number of bins plus the `alone` ones is a multiple of `multiple_of`. First fit decides it for up to
-    FEW items, and where assigning and swapping needs more than the lower bound.
+    A bin is empty only if there are fewer items than bins. The number of bins plus `alone` is a multiple of
+    `multiple_of`. First fit finds the number for up to FEW items, and if swaps exceed the budget.
     """
 
     def rounded(bins: int) -> int:
@@ -169,7 +171,7 @@ def _heaviest(bin_of: Tensor, costs: Tensor) -> float:
 
 
 def _is_level(bin_of: Tensor, costs: Tensor, bins: int) -> bool:
-    """Whether the heaviest bin is close to the mean; for many items also if no swap could improve it."""
+    """Whether the heaviest bin is close to the mean or, for many items, could not be improved by a swap."""
     mean, heaviest = float(costs.double().sum()) / bins, _heaviest(bin_of, costs)
     if heaviest <= mean * (1 + CLOSE) or len(costs) <= FEW:
         return heaviest <= mean * (1 + CLOSE)
@@ -178,10 +180,10 @@ def _is_level(bin_of: Tensor, costs: Tensor, bins: int) -> bool:
 
 
 def _assign_within(costs: Tensor, bins: int, most: float) -> Tensor:
-    """(n,) the bin of each item, in bins of equal counts; none costs more than `most` if that is found.
+    """(n,) the bin of each item, in bins of equal counts. If possible, no bin costs more than `most`.
 
     Assigning by cost gives bins that are level from the start, but with few different swaps to choose from.
-    If that misses the goal, the order given is tried: it offers more different swaps.
+    If this misses the goal, the order given is tried, because it offers more different swaps.
     """
     mean = float(costs.double().sum()) / bins
     goal = min(max(mean * (1 + CLOSE), math.ceil(mean)), most)
@@ -230,7 +232,7 @@ def swap_until_close(seats: Tensor, cost: Tensor, goal: float | None = None, par
     value = cost[seats]
     load = value.sum(1)
     goal = float(load.mean()) * (1 + CLOSE) if goal is None else goal
-    value.masked_fill_(seats == len(cost) - 1, -torch.inf)  # so that an empty seat is never swapped
+    value.masked_fill_(seats == len(cost) - 1, -torch.inf)  # an empty seat is then never swapped
     step, tried = max(1, per_bin // COMPARED), 0
     for number in range(ROUNDS):
         loads, ranked = load.sort(stable=True)
@@ -289,8 +291,8 @@ def _check(values: Tensor, name: str, dtypes: tuple[torch.dtype, ...]) -> None:
 def first_fit(order: Sequence[int], length: Sequence[int], budget: int) -> Bins:
     """Put each item into the first bin that has room, or into a new one; O(n log B).
 
-    The bins are the leaves of a binary tree. Each node stores the most room of any bin below it. Bins that
-    are not open yet have the whole budget.
+    The bins are the leaves of a binary tree. Each node stores the largest room of the bins below it. A bin
+    that is not open yet has room for the complete budget.
 
     >>> first_fit([0, 1, 2, 3], [6, 5, 4, 3], 10)
     [[0, 2], [1, 3]]
@@ -325,8 +327,8 @@ def lightest_first(
 ) -> Bins | None:
     """Put each item into the cheapest of `count` bins that has room; None if an item finds no room.
 
-    A bin without room is set aside until an item fits again. Unless lengths descend, bins may be set aside
-    and come back many times, so the search also returns None after too many of these moves.
+    A bin without room is set aside until an item fits again. Unless lengths descend, a bin may be set aside
+    many times. So the function also returns None after too many of these moves.
 
     >>> lightest_first([0, 1, 2], [6, 5, 4], [6, 5, 4], 2, 10)
     [[0], [1, 2]]
@@ -387,7 +389,7 @@ def _numbered(bins: Bins, items: int) -> Tensor:
 
 
 def one_more_for_empty(bins: Bins, cost: Sequence[float], count: int) -> None:
-    """Add bins up to `count`, in place; each gets the costliest item of the heaviest bin with two or more."""
+    """Add bins up to `count`, in place. Each gets the costliest item of the heaviest bin of several items."""
     heap = [(-sum(cost[i] for i in items), number) for number, items in enumerate(bins) if len(items) > 1]
     heapify(heap)
     while len(bins) < count:
@@ -400,7 +402,7 @@ def one_more_for_empty(bins: Bins, cost: Sequence[float], count: int) -> None:
 
 
 def even_out(bins: Bins, length: Sequence[int], cost: Sequence[float], budget: int, close: float) -> None:
-    """Move or swap items of the heaviest bin with light ones, in place, while that helps.
+    """Move or swap items between the heaviest bin and light bins, in place, while this lowers its cost.
 
     Ends when max/mean − 1 ≤ `close`, at the latest after 16 exchanges per bin.
     """
@@ -437,9 +439,9 @@ def _exchange(
     length: Sequence[int],
     cost: Sequence[float],
 ) -> tuple[int, int | None] | None:
-    """The two items whose swap brings the costs of two bins closest; None in place of the light one: a move.
+    """The two items whose swap brings the costs of two bins closest. None as the second item means a move.
 
-    Returns None if no exchange within the budget brings them closer.
+    Returns None if no exchange within the budget brings the costs closer.
     """
     partners: list[int | None] = [None] if len(bins[heavy]) > 1 else []
     partners += bins[light]

@@ -2,7 +2,7 @@
 
 Columns with one number per row come from the table. They are put into training order at once, and split by
 minibatch. Tokens are gathered with their minibatch from the batch. A minibatch shares no memory with the
-batch or another minibatch, even if the rows are in order already. So the caller may change it in place.
+batch or another minibatch, even if the rows are in order already. So the caller may change a minibatch.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class OptimiserSteps:
             progress.minibatches += len(plan.sizes)
             if plan.padding is not None:
                 self._require_mask_of_padding(batch)
-        # The batch row of each table row; None: equal numbers. Padding has the table row of another rank
-        # where this rank has no row in the minibatch. It then gets the tokens of the first row here.
+        # The batch row of each table row; None: equal numbers. If this rank has no row in a minibatch, its
+        # padding has the table row of another rank. Such padding gets the tokens of this rank's first row.
         self.batch_rows = None
         if len(table.live) < table.size:
             self.batch_rows = table.batch_rows(table.every).clamp_min(0)
@@ -157,10 +157,10 @@ class OptimiserSteps:
         return found
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        """Gather one minibatch after the other. After an interruption, start at the first one not taken.
+        """Gather one minibatch after the other. After an interruption, start after the taken minibatches.
 
-        A minibatch counts as taken when it is yielded. After ``break`` or an exception in your loop the batch
-        counts as interrupted; an iterator cannot tell these apart.
+        A minibatch counts as taken when it is yielded. After ``break`` or an exception in your loop, the
+        batch counts as interrupted, because an iterator cannot tell ``break`` from an exception.
         """
         taken, before = self.resumed_after, 0
         self.progress.taken, self.progress.begun, self.progress.done = taken, True, False
@@ -181,7 +181,7 @@ class OptimiserSteps:
         """Refuse to gather all minibatches at once if some were taken before an interruption.
 
         Raises:
-            BatchError: some were taken.
+            BatchError: some minibatches were taken.
         """
         if self.resumed_after:
             raise BatchError(
@@ -192,7 +192,7 @@ class OptimiserSteps:
     def whole(self) -> TensorDictBase:
         """Gather all minibatches of the first pass at once, in order.
 
-        With a single pass, and if no iterator was started, this counts as all minibatches taken.
+        With a single pass, and if no iterator was started, all minibatches then count as taken.
 
         Raises:
             BatchError: some minibatches were taken before an interruption.
@@ -291,7 +291,7 @@ class GatheredRows:
         if padding is not None:
             ordered[PADDING] = padding.clone()
         in_loss = ordered.get(IN_LOSS)
-        # Copies, because the plan keeps its own.
+        # Copies, because the plan keeps its tensors.
         ordered |= {name: each.clone() for name, each in zip(PLACES, numbers, strict=False)}
         on_device, *parts = send_packed([in_batch, *ordered.values()], self.device)
         self.numbers = {key: _split(values, self.sizes) for key, values in zip(ordered, parts, strict=True)}
@@ -397,7 +397,7 @@ def _is_ragged(batch: TensorDictBase) -> bool:
 
 
 def _split(values: Tensor, sizes: list[int]) -> Sequence[Tensor]:
-    """Split values into pieces that are not views for autograd, as the caller may write to them."""
+    """Split values into pieces that are not views for autograd, because the caller may write to them."""
     return (values,) if len(sizes) == 1 else values.unsafe_split_with_sizes(sizes)
 
 
@@ -410,12 +410,12 @@ def _bytes_of(value: Any) -> int:
 
 # -- minibatches and micro-batches as views ---------------------------------------------------------------
 
-# A dict by tensor, not an attribute: a pickle or copy would keep the attribute, but restart the version.
+# A pickle or copy of a tensor would keep an attribute, but restart the version. So this is a dict by tensor.
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def know_runs(batch: TensorDictBase, key: NestedKey, sizes: Sequence[int]) -> TensorDictBase:
-    """Remember the row counts of a column's runs of equal numbers, so that a split need not read them."""
+    """Remember how long each run of equal numbers in a column is, so that no split reads the column."""
     if _is_ragged(batch):  # a lazy stack creates a new column tensor on each access
         return batch
     column = batch.get(key)
@@ -498,7 +498,7 @@ def _views(batch: TensorDictBase, sizes: Sequence[int]) -> Iterator[TensorDictBa
 def rows_with(
     rows: Sequence[TensorDictBase], columns: Mapping[NestedKey, Sequence[Tensor]]
 ) -> TensorDictBase:
-    """A lazy stack of rows with more columns. The rows are left alone; nothing is copied but references.
+    """A lazy stack of rows with more columns. The given rows do not change, and no tensor is copied.
 
     Args:
         rows: n TensorDicts.

@@ -65,7 +65,7 @@ class Permuted:
     def _to_gather(self, batch: TensorDictBase) -> TensorDictBase:
         """The batch that minibatches are gathered from: a row of another rank, if this rank has only padding.
 
-        All ranks call this together. The first rank that has rows sends one to the ranks without rows.
+        All ranks call this together. The first rank that has rows sends one row to the ranks without rows.
         """
         table = self.rows.table
         ranks = table.ranks

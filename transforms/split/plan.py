@@ -124,11 +124,11 @@ def assign_rows(
 
     - With `microbatches`, row counts differ by at most one. ``none`` cuts the rows in the order given.
       ``tokens`` and ``attention`` even out the costs (:func:`balance_evenly`).
-    - With `max_tokens`, the lengths in a micro-batch add up to at most that. A longer row is alone. B is at
-      most what first fit needs, and costs are evened out within the budget (:func:`balance_within`).
+    - With `max_tokens`, a micro-batch has at most this number of tokens. A longer row is alone. B is at most
+      what first fit needs, and costs are evened out within the budget (:func:`balance_within`).
 
     The rows of a `tree` are assigned together, and each tree counts as one row. A row with s_i `shared`
-    tokens costs only the others: t_i − s_i, and their squares: c(t_i) − c(s_i).
+    tokens counts t_i − s_i tokens, and costs c(t_i) − c(s_i).
 
     Micro-batches of similar cost get the same index on all ranks, and the heaviest of an index goes to the
     rank with the least cost so far. Rows keep their order within a micro-batch. If there are fewer rows than
@@ -175,7 +175,7 @@ def _assign(
     tree: Tensor | None,
     shared: Tensor | None,
 ) -> Assigned:
-    """:func:`assign_rows` without checks; micro-batches per rank in multiples of `multiple_of`."""
+    """:func:`assign_rows` without checks. A rank gets a multiple of `multiple_of` micro-batches."""
 
     def cost(tokens: Tensor) -> Tensor:
         return tokens.double() * (tokens.double() + LINEAR) if balance == "attention" else tokens
@@ -197,7 +197,7 @@ def _assign(
         count = int(bin_of.max()) + 1 if len(bin_of) else 1
     else:
         count = ranks * (microbatches or 1)
-    count += -count % unit  # every rank has equally many, a multiple of `multiple_of`
+    count += -count % unit  # every rank has the same number, a multiple of `multiple_of`
     if bin_of is None and balance != "none":
         bin_of = balance_evenly(costs, count)
     # 3. The micro-batch of each item, numbered by rank, then by micro-batch.
@@ -250,11 +250,11 @@ class Plan:
     sizes: list[list[list[int]]]
     """Number of rows by minibatch, rank and micro-batch; the sum is M."""
     left: Tensor
-    """(·,) int64, leftover rows: in no minibatch."""
+    """(·,) int64, leftover rows, which are in no minibatch."""
 
     @cached_property
     def numbers(self) -> list[Tensor]:
-        """(M,) int64 each, for the rows in the order: minibatch, micro-batch, and rank if there are more."""
+        """(M,) int64 each: the minibatch, the micro-batch and, with several ranks, the rank of each row."""
         cells = [
             (k, m, r, size)
             for k, ranks in enumerate(self.sizes)
@@ -313,7 +313,7 @@ def assign_minibatches(
         if forest is not None:
             tree, shared = forest.pieces(rows, options.max_tokens)
         microbatches = options.microbatches
-        if microbatches is not None and options.remainder != "pad":  # fewer rather than empty ones
+        if microbatches is not None and options.remainder != "pad":  # fewer, so that none is empty
             items = len(rows) if tree is None else len(tree.unique())
             microbatches = max(min(microbatches, items // options.ranks), 1)
         in_one = options.max_tokens is None and (microbatches or 1) == 1
@@ -346,7 +346,7 @@ def make_plan(
         cut: rows by minibatch.
         assigned: the rows of `cut`, by rank and micro-batch.
         options: the options.
-        firsts: by minibatch, (1,) row of another rank, which padding copies if this rank has none there.
+        firsts: by minibatch, (1,) the row that padding copies if this rank has no row there.
 
     Raises:
         BatchError: a micro-batch would be empty, and `remainder` is not ``pad`` or ``carry``.
@@ -355,7 +355,7 @@ def make_plan(
     sizes: list[list[list[int]]] = []
     if not options.pads or not cut.sizes:
         for number, (held, (rows, by_rank)) in enumerate(zip(cut.sizes, assigned, strict=True)):
-            # A rank without rows for a step takes empty micro-batches; with rows it may not have any.
+            # Without rows for a step, a rank takes empty micro-batches. With rows, it must fill all of them.
             if held and not all(map(all, by_rank)):
                 raise BatchError(
                     f"minibatch {number} has {held} rows for {len(by_rank)} ranks × {len(by_rank[0])} "
@@ -465,7 +465,7 @@ def draw_plans(
             minibatches.
     """
 
-    # 1. The order of each rank and pass. A rank that is alone has all rows, and its numbers are row numbers.
+    # 1. The order of each rank and pass. If a rank is alone, its indices are row numbers.
     def cut_of(rank: int, rows: Tensor, units: Ids | None, call: int) -> Cut:
         generator = torch.Generator().manual_seed(stream_seed("split", options.seed, call))
         how = options.minibatches, options.minibatch_size, options.remainder, options.shuffle
@@ -481,7 +481,7 @@ def draw_plans(
         fewest = min((len(first.sizes) for (first,) in cuts if first.sizes), default=0)
         cuts = [[_first_steps(first, fewest)] for (first,) in cuts]
     for rank, ((rows, units), own) in enumerate(zip(parts, cuts, strict=True)):
-        # Later passes permute what remains, as if the carried rows had not come.
+        # Later passes permute the remaining rows, as if the carried rows had not come.
         if options.remainder == "carry" and len(own[0].left):
             rows = own[0].order.sort().values
             units = None if labels is None else Ids(labels.index_select(0, rows))
@@ -504,8 +504,8 @@ def draw_plans(
             for epoch, most in enumerate(of_passes):
                 sizes = own[epoch].sizes
                 own[epoch] = own[epoch]._replace(sizes=sizes + [0] * (len(most) - len(sizes)))
-                # If this rank has fewer in one step, all steps of the pass are assigned again. With `most` as
-                # the multiple, their number is rounded up to exactly that.
+                # If this rank has fewer micro-batches in one step, all steps of the pass are assigned again.
+                # With `most` as the multiple, their number is rounded up to exactly `most`.
                 if [len(each.sizes[0]) for each in own_assigned[epoch]] != most:
                     own_assigned[epoch] = assign_minibatches(own[epoch], lengths, options, forest, most)
     # 3. One plan for each rank and pass.
@@ -519,7 +519,7 @@ def draw_plans(
 
 
 def _first_steps(cut: Cut, steps: int) -> Cut:
-    """The first minibatches of a cut. The rows of the others are left over, too."""
+    """The first minibatches of a cut. The rows of its other minibatches are left over, too."""
     stop = sum(cut.sizes[:steps])
     return Cut(cut.order[:stop], cut.sizes[:steps], torch.cat([cut.order[stop:], cut.left]))
 
@@ -548,11 +548,11 @@ def fit_budget(
 ) -> list[list[Cut]]:
     """Drop the last units of minibatches that need more micro-batches than a rank has rows.
 
-    All ranks need the same number of micro-batches, and each needs a row. A rank with n rows can fill n
-    of them. The limit is the lowest such n among the ranks that take the step. A rank that needs more to
-    keep the budget drops units, from the end of its permutation. This repeats until no limit changes,
-    because a rank that drops rows can fill fewer micro-batches. A minibatch with limit 0 is dropped on
-    all ranks.
+    All ranks need the same number of micro-batches, and each micro-batch needs a row. A rank with n rows can
+    fill n micro-batches. The limit is the smallest n of the ranks that take the step. A rank that needs more
+    micro-batches to keep the budget drops units, from the end of its permutation. This repeats until no limit
+    changes, because a rank that drops rows can fill fewer micro-batches. A minibatch with limit 0 is dropped
+    on all ranks.
 
     For example, ``max_tokens`` is 10, rank 0 has three rows of 6 tokens, and rank 1 has two rows of 5 tokens.
     Rank 0 needs three micro-batches and can fill three. Rank 1 needs one and can fill two. So the limit is 2,

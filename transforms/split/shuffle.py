@@ -25,7 +25,7 @@ class Cut(NamedTuple):
     sizes: list[int]
     """Number of rows of each minibatch; the sum is M."""
     left: Tensor
-    """(N − M,) int64, leftover rows: in no minibatch."""
+    """(N − M,) int64, leftover rows, which are in no minibatch."""
 
 
 @takes_options
@@ -42,8 +42,8 @@ def shuffle_split(
     """Shuffle the units of a batch and cut them into minibatches.
 
     A unit is a row, or all rows with the same `unit_id`. The rows of a unit stay together, in row order.
-    With U units, each of K minibatches gets ⌊U/K⌋ or ⌈U/K⌉ units. With `minibatch_size` n there are U/n
-    minibatches. Permutations are drawn on the CPU, so they are the same on every device.
+    With U units, each of K minibatches gets ⌊U/K⌋ or ⌈U/K⌉ units. With `minibatch_size` n each gets n units.
+    Permutations are drawn on the CPU, so they are the same on every device.
 
     Args:
         rows: N, number of rows.
@@ -51,9 +51,9 @@ def shuffle_split(
         minibatches: K ≥ 1; give this or `minibatch_size`.
         minibatch_size: n ≥ 1 units.
         remainder: for leftover units, when U is not a multiple of K or n. ``raise`` an error. ``drop`` and
-            ``carry`` leave the last of the permutation in `left`. ``uneven``: sizes differ by one unit
-            (`minibatches`), or the last is shorter (`minibatch_size`). ``pad`` cuts like ``uneven``;
-            :class:`ShuffleSplit` pads later.
+            ``carry`` put the last units of the permutation into `left`. ``uneven``: sizes differ by one unit
+            (`minibatches`), or the last minibatch is smaller (`minibatch_size`). ``pad`` cuts like
+            ``uneven``; :class:`ShuffleSplit` pads later.
         shuffle: False keeps the units in the order of their first rows.
         generator: generator of the permutation, on the CPU.
 
@@ -100,9 +100,9 @@ def cut_order(
         drawn = torch.cat([torch.arange(came, rows), drawn])
     elif carried:
         drawn = torch.cat([drawn + carried, torch.arange(carried)])
-    if units is None:  # the permutation itself is as random as its inverse
+    if units is None:  # a permutation and its inverse are equally random
         order, bounds = drawn, _bounds(rows, minibatches, minibatch_size, remainder)
-    elif units.n == rows:  # each row goes to its position: the order of the sort below, without a sort
+    elif units.n == rows:  # each row goes to its position, as the sort below would put it
         order = torch.empty_like(drawn).scatter_(0, drawn, torch.arange(rows))
         bounds = _bounds(rows, minibatches, minibatch_size, remainder)
     else:  # all rows of a unit get the position of its first row; a stable sort puts them together
@@ -156,10 +156,10 @@ def check_split(minibatches: int | None, minibatch_size: int | None, remainder: 
 
 
 def stream_seed(name: str, seed: int, number: int) -> int:
-    """The 63-bit seed of draw `number` of the random stream `name` under `seed`.
+    """The 63-bit seed with index `number` in the random stream `name` under `seed`.
 
-    The seed is a hash. So streams with neighbouring numbers are unrelated, and the low 32 bits differ:
-    torch's CPU generator uses only these.
+    The seed is a hash, so seeds of neighbouring numbers are unrelated, also in their low 32 bits. torch's CPU
+    generator uses only these.
 
     Example:
         >>> stream_seed("split", 0, 0) % 2**32 != stream_seed("split", 0, 1) % 2**32

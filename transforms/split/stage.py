@@ -46,7 +46,7 @@ class ShuffleSplit(
 
     - Each row is in exactly one micro-batch of one minibatch, or it leaves the batch with a reason.
     - The rows of a `unit` are in one minibatch (:func:`shuffle_split`). They may be in several micro-batches:
-      :class:`LossWeight` makes the gradient independent of that.
+      :class:`LossWeight` makes the gradient independent of micro-batches.
     - `seed` and the number of earlier permutations decide which rows are in which minibatch. The device, the
       number of ranks and the micro-batches do not matter. The exception is ``drop`` with `max_tokens`, which
       leaves out rows to keep the budget.
@@ -59,20 +59,20 @@ class ShuffleSplit(
     The output is one TensorDict. Its rows are in training order, with the columns
     ``("headrace", "minibatch")``, ``("headrace", "microbatch")`` and, for more than one rank,
     ``("headrace", "rank")``. :func:`split_minibatches` and :func:`split_microbatches` yield views of it. A
-    pipeline gathers one minibatch at a time instead, as a view where the rows are in order already.
+    pipeline gathers one minibatch at a time instead.
 
     ``state_dict`` holds the number of permutations, the carried rows, and how many minibatches of the current
     batch were taken. Each rank saves its own state. After ``load_state_dict``:
 
     - The permutations continue where they stopped.
-    - If the batch was interrupted, give it again: the stage yields the remaining minibatches. It recognises
+    - If the batch was interrupted, give it again, and take the remaining minibatches. The stage recognises
       the batch by its ids and rewards, and refuses another batch or other options. :meth:`discard_batch`
       drops the remaining minibatches instead.
     - If the batch was trained to its end and comes again, its rows leave as ``trained_before``. Give it once
       more to train a second pass over it.
 
-    Reads the ids of `unit` and `tree`, and `length_key` for a balance, a budget or a tree. Rows leave for the
-    reasons ``remainder``, ``carried`` or ``trained_before``.
+    Reads the ids of `unit` and `tree`, `length_key` for a balance, a budget or a tree, and `tokens_key` for a
+    tree. Rows leave for the reasons ``remainder``, ``carried`` or ``trained_before``.
 
     Args:
         minibatches: K ≥ 1, the number of minibatches; give this or `minibatch_size`.
@@ -81,23 +81,23 @@ class ShuffleSplit(
         remainder: for leftover units. ``raise`` an error; ``drop`` them; cut ``uneven`` minibatches;
             ``carry`` them into the next batch, which must have other ids and trains them first; or ``pad``:
             uneven minibatches, filled up with masked copies of rows until all micro-batches have the same
-            number of rows. Under ``pad`` and ``carry`` a rank without rows for a micro-batch that others
-            have gets such a copy, if need be of another rank's row. ``carry``, and ``pad`` with
-            `max_tokens`, fill only empty micro-batches, and ``drop`` also drops the last units of a
-            minibatch that needs more micro-batches than a rank has rows.
+            number of rows. Under ``pad`` and ``carry``, a rank that has fewer micro-batches with rows than
+            another rank gets such copies, too. A rank without rows copies a row of another rank. ``carry``,
+            and ``pad`` with `max_tokens`, fill only empty micro-batches. ``drop`` also drops the last units
+            of a minibatch that needs more micro-batches than a rank has rows.
         microbatches: micro-batches per minibatch and rank, ≥ 1; give at most one of this and `max_tokens`.
             Without both: 1.
         max_tokens: largest number of tokens per micro-batch, ≥ 1. A longer row is alone in its micro-batch,
             and counted in the metric ``oversized``. With several ranks `remainder` must be ``pad``,
             ``carry`` or ``drop``.
         balance: the cost that is evened out over ranks and micro-batches: ``none``, ``tokens``, or
-            ``attention`` (tokens² + 24,576 · tokens, which is 6 × a hidden size of 4096).
-        tree: rows of one ``rollout`` or ``group`` with a common prefix stay together, to be packed; ``none``.
+            ``attention`` (tokens² + 24,576 · tokens, where 24,576 is 6 × a hidden size of 4096).
+        tree: ``rollout`` or ``group``: its rows with a common prefix stay together, to be packed; ``none``.
         ranks: number of ranks that each hold the whole batch, ≥ 1.
         rank: yield only the rows of this rank; None: of all ranks, one after the other.
-        process_group: a group, or ``world``, of ranks that each hold their own rows. All take the same number
-            of optimiser steps and micro-batches; a rank without rows takes empty ones. The pipeline uses this
-            group for its other stages as well.
+        process_group: a group, or ``world``, of ranks that each hold their own rows. All ranks take the same
+            number of optimiser steps and micro-batches; a rank without rows takes empty ones. The pipeline
+            uses this group for its other stages as well.
         shuffle: False keeps the units in the order of their first rows.
         seed: seed of the permutations.
         names: other names of columns, such as `rollout_key` (:class:`ColumnNames`).
@@ -105,7 +105,7 @@ class ShuffleSplit(
     Raises:
         MissingKeyError: a column is missing.
         BatchError: as :func:`shuffle_split` and :func:`assign_rows`; ids of carried rows are in the batch
-            again; or an interrupted batch is expected, and this is another.
+            again; or another batch was interrupted and must come first.
 
     Example:
         >>> from tensordict import TensorDict
@@ -151,7 +151,7 @@ class ShuffleSplit(
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
-        """The mask that defines the lengths of rows, if any option needs them."""
+        """The mask that defines the lengths of rows, if an option needs these lengths."""
         return [(self.length_key, None)] if self.options.measures else []
 
     def check_ranks(self, process_group: Any) -> None:
@@ -186,10 +186,10 @@ class ShuffleSplit(
         self.memory.load(state)
 
     def permute(self, rows: Rows, epochs: int = 1, *, calls: int = 0) -> Permuted:
-        """Draw a permutation for each pass and cut it. Moves no row; see :meth:`SplitMemory.cut`.
+        """Draw a permutation for each pass and cut it. No row is moved yet.
 
         Every rank permutes its own rows, as it would alone. Each rank computes the plans of all ranks, so
-        they agree without communication.
+        all ranks agree without communication.
 
         Args:
             rows: the rows of all ranks.
@@ -265,14 +265,14 @@ class ShuffleSplit(
         """The (N,) labels of the units, and the units of each rank's rows.
 
         Raises:
-            BatchError: an id is missing, or a unit has rows on several ranks: each rank cuts its own
+            BatchError: an id is missing, or a unit has rows on several ranks, each of which cuts its own
                 minibatches.
         """
         if self.unit == "sample":
             return None, [None] * len(rows_of_ranks)
         key, name, ranks = rows.key(self.unit), f"{self.unit}_id", rows.table.ranks
         known = rows.with_excluded.ids(self.unit, checked=False)
-        if known.lowest < 0:  # also an id of an excluded row
+        if known.lowest < 0:  # also if only an excluded row has no id
             needed = torch.ones_like(known.labels, dtype=torch.bool)
             rows.require_set(known, name, TOGETHER, needed=needed)
         labels = rows.table.every if key is None else rows.on_arrival.integers(self.unit, name)

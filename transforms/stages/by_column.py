@@ -24,7 +24,7 @@ class ByColumn(BatchTransform):
     penalty. For each value, its stage sees the rows with that value and no others, and decides as if the
     batch had only these rows. So no statistic is over several values.
 
-    In YAML, `by_column` names the column, and `values` has the options that differ from those beside it:
+    In YAML, `by_column` names the column. `values` has, for each value, the options that replace others:
 
     .. code-block:: yaml
 
@@ -36,8 +36,8 @@ class ByColumn(BatchTransform):
               math: {}
               code: {baseline: leave_one_out, scale: none}
 
-    Reads `column`, and what the stages read. Writes what they write. The metrics of a stage are recorded as
-    ``<stage>/<value>/<name>``. Reasons are those of the stages.
+    Reads `column`, and what the stages read. Writes what the stages write. Metrics are recorded as
+    ``<stage>/<value>/<name>``. Rows leave for the reasons of the stages.
 
     Args:
         column: (N,) or (N, 1) int ≥ 0, or N strings. All rows of a group have the same value.
@@ -119,7 +119,7 @@ class ByColumn(BatchTransform):
 
     def decide(self, rows: Rows) -> None:
         """Let the stage of each value decide about its rows."""
-        key = (self.column,) if isinstance(self.column, str) else self.column  # never the name of a role
+        key = (self.column,) if isinstance(self.column, str) else self.column  # a tuple is never a role
         if not rows.has(key):
             raise rows.missing(key, "column")
         name = str(self.column if isinstance(self.column, str) else self.column[-1])
@@ -128,7 +128,7 @@ class ByColumn(BatchTransform):
         every.require_set(found, name, "rows without a value would have no options")
         every.require(
             torch.isin(found, known),
-            "each value of {column} needs an entry; {found} has none. Give it one, which may be empty; the "
+            "each value of {column} needs an entry; {found} has none. Add one, which may be empty; the "
             "entries are {entries}",
             lambda row: str(int(found[row])),
             role=key,
@@ -188,7 +188,7 @@ class _Part(Rows):
 
     @classmethod
     def seeing(cls, rows: Rows, index: Tensor, value: str, stage: Any, name: str = "") -> _Part:
-        """The rows at `index` (M,) int64, under the names of a stage."""
+        """The rows at `index`, (M,) int64, with the column names of a stage."""
         own = column_keys(stage)
         part = cls(rows.table, {**rows.names, **own}, type(stage).__name__, name or rows.stage, index, own)
         part.value = value
@@ -208,5 +208,5 @@ class _Part(Rows):
     def when_gathered(self, *_: Any, **__: Any) -> None:
         raise TypeError(
             f"{self.reader} changes numbers of tokens here, and options by column are for numbers of rows: "
-            "put it before the stages that give each token its own advantage"
+            "put this stage before those that give each token its own advantage"
         )

@@ -59,7 +59,7 @@ def collapse_fan_out(
     reduce: Reduction = "shared",
     turn: Tensor | Sequence[int] | None = None,
 ) -> Collapsed:
-    """Reduce the rewards of each rollout's segments to one reward, and mark its first segment.
+    """Reduce the rewards of each rollout's segments to one reward, and mark the first segment.
 
     S(k) are the rows of rollout k, in row order or sorted by `turn`::
 
@@ -78,7 +78,7 @@ def collapse_fan_out(
 
     Raises:
         BatchError: an id is negative, a rollout is in two groups, a turn occurs twice in a rollout, a reward
-            is not finite, or the segments of a rollout differ under ``shared``. Each lists the ids.
+            is not finite, or the segments of a rollout differ under ``shared``. The message lists ids.
 
     Example:
         >>> collapse_fan_out([1.0, 2.0, 4.0], [5, 8, 5], reduce="sum").reward.tolist()
@@ -127,29 +127,29 @@ class FanOutCollapse(
     get the reward 0 and ``is_first_segment`` False.
 
     With several rewards per row, each reward column is reduced by itself. Their weighted sum ``R = Σ_k w_k
-    r_k`` is the rollout's reward (:func:`weighted_reward`). All later stages and the report read it.
+    r_k`` is the rollout's reward (:func:`weighted_reward`). All later stages and the report read this sum.
 
-    Reads `reward_key`, `rollout_key`, `group_key`, and ``("next", "done")`` if it exists and no gate has read
-    it, to refuse a rollout that ends twice. Writes ``("headrace", "reward")`` (N,),
-    ``("headrace", "is_first_segment")`` (N,) bool and, with several rewards or weights,
-    ``("headrace", "rewards")`` (N, K). Under ``mask`` it also writes what ``SampleFilter(action="exclude")``
-    writes.
+    Reads `reward_key`, `rollout_key`, `group_key`, `turn_key` if it is set, and ``("next", "done")`` if it
+    exists and no gate has read it, to refuse a rollout that ends twice. Writes ``("headrace", "reward")``
+    (N,), ``("headrace", "is_first_segment")`` (N,) bool and, with several rewards or weights,
+    ``("headrace", "rewards")`` (N, K). Under ``mask`` the stage also writes what
+    ``SampleFilter(action="exclude")`` writes.
 
     Args:
         reward: how the segments' rewards are reduced: shared, first, last, sum, mean or max.
         columns: K, the number of rewards per row.
         weights: w, (K,) weights of the reward columns; None: all 1.
-        missing: what happens to a missing reward (NaN). ``raise`` an error. Under ``skip`` and ``mask`` it
-            adds nothing to the rollout's reward. A rollout whose rewards are all missing is in no statistic.
-            Under ``mask`` it is out of the loss, for the reason ``no_reward``. Under ``skip`` it trains with
-            the advantage 0, so its tokens count in the mean of the loss. A reward must be missing on all
-            segments of a rollout.
+        missing: what happens to a missing reward (NaN). ``raise`` an error. Under ``skip`` and ``mask`` the
+            rollout's reward is computed from its other rewards. A rollout whose rewards are all missing is in
+            no statistic. Under ``mask`` such a rollout is out of the loss, for the reason ``no_reward``.
+            Under ``skip`` it trains with the advantage 0, so its tokens count in the mean of the loss. If a
+            reward is missing on one segment of a rollout, it must be missing on all.
         names: other names of columns, such as `reward_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: a column is missing.
-        BatchError: as :func:`collapse_fan_out`. Under ``first`` and ``last``, also if that segment was taken
-            out of a rollout whose other segments stay.
+        BatchError: as :func:`collapse_fan_out`. Under ``first`` or ``last``, also if this segment was taken
+            out of a rollout and its other segments stay.
 
     Example:
         >>> from tensordict import TensorDict
@@ -195,7 +195,7 @@ class FanOutCollapse(
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
-        """Tokens of the rows that it masks."""
+        """The columns of tokens of the rows that this stage masks."""
         return [(self.loss_mask_key, self.log_prob_key)] if self.missing == "mask" else []
 
     def decide(self, rows: Rows) -> None:
@@ -238,7 +238,7 @@ class FanOutCollapse(
             )
         if missing is not None:
             rewards = rewards.masked_fill(missing, float("nan"))
-        # Rounded here, so that rewards that are equal in the batch are also equal in the table.
+        # Rewards are rounded here, so that those equal in the batch are also equal in the table.
         rewards = rewards.to(dtype)
         total = rewards[:, 0] if REWARDS not in self.out_keys else weighted_reward(rewards, self.weights)
         total = total.double()

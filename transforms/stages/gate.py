@@ -95,7 +95,7 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
     if rows.has("expected"):
         sizes = rows.integers("expected", "expected_rollouts")
         expected = groups.max(sizes)
-        todo = "Correct the column {column}, or are group ids reused between steps?"
+        todo = "Correct the column {column}. Or are group ids reused between steps?"
         rows.require(
             groups.spread(expected.clamp_min(1)) == sizes,
             "expected_rollouts must be one number ≥ 1 per group; found {found}",
@@ -118,7 +118,7 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
             "If groups have different sizes, give the column {column} instead of group_size. "
             "If not, are group ids reused between steps?"
         )
-    if not torch.equal(have, expected):  # else no group has too many, and the check costs time
+    if not torch.equal(have, expected):  # equal numbers need no check
         rows.require(
             groups.spread(have <= expected),
             f"a group cannot have more rollouts than were dispatched; found {{found}}. {todo}",
@@ -161,7 +161,7 @@ def incomplete_groups(
         begins: (N,) bool, True on the row where a rollout begins. A rollout without its beginning does not
             count. Only read with `done`.
         segment: (N,) integers, the order of a rollout's segments. Each segment may have its own end.
-        expected_segments: (N,) integers ≥ 1, number of segments of the row's rollout, each of which ends.
+        expected_segments: (N,) integers ≥ 1, number of segments of the row's rollout. Each then has an end.
 
     Returns:
         The incomplete groups in the order of their first rows, then the groups without rows.
@@ -169,7 +169,7 @@ def incomplete_groups(
     Raises:
         BatchError: an id is negative, a rollout is in two groups or ends twice, a group has more rollouts
             than expected, `group_size` and `expected_rollouts` disagree, a status is unknown, a group was
-            not dispatched, or neither `group_size` nor `expected_rollouts` is given. Each lists the ids.
+            not dispatched, or neither `group_size` nor `expected_rollouts` is given. The message lists ids.
 
     Example:
         >>> short = incomplete_groups([0, 0, 0, 5], [1, 1, 2, 3], group_size=2)
@@ -253,7 +253,7 @@ def describe_group(rows: Rows, row: int, status: Tensor | None, presence: Presen
 
 
 def shared_ids(rows: Rows, presence: Presence) -> str:
-    """A hint that rollout ids may be repeated: a group lacks ids, and two of its rows share one."""
+    """A hint that rollout ids may be repeated: a group lacks ids, and two of its rows share an id."""
     groups, rollouts = rows.groups, rows.rollouts
     ids = torch.bincount(groups.of[rollouts.first], minlength=groups.n)
     size = torch.bincount(groups.of, minlength=groups.n)
@@ -277,7 +277,7 @@ class KnowsDraws(Protocol):
     """An object that knows which groups were dispatched together, such as a RepeatSampler."""
 
     def drawn_with(self, groups: Iterable[int]) -> Iterable[int]:
-        """Return all groups of each draw that contains a given group."""
+        """Return all groups that were dispatched together with a given group."""
 
 
 class CompletenessGate(
@@ -290,12 +290,12 @@ class CompletenessGate(
     """Let only complete groups pass, which are groups with all their rollouts (:func:`incomplete_groups`).
 
     The gate counts unique rollouts, never rows. Rollouts that failed, were aborted or are unfinished do not
-    count. The gate always takes them out, even if ``on_incomplete="keep"`` keeps the others of their group.
-    The gate does not see other batches: a group that is split over two batches is incomplete in both.
+    count. The gate always takes these out, even if ``on_incomplete="keep"`` keeps other rollouts of their
+    group. The gate does not see other batches: a group that is split over two batches is incomplete in both.
 
-    A rollout is finished if its last row is done. A rollout that ends twice is an error. Segments may have
-    their own ends, such as those of sub-agents, if `expected_segments_key` gives their number, or if they
-    have different numbers (`segment_key`). Then all segments must have ended. A collector's batch may also
+    A rollout is finished if its last row is done. A rollout that ends twice is an error. Segments, such as
+    those of sub-agents, may each have an end if `expected_segments_key` gives the number of segments, or if
+    `segment_key` numbers them. Then all segments must have ended. A collector's batch may also
     begin in the middle of a rollout. The gate detects this if TorchRL's ``InitTracker`` marks first rows
     (`init_key`).
 
@@ -303,17 +303,18 @@ class CompletenessGate(
     would change the baseline of its group. An empty rollout is present, so its group can be complete.
 
     Reads `group_key` and `rollout_key`. Reads, if they exist, `expected_key` (required if `group_size` is
-    None), `status_key`, `done_key` and with it `init_key`, `expected_segments_key`, `loss_mask_key` and
-    `log_prob_key`. Writes ``("headrace", "finished")`` (N,) bool if the batch has ends, and
-    ``("headrace", "counted")`` (N,) bool if it has tokens. Rows leave for the reasons ``incomplete`` (another
-    rollout of the group is missing), ``failed``, ``unfinished`` and ``empty``. Empty rows stay in the batch.
+    None), `status_key`, `done_key` and with it `init_key`, `segment_key`, `expected_segments_key`,
+    `loss_mask_key` and `log_prob_key`. Writes ``("headrace", "finished")`` (N,) bool if the batch has ends,
+    and ``("headrace", "counted")`` (N,) bool if the batch has tokens. Rows leave for the reasons
+    ``incomplete`` (another rollout of the group is missing), ``failed``, ``unfinished`` and ``empty``. Empty
+    rollouts stay in the batch.
 
     Args:
         group_size: number of rollouts dispatched per group. None: read it from the column `expected_key`. If
             both are given they must be equal.
         expected_groups: ids of the dispatched groups, to find groups without rows. Give the ids, a callable
-            that returns those of this batch, or a RepeatSampler if each batch holds whole draws of it. None:
-            not checked.
+            that returns the ids for this batch, or a RepeatSampler if each batch has all groups that were
+            dispatched together. None: not checked.
         on_incomplete: ``raise`` an error; ``drop`` the group; ``keep`` it if it has `min_rollouts` and
             `min_fraction` of the expected rollouts, else drop it.
         min_rollouts: number of rollouts for ``keep``, ≥ 1.
@@ -365,7 +366,7 @@ class CompletenessGate(
         self.on_incomplete = on_incomplete
         given = min_rollouts is not None or min_fraction is not None
         if (on_incomplete == "keep") != given:
-            raise ValueError("on_incomplete='keep', and only that, needs min_rollouts or min_fraction")
+            raise ValueError("only on_incomplete='keep' reads min_rollouts or min_fraction, and needs one")
         at_least("min_rollouts", min_rollouts, 1)
         self.min_rollouts, self.min_fraction = min_rollouts, above_zero("min_fraction", min_fraction, 1)
 
@@ -398,7 +399,7 @@ class CompletenessGate(
         incomplete = presence.have < presence.expected
         without_rows = [] if self.expected_groups is None else self._groups_without_rows(rows)
 
-        # 2. Refuse the batch, or say which groups are dropped.
+        # 2. Refuse the batch, or choose the groups to drop.
         if self.on_incomplete == "raise" and (without_rows or bool(incomplete.any())):
             firsts = groups.first[incomplete].sort().values
             found = [describe_group(rows, row, status, presence) for row in firsts[:LISTED].tolist()]
@@ -423,11 +424,11 @@ class CompletenessGate(
                 presence.have.double() / presence.expected < (self.min_fraction or 0)
             )
 
-        # 3. Take out rows: of dropped groups, and of rollouts that are not present or empty.
+        # 3. Take out the rows of dropped groups, and of rollouts that are empty or not present.
         present, lost = rollouts.spread(presence.present), rollouts.spread(presence.lost)
         if self.done_key is None or rows.has("done"):  # later stages read this in place of the ends
             rows.put(FINISHED, present, dtype=torch.bool, ndim=1)
-        # Only present rollouts leave for the others of their group; the rest have reasons of their own.
+        # Only present rollouts leave as incomplete. Other rollouts have reasons of their own.
         rows.leave(groups.spread(dropped) & present, "incomplete")
         rows.leave(lost, "failed")
         rows.leave(~(present | lost), "unfinished")

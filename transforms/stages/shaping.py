@@ -87,10 +87,10 @@ def relative_length(
         bonus    1 + c · min(max(1 − L_i/mean(L of successes), 0), 1) for a success, else 1
         rescale  1 / (1 + c · L_i/mean(L))                  (GR³, arXiv:2603.10535)
 
-    A success has the best reward of its group, above 0. ``bonus`` is the shaping of prime-rl
-    (``orchestrator/algo/advantage.py``). Short successes get up to 1 + c times their reward, and no
-    reward becomes smaller. ``rescale`` reduces the reward of long rollouts in proportion to the reward. A
-    reward of 0 does not change.
+    A success is a rollout with the best reward of its group, if this reward is above 0. ``bonus`` is the
+    shaping of prime-rl (``orchestrator/algo/advantage.py``). Short successes get up to 1 + c times their
+    reward, and no reward becomes smaller. ``rescale`` divides each reward by a number that grows with the
+    length of the rollout. A reward of 0 does not change.
 
     Lengths are added up as integers. A rollout counts once. A missing reward (NaN) is not counted.
 
@@ -197,9 +197,9 @@ class RewardShaping(BatchTransform, columns=("rollout",)):
         """(V,) float64: the new reward of each rollout.
 
         Args:
-            reward: (V,) float64, one reward for each rollout; NaN: it has none.
-            rollouts: one row of each rollout. ``rollouts["tone"]`` is a column, ``rollouts.lengths`` the
-                tokens of each rollout, ``rollouts.groups`` the ids of its group.
+            reward: (V,) float64, one reward for each rollout; NaN: no reward.
+            rollouts: one row of each rollout. ``rollouts["tone"]`` is a column, ``rollouts.lengths`` has the
+                number of tokens of each rollout, and ``rollouts.groups`` its group.
         """
 
     @property
@@ -220,7 +220,7 @@ class RewardShaping(BatchTransform, columns=("rollout",)):
                 reader=type(self).__name__,
             )
         known = ~reward.isnan()
-        # Rounded here, so that rewards that are equal in the batch are also equal in the table.
+        # Rewards are rounded here, so that those equal in the batch are also equal in the table.
         shaped = shaped.to(rows.dtype(REWARD)).double().masked_fill(~known, float("nan"))
         rollouts.require(
             shaped.isfinite() | ~reward.isfinite(),
@@ -307,7 +307,7 @@ class OverlongPunishment(RewardShaping, columns=("loss_mask",)):
         self.max_length, self.cache = max_length, cache
 
     def decide(self, rows: Rows) -> None:
-        """Rewrite the reward, and record the number of tokens that are not punished."""
+        """Rewrite the reward, and record the greatest length without punishment."""
         super().decide(rows)
         rows.metric("unpunished", self.max_length - self.cache)
 
@@ -358,7 +358,7 @@ class RelativeLength(RewardShaping, columns=("loss_mask", "group")):
 
     Raises:
         MissingKeyError: a column is missing.
-        BatchError: a reward is negative under ``rescale``, which would make it larger for long rollouts.
+        BatchError: a reward is negative under ``rescale``, which would raise this reward.
 
     Example:
         >>> RelativeLength(form="rescale", coefficient=0.33)
@@ -378,7 +378,7 @@ class RelativeLength(RewardShaping, columns=("loss_mask", "group")):
             rollouts.require(
                 ~(reward < 0),
                 "form='rescale' needs rewards ≥ 0, because it raises negative rewards of long rollouts; "
-                "found {found}. Put RewardScale with a bias before it, or use form='bonus'",
+                "found {found}. Put RewardScale with a bias before this stage, or use form='bonus'",
                 lambda row: f"{float(reward[row])} at row {rollouts.at(row)}",
             )
         return reward * relative_length(

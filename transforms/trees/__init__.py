@@ -1,4 +1,4 @@
-"""Rows that share prefixes: the tree of their tokens, its stage, and how a split keeps them together."""
+"""Rows that share prefixes: the tree of their tokens, and stages that use shared tokens."""
 
 from __future__ import annotations
 

@@ -58,14 +58,14 @@ def tree_advantage(
     """Compare each branch of a tree of rollouts with the node that it forks from.
 
     Rollouts of a group with equal first tokens share a node of a tree, up to their first different token. V
-    is the mean reward of the rollouts through a node. Each token of a node gets the local advantage of a tree
-    search, as Tree-GRPO samples one (arXiv:2509.21240)::
+    is the mean reward of the rollouts through a node. Each token gets the local advantage A of its node, as
+    in the tree search of Tree-GRPO (arXiv:2509.21240)::
 
         mean             A(node) = V(node) − V(parent)
         leave_one_out    A(node) = V(node) − V(parent without the node)
 
-    The root holds the tokens that all rollouts of a group share, such as the prompt, and gets 0. That is a
-    bias if they were sampled once and then forked. If rollouts share no token after the root, A is R −
+    The root holds the tokens that all rollouts of a group share, such as the prompt, and gets 0. This is a
+    bias if these tokens were sampled before a fork. If rollouts share no token after the root, A is R −
     mean(group), as in Dr. GRPO, or the advantage of RLOO. ``leave_one_out`` is unbiased if the branches of a
     node are sampled independently and their number is fixed before. Branches that begin with equal tokens by
     chance are one node here, which is a bias. ``mean`` has a bias factor of (m − 1)/m for m branches of one
@@ -193,14 +193,14 @@ def _shared(labels: Tensor, rows: Tensor) -> Tensor:
 
 
 def origin_of(labels: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the row in which each token was first generated, if rollouts were forked from others.
+    """Find the row in which each token was first generated, if rollouts were forked from other rollouts.
 
     Args:
         labels: (N, T) int64, from :func:`~headrace.transforms.stages.sequences.left_aligned`.
         rows: (N,) int64, index of the row that each row was forked from; its own index if it was not forked.
 
     Returns:
-        (N, T) int64, equal where rows share a token.
+        (N, T) int64 row indices; ``END`` at padding.
 
     Example:
         >>> labels = torch.tensor([[5, 6, 7], [5, 6, 8], [5, 6, 7]])
@@ -210,7 +210,7 @@ def origin_of(labels: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     row = torch.arange(len(labels), device=labels.device)
     inherited = torch.arange(labels.shape[1], device=labels.device) < _shared(labels, rows)[:, None]
     origin = torch.where(inherited, rows[:, None], row[:, None])
-    for _ in range(len(labels).bit_length()):  # each iteration doubles the number of generations
+    for _ in range(len(labels).bit_length()):  # each iteration follows twice as many forks
         origin = origin.gather(0, origin)
     return origin.masked_fill(labels == END, END)
 
@@ -223,24 +223,24 @@ class TreeAdvantage(
     """Write the advantage of each branch over the node that it forks from (:func:`tree_advantage`).
 
     Rollouts are the leaves of the tree of their group. If a rollout has several rows, the first row is in the
-    tree, and the others follow as its own branch. Excluded rows get 0. Ranks that share the batch exchange
-    their tokens.
+    tree, and the other rows get the advantage of its last branch. Excluded rows get 0. Ranks that share the
+    batch exchange their tokens.
 
     Reads ``("headrace", "reward")`` if it exists, else `reward_key`. Reads `tokens_key`, `attention_key`,
     `group_key`, `rollout_key`, `parent_key` with ``forks="parent"``, `turn_key` if it is set, and
     `loss_mask_key` if it exists. Writes `advantage_key`, (N, T, 1).
 
     Args:
-        baseline: V(parent) is a ``mean`` over all of its rollouts; or ``leave_one_out``, without those of the
-            node, which is unbiased if branches are sampled independently.
+        baseline: V(parent) is the ``mean`` over all rollouts of the parent. ``leave_one_out`` leaves out the
+            rollouts of the node, and is unbiased if branches are sampled independently.
         forks: rollouts share the tokens of a common ``prefix``; or only tokens of their ``parent``, so equal
             tokens of rollouts that were sampled independently are two nodes. If a fork samples the same next
-            tokens as its parent by chance, they are one node, which is a bias. Put labels of nodes into
-            `tokens_key` to avoid it.
+            tokens as its parent by chance, they are one node, which is a bias. To avoid this bias, put labels
+            of nodes into `tokens_key`.
         missing: what happens to a missing reward (NaN): ``raise`` an error, or ``skip``, which takes the
-            rollout out of all means. Rollouts that were forked from it, or from an excluded one, still share
-            its tokens. ``mask`` equals ``raise``; use it after ``FanOutCollapse(missing="mask")``, which
-            masks the rollout.
+            rollout out of all means. Rollouts that were forked from such a rollout, or from an excluded
+            rollout, still share its tokens. ``mask`` equals ``raise``; use it after
+            ``FanOutCollapse(missing="mask")``, which masks the rollout.
         names: other names of columns, such as `tokens_key` (:class:`ColumnNames`).
 
     Raises:
@@ -292,8 +292,8 @@ class TreeAdvantage(
         heads = rollouts.max(torch.where(begins, torch.arange(len(some)), -1))
         some.require(
             rollouts.spread(heads) >= 0,
-            "the first row of each rollout must be in the tree; found excluded first rows, while other rows "
-            "are not excluded, of {found}. Take whole rollouts out: unit='rollout'",
+            "the first row of each rollout must be in the tree; found rollouts whose first row is excluded, "
+            "and another row is not: {found}. Take whole rollouts out: unit='rollout'",
             lambda row: f"rollout {some.name('rollout', row)}",
         )
         # 2. The tokens of all rows, or the row that first generated each token. One device read.
@@ -313,7 +313,7 @@ class TreeAdvantage(
             "in {found}. Correct the mask that is wrong",
             describe_row(rows),
         )
-        # 3. The advantage of each token. Further rows of a rollout get that of its last branch.
+        # 3. The advantage of each token. Further rows of a rollout get the advantage of its last branch.
         tree_of = some.groups.n + torch.arange(len(rows))  # rows that are in no tree have their own number
         tree_of[number[begins]] = some.groups.of[begins]
         counted = torch.where(chosen, reward, 0.0)
@@ -352,7 +352,7 @@ class TreeAdvantage(
         Args:
             rows: all rows that have not left. An excluded parent also shares its tokens with its children.
             batch: the rows of this rank.
-            chosen: (M,) bool, rows in the tree. Of the others only parents are read.
+            chosen: (M,) bool, rows of rollouts in the tree. Of other rows, only parents are read.
             begins: (M,) bool, first rows of their rollouts.
 
         Raises:
@@ -377,7 +377,7 @@ class TreeAdvantage(
         oldest, needed, before = source, chosen, None
         while before is None or not torch.equal(needed, before):  # add all ancestors
             before, needed = needed, needed.index_fill(0, source[needed], True)
-        for _ in range(len(row).bit_length()):  # each iteration doubles the number of generations
+        for _ in range(len(row).bit_length()):  # each iteration follows twice as many forks
             oldest = oldest[oldest]
 
         def describe(at: int) -> str:
@@ -387,7 +387,8 @@ class TreeAdvantage(
         rows.require(
             ~needed | is_root | (found & (groups[source] == groups)),
             "the parent of a rollout must be in the batch and in the same group; found {found}. Put the gate "
-            "before, so that only complete groups pass, or set parent_id to -1 if a rollout was not forked",
+            "before this stage, so that only complete groups pass, or set parent_id to -1 if a rollout was "
+            "not forked",
             describe,
         )
         rows.require(

@@ -43,17 +43,17 @@ class Forest:
         self._least = torch.stack(least)
 
     def shared(self, rows: Tensor, part: Tensor | None = None) -> Tensor:
-        """(n,) int64: the leading tokens of each row that an earlier row in prefix order already has.
+        """(n,) int64: how many leading tokens of each row an earlier row in prefix order already has.
 
         Args:
-            rows: (n,) int64, row numbers. A number that is given twice shares all its tokens.
+            rows: (n,) int64, row numbers. A row that is given twice shares all its tokens.
             part: (n,) int64, only rows of the same part share tokens; None: all rows do.
         """
         position = self.position.index_select(0, rows)
         order = position.sort(stable=True).indices
         if part is not None:
             order = order.index_select(0, part.index_select(0, order).sort(stable=True).indices)
-        # The minimum over each range, of two runs of 2^power entries: one from its start, one up to its end.
+        # Two runs of 2^power entries cover a range: one begins at its start, and one ends at its end.
         ascending = position.index_select(0, order)
         before, after = ascending[:-1], ascending[1:]
         size = after - before
@@ -77,7 +77,7 @@ class Forest:
 
         Returns:
             - (n,) int64, the number of the tree or piece of each row.
-            - (n,) int64, the leading tokens of each row that another row of its piece computes.
+            - (n,) int64, how many leading tokens of each row another row of its piece computes.
         """
         common = self.shared(rows)
         order = self.position.index_select(0, rows).sort(stable=True).indices
@@ -106,7 +106,7 @@ def prefix_ranks(tokens: Tensor, mask: Tensor, ids: Tensor) -> Tensor:
 
 
 def forest_of(by_row: Tensor, rows_of_ranks: Sequence[Tensor], lengths: Tensor) -> Forest:
-    """The trees of all rows.
+    """Make the forest of the rows of all ranks.
 
     Args:
         by_row: (N, 2) int64, the results of :func:`prefix_ranks`, computed for each rank alone.

@@ -37,7 +37,7 @@ class PrefixTree(NamedTuple):
 
 
 def prefix_tree(order: Tensor, shared: Tensor, lengths: Tensor) -> PrefixTree:
-    """Find the tokens of common prefixes: equal tokens at equal positions after equal tokens are one node.
+    """Find the nodes of common prefixes. Rows with equal tokens up to a position share the node there.
 
     Consecutive tokens of the same rows are a branch (:func:`~headrace.transforms.trees.branches`). Their
     nodes have consecutive numbers.
@@ -92,10 +92,10 @@ def tree_columns(
             ``position_ids``.
         inputs: (1, L, ...), which must be equal in shared tokens.
         row_inputs: (n, ...), or n tensors, which must be equal in rows that share tokens.
-        shape: n, and at least the number of tokens of the longest row.
+        shape: the number of rows n, and a width ≥ the length of the longest row.
     """
     tokens, segment, position = (rows[key][0] for key in ("input_ids", "segment_ids", "position_ids"))
-    # Each row as words to compare: its first token with inputs, the inputs of the row, its other tokens.
+    # The words of a row, in order: its first token with inputs, the inputs of the row, its other tokens.
     words = [
         tokens[:, None].long(),
         *(as_words(each[0]).reshape(len(tokens), -1) for each in inputs.values()),
@@ -110,7 +110,7 @@ def tree_columns(
     grid = torch.cat([grid[:, :each], *of_row, grid[:, each:]], 1).cpu() if of_row else grid.cpu()
     lengths = 1 + count_true(grid[:, each + more :: each] != END)
     order, shared = prefix_order(grid, lengths=lengths * each + more)
-    # A token is shared if all its words are, and the first one only if the inputs of the row are, too.
+    # A token is shared if all its words are. The first token also needs equal inputs of the row.
     shared = torch.where(shared < each + more, 0, (shared - more) // each)
     tree = prefix_tree(order, shared, lengths)
     node, source, depth, parent, end, number = send_packed(tree, tokens.device)
@@ -132,8 +132,8 @@ def tree_mask(packed: TensorDictBase, dtype: torch.dtype | None = None) -> Tenso
     Args:
         packed: TensorDict ``[1]``, the output of ``pack(batch, tree=True)``.
         dtype: None for a bool mask. A floating-point dtype makes a mask to add to attention scores, with 0
-            and the smallest number of the dtype. Use this for models of transformers: with a bool mask their
-            ``eager`` attention silently computes wrong results.
+            and the smallest number of the dtype. Models of transformers need such a mask: with a bool mask
+            their ``eager`` attention silently computes wrong results.
 
     Returns:
         (1, 1, M, M), query by key: bool, True where the query attends to the key; or `dtype`.
@@ -196,8 +196,8 @@ def tree_log_probs(logits: Tensor, packed: TensorDictBase) -> Tensor:
     """The log-probability of each node's token, given its ancestors. No device read.
 
     The logits of a node are for the next token, and rows may continue differently after a node. So the
-    log-probability of a node is read from the logits of its parent. Only the logits and one copy of them have
-    the size of the logits, for any number of rows.
+    log-probability of a node is read from the logits of its parent. The function makes one copy of the
+    logits, for any number of rows.
 
     Args:
         logits: (1, M, V), the model's logits of the token after each node.
@@ -223,14 +223,14 @@ def tree_log_probs(logits: Tensor, packed: TensorDictBase) -> Tensor:
     parent = require(packed, "tree_parent", reader="tree_log_probs", option=READ)[0]
     _check_nodes(logits, packed)
     token, before = packed["input_ids"][0].long(), parent.clamp_min(0)
-    token = torch.where(token < 0, logits.shape[-1], token)  # so that indexing refuses negative ids, too
+    token = torch.where(token < 0, logits.shape[-1], token)  # indexing then refuses negative ids, too
     token = torch.where(parent < 0, 0, token)  # a valid id, because the value of a root is not used
     chosen = logits[0, before, token] - logits[0].logsumexp(-1).index_select(0, before)
     return torch.where(parent < 0, 0.0, chosen).unsqueeze(0)
 
 
 def logits_of_tokens(logits: Tensor, packed: TensorDictBase) -> Tensor:
-    """Return the logits of each token of the rows, in the size that they have without a tree.
+    """Return the logits of each token of each row. The result is as large as without a tree.
 
     Args:
         logits: (1, M, V), the model's logits of the token after each node.
@@ -241,6 +241,7 @@ def logits_of_tokens(logits: Tensor, packed: TensorDictBase) -> Tensor:
 
     Raises:
         MissingKeyError: `packed` is not a tree.
+        BatchError: the logits have another number of nodes.
 
     Example:
         >>> from headrace.transforms import pack

@@ -15,7 +15,7 @@ from headrace.transforms.stages.sequences import END, repeated
 
 
 class PrefixOrder(NamedTuple):
-    """Rows in lexicographic order. A row that is a prefix of another comes before it. On the CPU."""
+    """Rows in lexicographic order, on the CPU. A row comes before longer rows that begin with it."""
 
     order: Tensor
     """(N,) int64, row indices in sorted order."""
@@ -26,12 +26,12 @@ class PrefixOrder(NamedTuple):
 def prefix_order(labels: Tensor, within: Tensor | None = None, lengths: Tensor | None = None) -> PrefixOrder:
     """Sort rows so that rows with equal prefixes are neighbours. One device read.
 
-    The prefix shared by two rows that are not neighbours is the shortest prefix shared between them.
+    Any two rows share the shortest of the prefixes that neighbours from the first to the second share.
 
     Args:
         labels: (N, T) int64, from :func:`left_aligned`.
         within: (N,) int64, on the CPU; rows that differ in it share nothing and are sorted apart.
-        lengths: (N,) int64, on the CPU, number of labels of each row; None: those before the first ``END``.
+        lengths: (N,) int64, on the CPU, number of labels of each row; None: labels before ``END``.
 
     Example:
         >>> found = prefix_order(torch.tensor([[5, 1, 1], [5, 2, END], [5, 1, 3]]))
@@ -75,7 +75,7 @@ class PrefixBranch(NamedTuple):
     end: int
     """Index after the last token of the branch."""
     from_first: int
-    """First row of the parent branch, as above; equal to `from_last` at a root."""
+    """Index in sorted order of the first row of the parent branch; equal to `from_last` at a root."""
     from_last: int
     """Index after the last row of the parent branch."""
 
@@ -99,7 +99,7 @@ def branches(shared: list[int], lengths: list[int]) -> list[PrefixBranch]:
         2 3 1 2 0 3
     """
     found: list[PrefixBranch] = []
-    forks: list[tuple[int, list[tuple[int, int, int]]]] = []  # on the way to a row: depth, branches so far
+    forks: list[tuple[int, list[tuple[int, int, int]]]] = []  # open forks: depth, branches so far
     for place, (length, common) in enumerate(zip(lengths, [*shared[1:], -1], strict=True)):
         branch = place, place + 1, length
         while forks and forks[-1][0] > common:  # the next row forks earlier

@@ -36,8 +36,8 @@ def train_shared_once(tokens: Tensor, trains: Tensor, rollout: Tensor, there: Te
 
         keeps_it = trains_it ∧ ¬∃ j < i: trains_jt ∧ rollout_j = rollout_i ∧ tokens_j,≤t = tokens_i,≤t
 
-    A row that only has the token in its prompt does not train it, so it keeps no token from other rows. Rows
-    are compared exactly, on the CPU, and copied there if needed.
+    A row with a token in its prompt does not train this token, so a later row can keep it. Rows are compared
+    exactly, on the CPU, and copied there if needed.
 
     Args:
         tokens: (N, T) int64.
@@ -77,27 +77,27 @@ class TrainSharedOnce(
 ):
     """Train each sampled token once, if rows of one rollout share it (:func:`train_shared_once`).
 
-    If a rollout forks, each of its rows begins with the tokens before the fork. If these were sampled and are
-    in the loss mask of several rows, they would train once in each of them, and so with a multiple of the
-    weight of other tokens. This stage leaves each of them in the first row of the batch that trains it, with
-    the log-probability, advantage and other columns of that row, and takes it out of the loss in all others.
-    In the other rows it is a part of the prompt. Tokens that different rollouts share are not changed: each
-    rollout sampled its own.
+    If a rollout forks, each of its rows begins with the tokens before the fork. If these tokens are in the
+    loss mask of several rows, they train several times, with a multiple of the weight of other tokens. With
+    this stage, each shared token trains only in the first row of the batch that has it in the loss, with the
+    log-probability, advantage and other columns of that row. In all other rows it leaves the loss, like a
+    token of the prompt. Tokens that different rollouts share are not changed, because each rollout sampled
+    its own.
 
-    The loss mask becomes False, and the behaviour log-probability NaN. In a pipeline with
-    ``masked_log_prob=keep`` only the loss mask changes. Rewards, baselines and advantages do not change.
-    Later stages still see the row's original length. A row all of whose tokens train in other rows is masked
-    (``shared``).
+    The loss mask of a token that leaves becomes False, and its behaviour log-probability NaN. In a pipeline
+    with ``masked_log_prob=keep`` only the loss mask changes. Rewards, baselines and advantages do not change.
+    Later stages still see the row's original length. If all tokens of a row train in other rows, the row is
+    masked (``shared``).
 
-    Put the stage after the filters, because a filter could take out the row that has the token, and before
+    Put the stage after the filters, because a filter could take out the row that trains the token, and before
     the split. With prefix trees (``ShuffleSplit(tree="rollout")``) the stage is needed, too: a tree computes
     a shared token once, but the loss counts it in each row. Rows are compared by their token ids, not by
-    images or other inputs. If a rollout has rows on several ranks, the ranks exchange the tokens of such
-    batches.
+    images or other inputs. If a rollout has rows on several ranks, the ranks exchange the tokens of the
+    batch.
 
     Reads `rollout_key`, `tokens_key`, `attention_key`, `loss_mask_key`, and `log_prob_key` if it exists: a
     token whose log-probability is not finite does not train. Writes `loss_mask_key`, `log_prob_key` and
-    ``("headrace", "length")``. Measures ``shared_tokens``, the tokens that are taken out.
+    ``("headrace", "length")``. Measures ``shared_tokens``, the number of tokens that leave.
 
     Args:
         names: other names of columns, such as `tokens_key` (:class:`ColumnNames`).
@@ -126,7 +126,7 @@ class TrainSharedOnce(
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
-        """Tokens of the rows that it masks."""
+        """The columns of tokens of the rows that this stage masks."""
         return [(self.loss_mask_key, self.log_prob_key)]
 
     @property
@@ -155,7 +155,7 @@ class TrainSharedOnce(
             log_prob = read_tokens(batch, self.log_prob_key, reader=rows.reader, option="log_prob_key")
             same_width(tokens, log_prob, "tokens_key and log_prob_key")
             trains = trains & log_prob.isfinite()
-        # 3. What they share, with rows of other ranks only if a rollout has rows there.
+        # 3. The shared tokens. Ranks exchange tokens only if a rollout has rows on several ranks.
         rank = rows.from_arrival(rows.table.rank_of_rows())
         apart = several & (rollouts.spread(rollouts.max(rank)) > rollouts.spread(rollouts.min(rank)))
         keeps = trains.clone()
@@ -171,7 +171,7 @@ class TrainSharedOnce(
         else:
             ids = rows.of_this_rank(rollouts.of)[rows.of_this_rank(several)]
             keeps[own] = train_shared_once(tokens[own], trains[own], ids, there[own])
-        # 4. Take them out, and the rows that have no other tokens.
+        # 4. Take shared tokens out of the loss, and mask rows that have no other tokens.
         out = trains & ~keeps
         found = rows.measured(
             tokens=count_true(mask),

@@ -93,6 +93,7 @@ def simulated(rates, draws, size, seed):
 
 
 def truth(rate, size):
+    """The chance that all rewards of a group are equal, in the mean over the solve rates."""
     return float(np.mean(rate**size + (1 - rate) ** size))
 
 

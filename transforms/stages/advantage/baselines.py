@@ -36,10 +36,10 @@ Clip = Sequence[float | None]
 
 
 class Grouped:
-    """The rewards of all groups, sorted by group and then by reward. Baselines and scales read them here.
+    """The rewards of all groups, sorted by group and then by reward, for baselines and scales.
 
     Values per rollout are (V,), in this order. Values per group are (P,); :meth:`spread` maps them to
-    rollouts. Sums add up in this order, so they depend bit for bit only on the set of rewards of the group.
+    rollouts. Sums add up in this order, so they depend bit for bit only on the rewards of the group.
 
     Args:
         reward: (V,) float64, one per rollout.
@@ -180,7 +180,7 @@ class Grouped:
 
     @cached_property
     def of_votes_only(self) -> Grouped:
-        """The same groups, with only their rollouts that vote only. Each group has at least one."""
+        """The rollouts that vote only, in the same groups. Each group has at least one such rollout."""
         chosen = cast(Tensor, self.votes_only)
         return Grouped(self.reward[chosen], Ids(self.of[chosen]))
 
@@ -205,7 +205,7 @@ BASELINES: dict[str, Callable[[Grouped, Formula], Tensor]] = {
     "none": lambda g, _: g.reward,
 }
 ABSOLUTE = ("batch", "column", "none")  # the baselines that need no group
-ONE_A_GROUP = ("mean", "median", "log_mean_exp")  # baselines with one number per group, from its rewards
+ONE_A_GROUP = ("mean", "median", "log_mean_exp")  # baselines with one number per group, from rewards alone
 
 # s before ε is added: (P,) per group, () per batch, or (V,) per rollout.
 SCALES: dict[str, Callable[[Grouped, int], Tensor] | None] = {
@@ -276,7 +276,7 @@ class Formula:
 
     @cached_property
     def is_relative(self) -> bool:
-        """Whether the baseline or the scale compares the rollouts of a group. One alone has no advantage."""
+        """Whether the baseline or the scale compares rollouts. A rollout alone then has no advantage."""
         return self.baseline not in ABSOLUTE or self.scale in SPREADS
 
     @cached_property
@@ -334,7 +334,7 @@ def keys_of(of: Tensor, reward: Tensor) -> np.ndarray:
     short = reward.float()
     if not torch.equal(short.double(), reward):
         return torch.complex(of.double(), reward).numpy()
-    bits = short.numpy().view(np.int32)  # as integers they ascend like the floats, but descend below 0
+    bits = short.numpy().view(np.int32)  # as integers, they ascend like floats, but descend below 0
     return (of.numpy() << 32) + (bits ^ (bits >> 31 & 0x7FFFFFFF))
 
 
@@ -356,9 +356,9 @@ def length_weighted(g: Grouped) -> Tensor:
 def above_others_of_k(g: Grouped, k: int) -> Tensor:
     """(V,) mean of ``max(R_i − max_{j∈K} R_j, 0)`` over all sets K of k − 1 other rollouts of the group.
 
-    It is the integral over t < R_i of the fraction of sets whose rewards are all ≤ t. If j of the n − 1 other
-    rewards are ≤ t, that fraction is ``C(j, k − 1) / C(n − 1, k − 1)``. It is constant between neighbouring
-    rewards, so the integral is a cumulative sum over the sorted rewards.
+    This mean is the integral over t < R_i of the fraction of sets whose rewards are all ≤ t. If j of the
+    n − 1 other rewards are ≤ t, this fraction is ``C(j, k − 1) / C(n − 1, k − 1)``. The fraction is constant
+    between neighbouring rewards, so the integral is a cumulative sum over the sorted rewards.
     """
     others = g.spread(g.size) - 1
     area = torch.where(g.place == 0, 0.0, g.reward - g.reward.roll(1))

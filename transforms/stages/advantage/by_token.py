@@ -55,7 +55,7 @@ def token_advantage(
         how: ``add``, ``multiply``.
 
     Returns:
-        (N, T) in the dtype of `advantage`, computed in the more precise dtype of both, at least float32.
+        (N, T) in the dtype of `advantage`, computed in the more precise dtype of the two, at least float32.
 
     Example:
         >>> credit, term = torch.tensor([[2.0]]), torch.tensor([[0.5, 3.0]])
@@ -81,11 +81,11 @@ def changed(advantage: Tensor, term: Tensor, trains: Tensor | None, factor: floa
 
 
 class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
-    """Add a term to the advantage of each token, or multiply it (:func:`token_advantage`).
+    """Add a term to each token's advantage, or multiply the advantage by it (:func:`token_advantage`).
 
-    Put this stage after the advantage. You can use several. The columns that the term reads must be finite at
-    all tokens in the loss. Rows that are out of the loss, or have no reward, keep their advantage, and their
-    tokens are not read. Measures the fraction of tokens that ``changed``, the mean absolute change
+    Put this stage after the advantage. A pipeline can have several. The columns that the term reads must be
+    finite at all tokens in the loss. Rows that are out of the loss, or have no reward, keep their advantage,
+    and their tokens are not read. Measures the fraction of tokens that ``changed``, the mean absolute change
     (``abs_mean``), and ``term_mean``, which for LogRatio estimates −KL.
 
     Reads `loss_mask_key`, ``("headrace", "in_loss")`` and ``("headrace", "reward")`` if they exist, and the
@@ -135,7 +135,7 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
         return getattr(self.term, "within_groups", False)
 
     def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
-        """Rewrite the advantage: now, or when rows are gathered if the term is elementwise."""
+        """Rewrite the advantage now or, if the term is elementwise, when rows are gathered."""
         key, reader = self.advantage_key, type(self).__name__
         known = rows.in_loss
         if rows.has(REWARD):  # rows without a reward are excluded and have no advantage
@@ -228,7 +228,7 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
 def how_much_changes(
     term: Tensor, before: Tensor, trains: Tensor, *, factor: float, how: How
 ) -> dict[str, Tensor]:
-    """(B,) each: number of tokens in the loss and of changed ones, Σ |change|, and Σ of the terms."""
+    """(B,) each: number of tokens in the loss, number of changed tokens, Σ |change|, and Σ of the terms."""
     after = token_advantage(before, term, trains, factor=factor, how=how)
     change = zero_outside(after.double() - before.double(), trains).abs_()
     return {
@@ -249,7 +249,7 @@ def require_finite(rows: Rows, columns: Mapping[str, Tensor], trains: Tensor) ->
 
     Raises:
         BatchError: a number is not finite; the message names the column, its rows, and the first token of
-            each.
+            each row.
     """
     for name, column in columns.items():
         pair = first_token(trains & ~column.isfinite(), column)

@@ -52,7 +52,7 @@ def turn_advantage(
     outcome: Tensor | None = None,
     discount: float = 1.0,
 ) -> Tensor:
-    """Compare the return from each turn on with the same turn of the other rollouts in the group.
+    """Compare the return from each turn on with that of the group's other rollouts from the same turn on.
 
     For turn k of rollout i, and the m rollouts of the group that have a turn k::
 
@@ -69,8 +69,8 @@ def turn_advantage(
         has_turn: (N, K) bool; each turn of a rollout is on one of its rows.
         group_id: (N,) integers ≥ 0; rollouts with the same id are compared.
         rollout_id: (N,) integers ≥ 0; rows with the same id are one rollout. None: each row is a rollout.
-        outcome: (N,) float, a reward at the last turn of the rollout, equal on all its rows. None: there is
-            none.
+        outcome: (N,) float, a reward at the last turn of the rollout, equal on all its rows. None: no such
+            reward.
         discount: γ in [0, 1], per turn.
 
     Returns:
@@ -138,8 +138,8 @@ def credit_of_turns(
         "each turn of a rollout must be on one row; found {found}. If a row repeats tokens of an earlier "
         "turn as context, set their turn index to -1",
         lambda row: (
-            f"turn {int(twice[row].int().argmax())} of rollout {rows.name('rollout', row)} also on a row "
-            f"other than {rows.at(row)}"
+            f"turn {int(twice[row].int().argmax())} of rollout {rows.name('rollout', row)} on row "
+            f"{rows.at(row)} and on another row"
         ),
     )
     returns = torch.zeros(times.shape, dtype=torch.float64).index_add_(0, rollouts.of, reward)
@@ -163,13 +163,13 @@ class TurnAdvantage(
     BatchTransform,
     columns=("turn_index", "turn_reward", "turn", "reward", "group", "rollout", "loss_mask", "advantage"),
 ):
-    """Write the advantage of each turn, compared with the same turn of the group (:func:`turn_advantage`).
+    """Write the advantage of each turn over the same turn of other rollouts (:func:`turn_advantage`).
 
     By default turns are inside rows, and each token has the number of its turn. With ``turn_index_key=None``
     each row is a turn with its own reward, as for RewardsToGo. Excluded rows and tokens without a turn get 0.
 
     Reads `turn_index_key`, `group_key`, `rollout_key`, and `loss_mask_key` if it exists. Reads
-    `turn_reward_key` if `turn_rewards` is set, and ``("headrace", "reward")`` if it exists, else
+    `turn_reward_key` unless `turn_rewards` is ``none``, and ``("headrace", "reward")`` if it exists, else
     `reward_key`. Writes `advantage_key`: (N, T, 1), or (N, 1, 1) if rows are turns.
 
     Args:
@@ -244,8 +244,8 @@ class TurnAdvantage(
         # 1. The largest number of turns of a row, over all ranks.
         sizes = rows.measured(turns=size)["turns"]
         turns = int(sizes.max()) if len(sizes) else 0
-        # 2. For each row and turn: whether the row has it, and its reward. Also find tokens and rewards
-        # without a turn.
+        # 2. For each row and turn: whether the row has the turn, and the reward of the turn. Also find tokens
+        # and rewards without a turn.
         mask = None
         if has_key(batch, self.loss_mask_key):
             mask = read_tokens(batch, self.loss_mask_key, reader=reader, option="loss_mask_key")
@@ -290,8 +290,8 @@ class TurnAdvantage(
         )
         some.require(
             found["misplaced"][chosen] == 0,
-            "every reward that is not 0 must belong to a turn of its row; found others in {found}. Write it "
-            "on a token of its turn, or into the column of its turn",
+            "every reward that is not 0 must belong to a turn of its row; found others in {found}. Write "
+            "the reward on a token of its turn, or into the column of its turn",
             describe_row(some),
         )
         if turns:

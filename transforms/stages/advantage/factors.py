@@ -121,9 +121,9 @@ class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")
         counts = ~reward.isnan() if rows.counted is None else ~reward.isnan() & rows.counted
         # RewardScale changes the sum of several rewards, which several='decoupled' refuses.
         if self.reward is not None:
-            todo = "Choose another reward, scale it where it is scored"
+            todo = "Choose another reward, scale this reward where it is computed"
         elif rewards.shape[1] > 1:
-            todo = "Set {reward=0}, or the index of another of the rewards that is in [0, 1]"
+            todo = "Set {reward=0}, or the index of another reward that is in [0, 1]"
         else:
             todo = "Put RewardScale after FanOutCollapse"
         rows.require(

@@ -72,7 +72,7 @@ def group_relative_advantage(
     baseline_value: Tensor | Sequence[float] | None = None,
     votes_only: Tensor | Sequence[bool] | None = None,
 ) -> Tensor:
-    """Compute the advantage of each rollout within its group. Its segments all get the same advantage.
+    """Compute the advantage of each rollout within its group. All its segments get this advantage.
 
     For rollout i of a group g with n rollouts (DeepSeekMath, arXiv:2402.03300, section 4.1.2)::
 
@@ -115,9 +115,9 @@ def group_relative_advantage(
     that are all 0 get 0 under ``scale="mean"``, except with ``skip``. A small ε never amplifies rounding
     errors.
 
-    Statistics are float64 and rounded once. Sums do not depend on the order of their terms. Without
-    statistics of the batch, the advantage depends bit for bit only on the rewards of the group. The order of
-    the rows and the other groups of the batch do not change it.
+    Statistics are float64 and rounded once. Sums do not depend on the order of their terms. If no statistic
+    is over the batch, the advantage depends bit for bit only on the rewards of the group. The order of the
+    rows and the other groups of the batch do not change it.
 
     Args:
         reward: (N,) floats, one per row; all segments of a rollout must have the same reward.
@@ -132,9 +132,9 @@ def group_relative_advantage(
             ``zero``; ``raw``, its reward; or ``raise`` an error.
         eps_mode: how ε is added to the scale.
         clip: [low, high], bounds of the advantage; one of them may be None.
-        shift: δ, in units of the reward. Below 0 it gives successes more weight, above 0 failures. With
-            off-policy samples this changes the expected gradient (AsymRE, arXiv:2506.20520). A group with
-            equal rewards then has the advantage −δ under ``scale="none"``.
+        shift: δ, in units of the reward. δ < 0 gives more weight to successes, and δ > 0 to failures. With
+            off-policy samples δ changes the expected gradient (AsymRE, arXiv:2506.20520). A group with equal
+            rewards then has the advantage −δ under ``scale="none"``.
         k: for ``best_of_k``, from 2 to the size of the smallest group.
         baseline_of: the rollouts that b is computed from: all of the ``group``, or those that vote only.
         temperature: τ > 0, for ``log_mean_exp``, in units of the reward.
@@ -152,7 +152,7 @@ def group_relative_advantage(
         BatchError: an id is negative or missing, a rollout is in two groups, a reward is not finite or too
             large to square, the segments of a rollout have different rewards, a group has one rollout under
             ``raise`` or fewer than k, a reward is negative under ``scale="mean"``, a group has no rollout
-            that votes only, or a given baseline is not finite or differs in a rollout. Each lists the ids.
+            that votes only, or a given baseline is not finite or differs in a rollout. The message lists ids.
         ValueError: an option has an unknown value, or two options exclude each other.
 
     Example:
@@ -239,7 +239,7 @@ def advantage_of(
         voters.require(
             groups.spread(groups.any(votes_only)),
             "baseline_of='votes_only' needs a rollout that votes only in each group; found none in {found}. "
-            "Mark one in {column}, or drop these groups",
+            "Mark a rollout in {column}, or drop these groups",
             lambda row: f"group {voters.name('group', row)}",
             role="votes_only",
             unit=groups,
@@ -252,8 +252,8 @@ def advantage_of(
     if advantage is None:
         g = grouped()
         advantage = g.unsorted(advantage_in_groups(g, formula))
-    # The function does not hold the view of the table, which would keep the batch in memory until the report
-    # is read.
+    # The function does not hold the view of the table. A view would keep the batch in memory until the
+    # report is read.
     compared = partial(compared_by_row, grouped, rows.rollouts, rows.index, formula)
     return rows.from_voters(advantage), compared
 
@@ -360,27 +360,28 @@ class GroupRelativeAdvantage(
 ):
     """Compute the advantage of each row within its group (:func:`group_relative_advantage`).
 
-    After :class:`FanOutCollapse` the stage reads the reward that FanOutCollapse wrote. Without it, two rows
-    with the same rollout id are an error. Excluded rows get 0.
+    After :class:`FanOutCollapse` the stage reads the reward that FanOutCollapse wrote. Without
+    FanOutCollapse, two rows with the same rollout id are an error. Excluded rows get 0.
 
     Reads `group_key`, `rollout_key`, and ``("headrace", "reward")`` if it exists, else `reward_key`. Reads
-    ``("headrace", "rewards")`` with ``several="decoupled"`` or `weights`, `baseline_value_key` with
-    ``baseline="column"``, and the column ``votes_only`` with ``baseline_of="votes_only"``. Writes
-    `advantage_key`, (N, 1, 1), as GRPOLoss reads it, and `group_key` if `without_ids` made the groups.
+    ``("headrace", "rewards")`` with ``several="decoupled"`` or `weights`, `loss_mask_key` with
+    ``baseline="length_weighted"``, `baseline_value_key` with ``baseline="column"``, and the column
+    ``votes_only`` with ``baseline_of="votes_only"``. Writes `advantage_key`, (N, 1, 1), as GRPOLoss reads it,
+    and `group_key` if `without_ids` made the groups.
 
     Args:
         baseline: ``mean``, ``leave_one_out``, ``median``, ``length_weighted``, ``best_other``, ``best_of_k``,
             ``log_mean_exp``, ``batch``, ``column``, ``none``. A ``column`` has one number for each rollout,
-            such as the value of a model; a group with equal rewards then trains, so use no filter for these.
+            such as the value of a model. Groups with equal rewards then train, so do not filter them.
         scale: ``group``, ``leave_one_out``, ``mad``, ``batch``, ``mean``, ``nonzero``, ``none``.
         ddof: 1 or 0, subtracted from the count in the std.
         eps: ε ≥ 0, added to the scale.
         eps_mode: ``add``, ``clamp``, ``skip``.
         singleton: ``zero``, ``raw``, ``raise``.
-        clip: [low, high], bounds of the advantage; one of them may be null. With several rewards they bound
-            the sum of their advantages.
+        clip: [low, high], bounds of the advantage; one of them may be null. With several rewards, they
+            are bounds of the sum of the advantages.
         shift: δ, added to the baseline, in units of the reward.
-        k: number of rollouts of which the best counts, for ``best_of_k``, ≥ 2.
+        k: number of rollouts, for ``best_of_k``, ≥ 2.
         baseline_of: ``group``, ``votes_only``: the rollouts of the group that the baseline is computed from.
         temperature: τ > 0, for ``log_mean_exp``, in units of the reward.
         dtype: dtype of the statistics; None: float64. ``float32`` gives the bits of the reshape formula if
@@ -388,10 +389,10 @@ class GroupRelativeAdvantage(
         several: how the K rewards of ``FanOutCollapse(columns=K)`` become one advantage. ``sum`` compares
             their weighted sum. ``decoupled`` compares each reward and adds up the weighted advantages.
         weights: weights of the rewards for ``decoupled``, equal to those of FanOutCollapse; None: all 1.
-        missing: what happens to a missing reward (NaN). ``raise`` an error; or ``skip`` it, which excludes it
-            from the statistics, under ``decoupled`` from those of its column. A rollout without any reward
-            gets the advantage 0. ``mask`` equals ``skip``; use it after ``FanOutCollapse(missing="mask")``,
-            so that each rollout without any reward is masked.
+        missing: what happens to a missing reward (NaN). ``raise`` an error. ``skip`` leaves the reward out
+            of the statistics; under ``decoupled``, of the statistics of its column. A rollout without any
+            reward gets the advantage 0. ``mask`` equals ``skip``; use it after
+            ``FanOutCollapse(missing="mask")``, so that each rollout without any reward is masked.
         without_ids: [P, G] makes groups as miles does, if no row has a group id. If there are exactly P · G
             rollouts, each G consecutive ones are a group; else all are one group. None: rows need ids.
         names: other names of columns, such as `reward_key` (:class:`ColumnNames`).
@@ -490,7 +491,7 @@ class GroupRelativeAdvantage(
             self._require_weighed(rows, reward, rewards)
         if self.missing == "mask":
             require_rewards(rows, reward, siblings_agree=False)
-        # 2. Compare it within the group: each reward column by itself, or their sum.
+        # 2. Compare the reward within the group: each column by itself, or the weighted sum.
         length = rows.lengths if self.baseline == "length_weighted" else None
         value = rows.number("baseline_value").double() if self.baseline == "column" else None
         if self.several == "decoupled":

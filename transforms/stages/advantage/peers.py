@@ -35,7 +35,7 @@ def combine_ids(*ids: Tensor) -> Tensor:
     """
     mixed = torch.zeros_like(ids[0])
     for column in ids:
-        mixed = mixed + column + -7046029254386353131  # 2^64 over the golden ratio, odd
+        mixed = mixed + column + -7046029254386353131  # 2^64 divided by the golden ratio, made odd
         # int64 arithmetic wraps around. The mask makes the right shift logical (zero-filled).
         for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
             mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor

@@ -17,9 +17,9 @@ def reshaped(reward: Tensor, groups: Ids, formula: Formula, dtype: torch.dtype) 
 
         x = r.view(P, G);  x -= x.mean(-1);  x / (x.std(-1) + eps)
 
-    The std is that of the centred rewards, because that of the uncentred ones differs in the last bit. Equal
-    rewards get exactly 0; rounding errors would give up to 0.9 after the division. slime and miles compute
-    this in float32.
+    The std is computed from the centred rewards. From the uncentred rewards, it would differ in the last bit.
+    Equal rewards get exactly 0; rounding errors would give up to 0.9 after the division. slime and miles
+    use float32.
 
     Args:
         reward: (V,) float64, one per rollout, in the order of their rows.

@@ -78,7 +78,7 @@ class Memory(NamedTuple):
     after: Tracked
     """The means after the last batch."""
     last: Tensor
-    """(3, M) int64: keys, rollout ids and bits of the rewards of the last batch, to recognise it."""
+    """(3, M) int64: keys, rollout ids and bits of the rewards of the last batch."""
 
     def knows(self, came: Tensor) -> bool:
         """Whether this (3, M) batch equals the last one."""
@@ -88,7 +88,7 @@ class Memory(NamedTuple):
 class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout")):
     """Subtract the running mean of earlier rewards with the same key: ``A ← A − b(key)``.
 
-    After ``GroupRelativeAdvantage(baseline="none", scale="none")`` this gives R − b, for groups of one
+    After ``GroupRelativeAdvantage(baseline="none", scale="none")`` the result is R − b, for groups of one
     rollout. The baseline of a batch uses only earlier batches. Then the batch updates the mean b and its
     weight w, with the `decay` ρ, for each reward of a key::
 
@@ -96,12 +96,12 @@ class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout
 
     Several rewards of a key in one batch are each replaced by their mean, so the order of the rows changes no
     bit. With `start_weight` 1/(1 − ρ), w is constant and b is the exponential moving average of RAE (SPIRAL,
-    arXiv:2506.24119), whose key is a role. With a prompt as the key it is the value tracker of SPO
+    arXiv:2506.24119), whose key is a role. With a prompt as the key b is the value tracker of SPO
     (arXiv:2509.13232), except that ρ of SPO follows the KL divergence between policies.
 
     If you pass the last batch again, with the same keys, rollouts and rewards, it gets the same baseline and
     counts once, also after ``load_state_dict``. A batch that the pipeline refuses does not count. Excluded
-    rollouts, and rollouts without a reward, do not count and do not change.
+    rollouts, and rollouts without a reward, do not count, and keep their advantage.
 
     Reads ``("headrace", "reward")``, `baseline_key` and `rollout_key`. Reads and writes `advantage_key`.
 
@@ -185,7 +185,7 @@ class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout
         rows.metric("keys", len(before.keys))
 
     def state_after(self, rows: Rows) -> None:
-        """Update the means with the batch, unless it is the last one again."""
+        """Update the means with the batch, unless it equals the last batch."""
         came = rows.table.notes.pop(self, None)
         with COUNTING:
             if came is not None and not self.memory.knows(came):

@@ -1,4 +1,4 @@
-"""Advantages of steps: a step is compared with the steps of its group that start in its state."""
+"""Advantages of turns: a turn is compared with the turns of its group that start in its state."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def state_groups(group_id: Tensor, state_id: Tensor) -> Tensor:
 
 
 class StateAdvantage(BatchTransform, columns=("state", "advantage", "group")):
-    """Add the advantage of each step among the steps of its group that start in the same state.
+    """Add the advantage of each turn among the turns of its group that start in the same state.
 
-    GiGPO (arXiv:2505.10978, eq. 8 to 10). G is the return from a step on. It is compared with the steps of
-    the group's rollouts that have the same anchor state::
+    This is GiGPO (arXiv:2505.10978, eq. 8 to 10). The return G from a turn on is compared with the returns of
+    all turns of the group in the same state::
 
         A ← A + ω · (G − mean(G in the state)) / s        s as `scale` says
 
-    Every step counts, also two steps of one rollout. The step itself is in the mean, and the step of a state
-    that is visited once gets 0, as in GiGPO. Both are a bias: for m steps in a state, the advantage is (m −
-        1)/m of the unbiased one. If `state_key` is the number of the turn, segments are compared turn by
-        turn.
+    Every turn counts, also two turns of one rollout. As in GiGPO, the turn itself is in the mean, and the
+    turn in a state that is visited once gets 0. This is a bias: for m turns in a state, the advantage is
+    (m − 1)/m of the unbiased one. If `state_key` is the number of the turn, segments are compared turn by
+    turn.
 
     Reads `advantage_key`, ``("headrace", "return")``, `group_key` and `state_key`. Writes `advantage_key`.
 

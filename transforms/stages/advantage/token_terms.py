@@ -1,9 +1,9 @@
 """Terms per token for :class:`TokenAdvantage`.
 
 A term is a callable. It takes a batch and (N, T) bool, the tokens in the loss, and returns (N, T) numbers.
-Only the numbers of tokens in the loss are used. `in_keys` are the columns that it reads. For ragged rows it
-gets only these columns, padded on the right. A sum or mean over tokens is over the tokens in the loss of all
-ranks that share the batch (:meth:`TokenTerm.over`).
+Only the numbers of tokens in the loss are used. `in_keys` are the columns that a term reads. For ragged rows,
+a term gets only these columns, padded on the right. A sum or mean over tokens is over the tokens in the loss
+of all ranks that share the batch (:meth:`TokenTerm.over`).
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def staleness_weight(age: Tensor, *, decay: float) -> Tensor:
 def top_share(values: Tensor, trains: Tensor, share: float) -> Tensor:
     """Choose a fraction of the tokens in the loss: those with the largest values.
 
-    Their number is rounded to an integer and is at least 1. Tokens that tie with the smallest chosen value
-    are also chosen.
+    The number of chosen tokens is rounded to an integer and is at least 1. Tokens whose value equals the
+    smallest chosen value are also chosen.
 
     Args:
         values: (N, T) float.
@@ -100,14 +100,14 @@ def top_share(values: Tensor, trains: Tensor, share: float) -> Tensor:
 def share_at_place(values: Tensor, trains: Tensor, group_id: Tensor, direction: Tensor) -> Tensor:
     """Compare the entropy of each token with tokens at the same index in rows of its group, as in GTPO.
 
-    GTPO (arXiv:2508.04349). t is the index of the token among the tokens in the loss of its row. k runs over
-    the n rows of the group that have a t-th token with the same sign of `direction`::
+    For GTPO see arXiv:2508.04349. t is the index of the token among the tokens in the loss of its row. k runs
+    over the n rows of the group that have a t-th token with the same sign of `direction`::
 
         n H_t / Σ_k H_k,t                if the direction is positive
-        n (1 / H_t) / Σ_k (1 / H_k,t)    if it is negative
-        1                                if it is 0
+        n (1 / H_t) / Σ_k (1 / H_k,t)    if the direction is negative
+        1                                if the direction is 0
 
-    The mean over these n tokens is 1. A smaller H counts as :data:`LEAST_ENTROPY`.
+    The mean of the results over these n tokens is 1. An H below :data:`LEAST_ENTROPY` counts as this number.
 
     Args:
         values: (N, T) H, ≥ 0.
@@ -166,7 +166,7 @@ def sum_at_place(trains: Tensor, group_id: Tensor) -> Callable[[Tensor], Tensor]
 def optimal_token_baseline(
     returns: Tensor, log_prob: Tensor, sum_pi_squared: Tensor, trains: Tensor, group_id: Tensor
 ) -> Tensor:
-    """Compute the baseline of each token that has the least variance, by verl's OTB.
+    """Compute the baseline of least variance for each token, as verl's OTB does.
 
     t is the index of the token among the tokens in the loss of its row. w is the squared length of the
     gradient of the log-probability with respect to the logits. k runs over the rows of the group that have a
@@ -177,8 +177,8 @@ def optimal_token_baseline(
         B_t = 0                                      if no other row of the group has a t-th token
 
     Source: ``compute_optimal_token_baseline_advantage`` of verl/trainer/ppo/core_algos.py with
-    ``handle_zero_tail=True``. There t is the position in the response. Both are equal if all tokens of a
-    response are in the loss.
+    ``handle_zero_tail=True``. There t is the position in the response. The two indices are equal if all
+    tokens of a response are in the loss.
 
     Args:
         returns: G, the return from the token on, such as the reward of the rollout; broadcasts to (N, T).
@@ -211,10 +211,10 @@ class TokenTerm(TakesColumns):
     """Base class of terms. Subclasses implement ``over`` or ``__call__``.
 
     Attributes:
-        in_keys: the columns that it reads.
+        in_keys: the columns that the term reads.
         within_groups: the number of a token depends only on its group.
-        elementwise: the number of a token depends only on its own values and those of its row, so it can be
-            computed when rows are gathered.
+        elementwise: the number of a token depends only on the values of the token and of its row, so that
+            it can be computed when rows are gathered.
     """
 
     _kind: ClassVar[str] = "term"
@@ -244,7 +244,7 @@ class TokenTerm(TakesColumns):
 
         Raises:
             MissingKeyError: the column is missing.
-            BatchError: it has another shape.
+            BatchError: the column has another shape.
         """
         key, reader = getattr(self, option), type(self).__name__
         column = require(batch, key, reader=reader, option=option)
@@ -359,7 +359,7 @@ class StalenessWeight(TokenTerm, columns=("version",)):
 class TopShare(TokenTerm, columns=("value",)):
     """1 at the tokens of the batch with the largest values, such as entropies, else 0 (:func:`top_share`).
 
-    If the advantage is multiplied by it, other tokens get 0 and stay in the denominator of the loss.
+    As a factor of the advantage, the term gives 0 to other tokens, which stay in the denominator of the loss.
 
     Args:
         share: fraction of the tokens in the loss, in (0, 1].
@@ -381,9 +381,9 @@ class TopShare(TokenTerm, columns=("value",)):
 class EntropyShare(TokenTerm, columns=("value", "advantage", "group")):
     """The relative entropy of each token, compared with its group at the same index (:func:`share_at_place`).
 
-    As a factor of the advantage, it gives uncertain tokens of good rollouts more credit, and confident tokens
-    of bad rollouts more blame. Each rollout must be one row, because token indices of different segments are
-    not comparable.
+    As a factor of the advantage, the term gives more credit to uncertain tokens of good rollouts, and a
+    larger penalty to confident tokens of bad rollouts. Each rollout must be one row, because token indices of
+    different segments are not comparable.
 
     Args:
         names: other names of columns, such as `value_key` (:class:`ColumnNames`).
@@ -412,7 +412,7 @@ class EntropyShare(TokenTerm, columns=("value", "advantage", "group")):
 class OptimalTokenBaseline(TokenTerm, columns=("sampler_log_prob", "sum_pi_squared", "advantage", "group")):
     """Minus the optimal token baseline of each token (:func:`optimal_token_baseline`).
 
-    Added to the reward, which is the advantage of ``baseline="none"``, it gives ``A_t = R − B_t``. The
+    Added to the reward, which is the advantage of ``baseline="none"``, the term gives ``A_t = R − B_t``. The
     baseline is over the rows in the loss. Each rollout must be one row, because token indices of different
     segments are not comparable.
 

@@ -84,8 +84,8 @@ class RewardsToGo(BatchTransform, columns=("reward", "rollout", "turn", "done", 
 
     A row that an earlier stage dropped still counts as a segment, with reward 0.
 
-    Reads `reward_key`, the reward of each segment, `rollout_key`, and `turn_key` if it is set. Writes
-    ``("headrace", "return")`` (N,).
+    Reads `reward_key`, the reward of each segment, `rollout_key`, `turn_key` if it is set, and, like
+    FanOutCollapse, ``("next", "done")``. Writes ``("headrace", "return")`` (N,).
 
     Args:
         discount: γ in [0, 1], per segment.

@@ -64,9 +64,9 @@ def generalized_advantage(
         target_k = A_k + V_k
 
     With λ = 1, A_k is γ^{K−1−k} R − V_k. Each row is computed by TorchRL's ``generalized_advantage_estimate``
-    as if nothing came after it. Later rows add c (γλ)^k' to the step that is k' steps before the row's last.
-    There c is R in the last row of a rollout, else γ V + γ λ A of the first step of the next row. Everything
-    is float64 and rounded once.
+    as if nothing came after the row. Later rows add c (γλ)^k' to the step that is k' steps before the last
+    step of the row. There c is R in the last row of a rollout, else γ V + γ λ A of the first step of the next
+    row. Results are computed in float64 and rounded once.
 
     Args:
         value: (N, T) float, V before the token is sampled; read at sampled tokens only.
@@ -74,8 +74,9 @@ def generalized_advantage(
         reward: (N,) float, R, equal on all rows of a rollout.
         rollout_id: (N,) integers ≥ 0; rows with the same id are one rollout. None: each row is a rollout.
         turn: (N,) integers, the order of a rollout's rows, without ties; None: the order of the rows.
-        step: (N, T) integers; neighbouring sampled tokens with equal numbers are one step. Its value is that
-            of its first token, and its tokens share its advantage and target. None: each token is a step.
+        step: (N, T) integers; neighbouring sampled tokens with equal numbers are one step. A step
+            has the value of its first token. All its tokens get the same advantage and target. None: each
+            token is a step.
         gamma: γ in [0, 1], per step.
         lam: λ in [0, 1].
 
@@ -83,8 +84,8 @@ def generalized_advantage(
         Advantage and target, (N, T) each, in the dtype of `value`, 0 at other tokens.
 
     Raises:
-        BatchError: an id is negative, a reward is not finite, or rows of a rollout differ in it or have the
-            same turn.
+        BatchError: an id is negative, a reward is not finite, or rows of a rollout have different rewards or
+            the same turn.
         MissingPackageError: TorchRL is not installed.
 
     Example:
@@ -155,7 +156,7 @@ def carried(rows: Rows, reward: Tensor, ends: dict[str, Tensor], gamma: float, l
     """Check the rows and compute what comes after each row: (M,) float64, c of :func:`generalized_advantage`.
 
     Args:
-        rows: M rows with ids, and with the column ``turn`` if it has a key. Excluded rows are skipped.
+        rows: M rows with ids, and with the column `turn_key` if it is set. Excluded rows are skipped.
         reward: (M,) float64.
         ends: (M,) each, the results of :func:`row_ends`.
         gamma: γ.
@@ -217,11 +218,11 @@ class GAE(
 ):
     """Write the advantage of each token from the values of a critic (:func:`generalized_advantage`).
 
-    The steps are the tokens of the loss mask as the row arrived, even if the row is masked now. The reward
-    is that of the rollout, at its last step. The rows of a rollout follow each other in the order of
+    The steps are the tokens of the loss mask as the row arrived, even if the row is masked now. The last step
+    of a rollout gets the reward of the rollout. The rows of a rollout follow each other in the order of
     `turn_key`, or in that of the batch. A row that was dropped or excluded before is skipped: the step before
-    it is followed by the step after it. So exclude whole rollouts (``unit="rollout"``) if the critic should
-    see each step. Tokens that are not steps, and excluded rows, get 0.
+    this row is followed by the step after this row. So exclude whole rollouts (``unit="rollout"``) if the
+    critic should see each step. Tokens that are not steps, and excluded rows, get 0.
 
     No rollout is compared with another. A group may be one rollout.
 

@@ -96,8 +96,8 @@ class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask", "rollout
     (``SampleFilter(action="mask")``) count with their original length.
 
     With ``per="rollout"`` the statistics are over one row of each rollout, so a rollout of three rows counts
-    once. All its rows must have the same advantage. If they differ, as after TurnDiscount, the rollout has no
-    single value, so the stage refuses it.
+    once. All its rows must have the same advantage. If their advantages differ, as after TurnDiscount, the
+    stage raises an error.
 
     Reads and writes `advantage_key`. Reads ``("headrace", "reward")`` if it exists, `loss_mask_key` with
     ``per="token"``, and `rollout_key` with ``per="rollout"``.
@@ -110,8 +110,9 @@ class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask", "rollout
 
     Raises:
         MissingKeyError: a column is missing.
-        BatchError: an advantage is not finite, or is per token without ``per="token"``; or the rows of a
-            rollout have different advantages (``rollout``). The message lists the rows or the rollouts.
+        BatchError: an advantage is not finite, or is per token without ``per="token"``; or, with
+            ``per="rollout"``, rows of a rollout have different advantages. The message lists the rows or
+            rollouts.
 
     Example:
         >>> from tensordict import TensorDict
@@ -141,7 +142,7 @@ class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask", "rollout
         return [(self.loss_mask_key, None)] if self.per == "token" else []
 
     def decide(self, rows: Rows) -> None:
-        """Rewrite the advantage: that of rows now, that of tokens when rows are gathered."""
+        """Rewrite an advantage per row now, and an advantage per token when rows are gathered."""
         if not advantage_is_per_row(rows) and advantage_dtype(rows) is not None:
             self._of_tokens(rows)
             return
@@ -198,7 +199,7 @@ class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask", "rollout
         rows.when_gathered(write, [self.advantage_key], known=known)
 
     def _read(self, batch: TensorDictBase, known: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, T) float64, a copy of the advantage, and (B, T) bool, its tokens in the loss of known rows."""
+        """(B, T) float64, a copy of the advantage, and (B, T) bool, the tokens in the loss of known rows."""
         reader, like = type(self).__name__, self.loss_mask_key
         inside = read_loss_mask(batch, like, known, reader=reader)
         credit = read_advantage(batch, self.advantage_key, inside, like, reader=reader)
@@ -225,9 +226,9 @@ def require_one_each(rows: Rows) -> None:
     first = credit[rollouts.spread(rollouts.first)]
     rows.require(
         (credit == first) | (credit.isnan() & first.isnan()),
-        "with per='rollout' all rows of a rollout need the same advantage, which is that of the rollout; it "
-        "differs in {found}. Put BatchWhitening before the stage that gives each row its own, or set "
-        "{per=sample}, which counts each row",
+        "with per='rollout' all rows of a rollout need the same advantage; it differs in {found}. Put "
+        "BatchWhitening before the stage that gives each row its own advantage, or set {per=sample}, which "
+        "counts each row",
         lambda row: describe_rollout(rows, row, credit),
         unit=rollouts,
     )

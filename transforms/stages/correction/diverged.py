@@ -1,4 +1,4 @@
-"""The divergence of two recorded policies, per token and per row, and the criterion that rejects by it."""
+"""The divergence of two recorded policies, and the criterion that rejects rows or tokens by divergence."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def divergence(
         k2  d² / 2
         k3  e^(−d) − 1 + d
 
-    For rows it is the ``sum``, ``mean`` or ``max`` over the tokens in the mask. The result is not clamped. A
-    row without tokens gets 0. Computed in float64 and rounded once.
+    The divergence of a row is the ``sum``, ``mean`` or ``max`` over its tokens in the mask. This result is
+    not clamped. A row without tokens gets 0. Results are computed in float64 and rounded once.
 
     Args:
         log_prob: (N, T) float, log π_old: the trainer's policy at the start of the step.
@@ -110,26 +110,27 @@ class Diverged(
         k1      log low ≤ D ≤ log high    low and high bound μ / π_old, the inverse of an importance weight
         k2, k3  D ≤ high
 
-        token            D is that of each token
+        token            D is the divergence of each token
         sum, mean, max   D is the sum, mean or largest over the tokens of the row
         every            a row stays only if D of every token is within bounds
 
     Bounds are inclusive. With k1 and only `high`, low is 1 / high. low = 0 means no lower bound, and high =
-    null no upper bound. ``max`` with k1 compares the row's largest μ / π_old with both bounds: no token is
-    above `high`, and at least one token is ≥ `low`. To reject a row if ρ = π_old / μ of any token is below a
-    or above b (SkyRL's ``outlier_token_is_threshold_low`` and ``_high``), use ``Diverged(estimator="k1",
-    level="every", low=1 / b, high=1 / a)``. With k2 and k3, which have no `low`, ``every`` equals ``max``.
+    null no upper bound. ``max`` with k1 compares the row's largest μ / π_old with both bounds: a row stays if
+    no token is above `high` and at least one token is ≥ `low`. To reject a row if ρ = π_old / μ of any token
+    is below a or above b (SkyRL's ``outlier_token_is_threshold_low`` and ``_high``), use
+    ``Diverged(estimator="k1", level="every", low=1 / b, high=1 / a)``. With k2 and k3, which have no `low`,
+    ``every`` equals ``max``.
 
     Rows without a token in the loss stay. Use ``token`` with TokenFilter, and the other levels with
     SampleFilter before the advantage. There ``exclude`` and ``drop`` take the reward of a rejected row out of
-    the baseline of its group, and ``mask`` leaves it in. A pipeline refuses the filter after the advantage,
-    where every action would leave it in. Rejected tokens are not in the denominator of the loss, except with
-    TokenFilter (``denominator="all"``).
+    the baseline of its group, and ``mask`` leaves this reward in. A pipeline refuses the filter after the
+    advantage, where every action would leave this reward in. Rejected tokens are not in the denominator of
+    the loss, except with TokenFilter (``denominator="all"``).
 
-    Geometric-mean rejection is ``Diverged(estimator="k1", level="mean", ...)`` (https://richardli.xyz/rl-collapse).
-    With `judges` ``negative`` it is the off-policy sequence mask of DeepSeek-V3.2 (arXiv:2512.02556). This
-    needs the sign of the advantage, so put it after the advantage. With several ranks, the tokens of a
-    rollout on all ranks count. The stage measures KL and χ² of all rows before it rejects any.
+    Geometric-mean rejection is ``estimator="k1"`` with ``level="mean"`` (https://richardli.xyz/rl-collapse).
+    ``judges="negative"`` gives the off-policy sequence mask of DeepSeek-V3.2 (arXiv:2512.02556). This mask
+    needs the sign of the advantage, so put the filter after the advantage. With several ranks, the tokens of
+    a rollout on all ranks count. The stage measures KL and χ² of all rows before it rejects any.
 
     Args:
         estimator: k1, k2, k3.

@@ -43,8 +43,8 @@ def importance_weight(
         zero      w if low ≤ w ≤ high, else 0                      IcePop, arXiv:2510.18855
         none      w
 
-    Bounds are inclusive; None means no bound. Computed in float64 and rounded once. Sums do not depend on the
-    row order.
+    Bounds are inclusive; None means no bound. Weights are computed in float64 and rounded once. Sums do not
+    depend on the row order.
 
     Args:
         log_prob: (N, T) float, log π_old: the trainer's policy at the start of the step.

@@ -1,8 +1,8 @@
 """Ratios of two recorded policies at the tokens in the loss, and the distance of the policies.
 
-μ is the policy that sampled, π_old the trainer's policy at the start of the step, and ρ = π_old / μ. Both are
-recorded columns, so nothing here has a gradient. Shapes are (B, T), on the device of the batch. Tokens
-outside of the mask are never read and count as a log-ratio of 0. Computed in float64 and rounded once.
+μ is the policy that sampled, π_old the trainer's policy at the start of the step, and ρ = π_old / μ. Both
+policies are recorded columns, so nothing here has a gradient. Shapes are (B, T), on the device of the batch.
+Tokens outside of the mask are never read and count as a log-ratio of 0. Results are computed in float64.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Span = Literal["sample", "rollout"]
 
 
 class Ratios:
-    """log ρ of some rows, and functions of it, which are computed when they are read.
+    """log ρ of some rows, and functions of log ρ, which are computed when they are read.
 
     Args:
         log_prob: (B, T) float, log π_old.
@@ -52,7 +52,7 @@ class Ratios:
         self._pair = log_prob, sampler_log_prob
 
     def log(self) -> Tensor:
-        """(B, T) float64: log π_old − log μ, undefined out of the mask. A new tensor with each call."""
+        """(B, T) float64: log π_old − log μ, undefined out of the mask. Each call makes a new tensor."""
         trainer, sampler = self._pair
         return trainer.to(torch.float64, copy=True).sub_(sampler.double())
 
@@ -88,7 +88,7 @@ class Ratios:
         }
 
     def unknown(self) -> dict[str, Tensor]:
-        """(B,) each: the first token with a log-probability that is not finite, or −1; both its values."""
+        """(B,) each: the first token with a log-probability that is not finite, or −1; and its two values."""
         trainer, sampler = self._pair
         wrong = self.mask & ~(trainer.isfinite() & sampler.isfinite())
         names = "unknown", "trainer", "sampler"

@@ -18,7 +18,7 @@ from headrace.transforms.table.tokens import in_loss_there, read_advantage, writ
 from .importance import Bound, Level, WeightFormula, largest
 from .ratios import Policies, Ratios, Span, distance, over_units
 
-METRIC = "metric "  # before the names of numbers that only metrics need
+METRIC = "metric "  # prefix of the names of numbers that only metrics need
 
 
 class RolloutCorrection(
@@ -28,7 +28,7 @@ class RolloutCorrection(
     """Multiply the advantage by importance weights per token or per sequence (:func:`importance_weight`).
 
     A weight w ≥ 0 that does not depend on the policy in the loss commutes with clipping,
-    ``min(r·wA, clip(r)·wA) = w·min(r·A, clip(r)·A)``, so the loss needs no change for it. Put this stage
+    ``min(r·wA, clip(r)·wA) = w·min(r·A, clip(r)·A)``, so the loss needs no change. Put this stage
     after the advantage and all stages that add to it, and before the split. The weights and the advantage are
     computed when rows are gathered.
 
@@ -46,8 +46,8 @@ class RolloutCorrection(
     fraction out of bounds, KL and χ², per token and per sequence (``ess_token``, ``ess_sequence``, …).
 
     Args:
-        level: the ratio that the weight is computed from: of a ``token``, the product over a ``sequence``, or
-            its geometric ``mean``.
+        level: from which ratio the weight is computed: that of a ``token``, the product over a ``sequence``,
+            or the geometric ``mean`` over a sequence.
         bound: what happens to weights out of bounds: ``truncate``, ``zero``, ``none``.
         low: lower bound of the ratio π_old / μ, ≥ 0; null: none.
         high: upper bound of the ratio, > 0; null: none.
@@ -190,7 +190,7 @@ def weights_measured(sums: Mapping[str, Tensor], tokens: Tensor, rollouts: Ids |
 
         weight_mean    Σ w / n              weight_max  the largest w
         ess            (Σ w)² / (n Σ w²)    effective sample size, a fraction; 0 if all weights are 0
-        out_of_bounds  fraction of tokens out of bounds; for sequences the mean of each one's fraction
+        out_of_bounds  fraction of tokens out of bounds; for sequences the mean of their fractions
 
     Sequences without a token in the loss are left out. The order of the rows changes no bit of the results.
     Padding may change the rounding of a sum over tokens.

@@ -38,16 +38,16 @@ class TokenFilter(BatchTransform, columns=("loss_mask", "log_prob", "advantage")
 
     Put the filter after the advantage under ``all``. The token then stays in the entropy and KL terms of the
     loss. Under ``kept`` later stages still see the row's original length. A row without any kept token does
-    not train (``no_loss_tokens``). Under both, the row's reward stays in the baseline of its group. To take
-    it out, reject the row before the advantage with SampleFilter (``exclude``).
+    not train (``no_loss_tokens``). Under ``kept`` and ``all``, the row's reward stays in the baseline of its
+    group. To take this reward out, reject the row before the advantage with SampleFilter (``exclude``).
 
     Reads the columns of its criterion, `loss_mask_key`, and ``("headrace", "in_loss")`` if it exists. Writes
     `loss_mask_key`, `log_prob_key` and ``("headrace", "length")``, or under ``all`` `advantage_key`. Measures
-    ``kept`` and ``fraction_kept``, of tokens.
+    ``kept``, the number of kept tokens in the loss, and their fraction ``fraction_kept``.
 
     Args:
         criterion: a callable from a batch to (N, T) bool, True where the token stays; or to (N,) bool, for
-            all tokens of a row. Ragged rows are padded on the right. For example Diverged.
+            all tokens of a row. Ragged rows are padded on the right. Diverged is such a criterion.
         denominator: ``kept``, ``all``.
         names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
 

@@ -5,9 +5,9 @@ costs one more device read. Optional attributes:
 
 - `reason`: the name under which the ledger counts the rows that leave;
 - `unit`: what stays or leaves together;
-- `in_keys`: the columns that it reads. A pipeline uses them to refuse a wrong order of stages;
-- `token_keys`: the token columns that it reads, by ``rows.token_column``;
-- `before_baseline`: a pipeline refuses the filter after the advantage.
+- `in_keys`: the columns that the criterion reads. A pipeline then refuses a wrong order of stages;
+- `token_keys`: the token columns that the criterion reads, by ``rows.token_column``;
+- `before_baseline`: if True, a pipeline refuses the filter after the advantage.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Criterion(TakesColumns):
     unit: str = "sample"
     in_keys: tuple[NestedKey, ...] = ()
     before_baseline: bool = False  # it must run before the stages that compute a baseline
-    within_groups: bool = False  # its result for a row depends only on the rows of its group
+    within_groups: bool = False  # the result for a row depends only on rows of the same group
     token_keys: tuple[NestedKey, ...] = ()  # columns that it reads with rows.token_column
 
     def decide(self, rows: Rows) -> Tensor:
@@ -135,9 +135,9 @@ class RewardsVary(Criterion, columns=("reward", "group")):
     ``zero_variance``.
 
     Args:
-        several: equal to the option of the advantage. ``decoupled``: at least one of the K rewards of
-            ``FanOutCollapse(columns=K)`` must differ, because each has an advantage of its own. ``sum``:
-            their weighted sum must differ.
+        several: the option `several` of the advantage. ``decoupled``: at least one of the K rewards of
+            ``FanOutCollapse(columns=K)`` must differ, because each reward has an advantage of its own.
+            ``sum``: the weighted sum of the rewards must differ.
         names: other names of columns, such as `reward_key` (:class:`ColumnNames`).
     """
 
@@ -285,7 +285,7 @@ class Fresh(Criterion, columns=("version", "loss_mask")):
 
         keep_i = min over sampled tokens t of row i: version_it ≥ current − max_staleness
 
-    Sampled tokens are those of the loss mask, or without a mask those of TorchRL's response. A row without a
+    Sampled tokens are the tokens in the loss mask or, without a mask, in TorchRL's response. A row without a
     sampled token stays. Versions per token take one more device read.
 
     Args:

@@ -26,12 +26,12 @@ def best_of(reward: Tensor, groups: Ids, ids: Tensor, k: int, by: By, length: Te
         reward      the k largest R
         length      the k smallest L
         efficiency  the k largest R/L                          (GFPO, arXiv:2508.09726)
-        variance    a largest and k − a smallest R, with the a for which their variance is largest
+        variance    the a largest and k − a smallest R, for the a with the largest variance
                                                                (PODS, arXiv:2504.13818)
 
-    Ties keep the smaller rollout ids. Under ``variance``, if several a give the same variance, the largest a
-    is used. The k rewards with the largest variance are at the two ends of the sorted rewards (PODS, theorem
-    1), so there are only k + 1 choices of a.
+    Of equal rollouts, those with smaller ids are kept. Under ``variance``, if several a give the same
+    variance, the largest a is used. The k rewards with the largest variance are at the two ends of the sorted
+    rewards (PODS, theorem 1), so there are only k + 1 choices of a.
 
     Args:
         reward: (V,) float64, one per rollout.
@@ -75,11 +75,11 @@ def best_of(reward: Tensor, groups: Ids, ids: Tensor, k: int, by: By, length: Te
     #    rounding, the largest a.
     best, best_a = torch.full_like(sum_of_all, -1.0), torch.full_like(count, k)
     for a in range(k, -1, -1):
-        largest_end = count.clamp_max(a)  # in the sorted rewards, those before it are the a largest,
-        smallest_begin = (count - k + a).clamp_min(0)  # and those from here on the k − a smallest
+        largest_end = count.clamp_max(a)  # sorted rewards before this index are the a largest,
+        smallest_begin = (count - k + a).clamp_min(0)  # and those from this index on the k − a smallest
         total = sums.gather(1, largest_end) + (sum_of_all - sums.gather(1, smallest_begin))
         square = squares.gather(1, largest_end) + (squares_of_all - squares.gather(1, smallest_begin))
-        variance = square - total.square() / k  # times k
+        variance = square - total.square() / k  # the variance times k
         better = variance > best + squares_of_all * ROUNDING
         best_a, best = torch.where(better, a, best_a), torch.where(better, variance, best)
     best_a, count = groups.spread(best_a.flatten()), groups.spread(groups.count)
@@ -91,8 +91,8 @@ class BestOf(Criterion, columns=("loss_mask", "group", "rollout")):
     """Keep the k best rollouts of each group (:func:`best_of`). Reason: ``not_best``.
 
     With ``action="exclude"`` later stages compute their statistics over the kept rollouts, as GFPO and PODS
-    do. With ``action="mask"`` they use all rollouts. A rollout without a reward stays. Put this filter after
-    FanOutCollapse.
+    do. With ``action="mask"`` the statistics are over all rollouts. A rollout without a reward stays. Put
+    this filter after FanOutCollapse.
 
     Args:
         k: number of rollouts kept per group, ≥ 1. A group with k rollouts or fewer keeps all.

@@ -33,8 +33,8 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
     Only the statistics of later stages change. A filter after the advantage changes no baseline.
 
     A row that is masked or excluded has False in its loss mask and NaN in its behaviour log-probabilities.
-    TorchRL's GRPOLoss then leaves it out exactly under each of its masking strategies, even from the token
-    count. Later stages still see the row's original length. GRPOLoss's ``prompt_mean`` and its KL terms
+    TorchRL's GRPOLoss then leaves out this row exactly, under each of its masking strategies, also from the
+    token count. Later stages still see the row's original length. GRPOLoss's ``prompt_mean`` and its KL terms
     divide by all rows. To leave masked rows out of these too, add a second filter with
     ``LengthWithin(low=1)`` and ``drop`` after the advantage. If no row stays, the batch is empty.
 
@@ -102,7 +102,7 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
-        """Tokens of the rows that it masks, and tokens that its criteria count."""
+        """The columns of tokens of rows that the filter masks, and of tokens that its criteria count."""
         masked = (self.loss_mask_key, self.log_prob_key)
         return [masked, *(tokens for each in self._criteria for tokens in each.tokens_counted)]
 
@@ -130,7 +130,7 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
                 keep = ids.spread(ids.all(keep))
             kept.append(keep)
         keep = kept[0] if len(kept) == 1 else kept[0] & kept[1]
-        # 2. Count them, and take the others out.
+        # 2. Count the rows that stay, and take the others out.
         count = int(keep.sum())
         rows.metric("kept", count)
         rows.metric("fraction_kept", count / max(len(keep), 1))

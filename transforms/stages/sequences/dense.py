@@ -55,15 +55,15 @@ class DenseRows(
 
     A row is a turn: a prompt and, at its end, the response of the policy. The loss mask covers the response,
     unless the rows have a loss mask already. Dense rows must be padded on the left, or as TorchRL's wrappers
-    do with ``pad_output=True``: prompts on the left and responses on the right. The stage moves the latter.
-    Masked rows stay masked.
+    do with ``pad_output=True``: prompts on the left and responses on the right. The stage then moves the
+    responses to the end of their rows. Masked rows stay masked.
 
     Reads `tokens_key`, and `loss_mask_key` or ``("tokens", "response")`` and ``("tokens", "prompt")``. Writes
     `tokens_key`, `attention_key`, `loss_mask_key`, and `log_prob_key` if the rows have it, (N, T) each.
 
     - Ragged columns with one entry per token are padded, with 0, False or NaN.
     - Log-probabilities of only the response, under `log_prob_key` or ``("log_probs", "response")``, get NaN
-      for the prompt. Those of TransformersWrapper are ignored, because it writes 0 for each first token.
+      for the prompt. TransformersWrapper writes 0 for each first token, so its log-probabilities are ignored.
     - The ``prompt`` and ``response`` of tokens and log-probabilities are removed: GRPOLoss's masking strategy
       ``sft`` would make a wrong mask of their width. All other columns are kept.
 
@@ -97,7 +97,7 @@ class DenseRows(
         self.pad_id = at_least("pad_id", pad_id, 0)
 
     def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
-        """Pad columns per token, and stack all others."""
+        """Pad the rows, check them, and make the dense batch."""
         # 1. Pad columns per token to one width, and stack all others.
         if isinstance(batch, LazyStackedTensorDict):
             rest, columns, parts = self._padded(batch)
@@ -172,8 +172,7 @@ class DenseRows(
             "sampled padding token as padding: prevent its sampling with "
             "generate_kwargs={'bad_words_ids': [[pad_id]]}",
             "no_padding": f"pad_id={self.pad_id} must be used only for padding; it is a real token in "
-            "{found}. Give the tokenizer its own padding token: one that also ends responses is cut off "
-            "their ends",
+            "{found}. If this token also ends responses, give the tokenizer its own padding token",
             "real_in_loss": "tokens in the loss must be real; the loss mask is True on padding in {found}",
         }
         for law, message in messages.items():
@@ -252,7 +251,7 @@ class DenseRows(
     def _of_response(
         self, entries: list[Tensor] | None, key: NestedKey, responses: list[int], sizes: list[int]
     ) -> Tensor | None:
-        """Join log-probabilities of only the responses, as inference engines write them, or None."""
+        """Join log-probabilities of responses alone, as inference engines write them, if there are any."""
         if entries is None or sizes_of(entries) != responses or responses == sizes:
             return None
         log_probs = torch.cat(entries).float()
@@ -307,7 +306,7 @@ class Layout:
 
 
 def end_to_end(rows: Sequence[Tensor], key: NestedKey) -> Tensor:
-    """Join ragged rows to (L, ...). They must have equal dtypes and shapes per token."""
+    """Join ragged rows, which must have equal dtypes and shapes per token, to (L, ...)."""
     if len({(row.dtype, row.shape[1:]) for row in rows}) > 1:
         padded(rows, key)  # raises
     return torch.cat(rows)
@@ -388,12 +387,12 @@ def columns_by_row(
         Tensors and texts by key. An object without tensors, such as a history, is one entry.
 
     Raises:
-        BatchError: some rows have a column, and some have not.
+        BatchError: only some rows have a column.
     """
     found: dict[NestedKey, list[Any]] = {}
 
     def walk(holders: Sequence[Any], path: tuple[str, ...]) -> None:
-        plain = all(type(holder) is TensorDict for holder in holders)  # a tenth of the cost of asking each
+        plain = all(type(holder) is TensorDict for holder in holders)  # a tenth of the cost of column_of
         held = [holder._tensordict if plain else holder for holder in holders if holder is not None]
         for name in dict.fromkeys(name for holder in held for name in holder.keys()):
             key = (*path, name) if path else name

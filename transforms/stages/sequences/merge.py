@@ -1,4 +1,4 @@
-"""Merge turns that are rows into one row, while each prompt continues the row before."""
+"""Merge turns that are rows into one row, as long as each prompt continues the row before."""
 
 from __future__ import annotations
 
@@ -65,15 +65,15 @@ def merge_turns(
 ) -> Merged:
     """Find rows whose tokens are the beginning of the next row's prompt, in the same rollout.
 
-    A row continues the row before it if it starts with all tokens of that row, and has none of them in its
-    own loss mask. Otherwise a new segment starts, for example after the conversation was tokenised again or
-    compacted. Rows are compared by their bytes on the CPU, and copied there if needed.
+    A row continues the row before if it starts with all tokens of that row, and none of these tokens are in
+    the loss mask of the row itself. Otherwise a new segment starts, for example after the conversation was
+    tokenised again or compacted. Rows are compared by their bytes on the CPU, and copied there if needed.
 
     Args:
         tokens: (N, T) int64.
         trains: (N, T) bool, the tokens in the loss.
         rollout: (N,) int64, equal in the rows of a rollout.
-        turn: (N,) int64, orders the rows of a rollout; None: they are in order.
+        turn: (N,) int64, orders the rows of a rollout; None: the rows are in order.
         masked: (N,) bool, rows out of the loss. No row is merged into one of these, so masked rows at the end
             of a segment are not merged. None: no row is masked.
         there: (N, T) bool, False at padding; None: only ``END`` is padding.
@@ -132,7 +132,7 @@ def merge_turns(
     into = torch.empty_like(row).index_copy_(0, order, order[at])
     broken = torch.empty_like(ends).index_copy_(0, order, follows & ~goes_on)
 
-    # 5. Move each trained token to its position in that row.
+    # 5. Find the position of each trained token in the last row of its segment.
     kept, leaves = (into == row).nonzero().flatten(), (into != row).nonzero().flatten()
     target, counts = into[leaves], learns[leaves]
     at = torch.from_numpy(trains.index_select(0, leaves).view(-1).numpy().nonzero()[0])
@@ -159,17 +159,17 @@ class MergeTurns(
 ):
     """Merge consecutive rows of a rollout into the last of them (:func:`merge_turns`).
 
-    Use it for trainers without attention over trees. If rows are turns, and each has all earlier turns as its
-    prompt, one row with the loss masks of all turns trains the same tokens. Each token keeps the
+    Use this stage for trainers without attention over trees. If rows are turns, and each has all earlier
+    turns as its prompt, one row with the loss masks of all turns trains the same tokens. Each token keeps the
     log-probabilities, advantage and other token columns of the row in which it is trained. Its loss weight is
     unchanged, except with the units ``sample`` and ``turn`` of LossWeight, where a merged row counts once.
     Put the stage after the gate, the filters and the advantages, and before the split.
 
     If a prompt differs from the row before, for example because it was tokenised again, a new segment
-    starts, counted in the metric ``broken``. Columns per row must be equal in merged rows. Exceptions are
-    texts, the status and the ends of rollouts, and the reward after FanOutCollapse: these are taken from
+    starts. The metric ``broken`` counts such rows. Columns per row must be equal in merged rows. Exceptions
+    are texts, the status and the ends of rollouts, and the reward after FanOutCollapse: these are taken from
     the last row. TorchRL's ``prompt`` and ``response`` of tokens and log-probabilities are removed. Rows
-    leave for the reason ``merged``; their tokens are counted in the row that they are merged into.
+    leave for the reason ``merged``; their tokens then count in the row that remains.
 
     Reads `rollout_key`, `tokens_key`, `attention_key`, `loss_mask_key`, and `turn_key` if it is set. Writes
     `loss_mask_key`, other existing token columns, and `advantage_key`, (N, T, 1).
@@ -198,7 +198,7 @@ class MergeTurns(
     def __init__(self, **names: Unpack[ColumnNames]):
         self.name_columns(names)
         own = [self.tokens_key, self.attention_key, self.loss_mask_key]
-        super().__init__([self.rollout_key, *own, self.turn_key], [])  # moves columns, makes none
+        super().__init__([self.rollout_key, *own, self.turn_key], [])  # it moves columns, and makes none
 
     def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
         """Merge rows, and remove the merged ones."""
@@ -259,7 +259,7 @@ class MergeTurns(
         for key in differs:
             rows.require(
                 found[f"differs in {key}"] == 0,
-                "merged rows of a rollout must be equal in each row column; {column} differs in {found}. "
+                "merged rows of a rollout must be equal in columns per row; {column} differs in {found}. "
                 "Give it one value per rollout, or remove it (batch.exclude)",
                 describe_row(rows),
                 role=(key,) if isinstance(key, str) else key,
@@ -310,9 +310,9 @@ class MergeTurns(
 
 
 def leave_merged(rows: Rows, into: Tensor) -> None:
-    """Merge rows into other rows: the tokens move there, and the merged rows leave.
+    """Take merged rows out, and note in the table which rows have their tokens (:func:`with_merged`).
 
-    Rows that are out of the loss leave, and their tokens are not merged (:func:`with_merged`).
+    The tokens of rows out of the loss are not merged.
 
     Args:
         rows: the view of the stage.

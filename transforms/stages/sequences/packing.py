@@ -57,18 +57,18 @@ def pack(
     With `tree`, tokens of common prefixes go through the model once
     (:func:`~headrace.transforms.trees.prefix_tree.prefix_tree`). The columns of the loss remain those of
     the rows. The model needs the mask of :func:`tree_mask` or :func:`tree_mask_mod`. :func:`unpack_tokens`
-    copies its outputs from nodes to rows.
+    copies the model's outputs from nodes to rows.
 
     Args:
         batch: TensorDict ``[n]``, dense or a lazy stack of ragged rows.
         tree: whether rows share the tokens of common prefixes.
         token_keys: per-token columns (n, T, ...); they become (1, L, ...). Missing ones are skipped.
         row_keys: per-row columns that the loss reads per token: (n,) becomes (1, L), and (n, 1, 1) becomes
-            (1, L, 1). A per-token (n, T, 1) is packed like `token_keys`. Missing ones are skipped.
+            (1, L, 1). A per-token column (n, T, 1) is packed like `token_keys`. Missing ones are skipped.
         input_keys: further per-token inputs of the model, (n, T, ...); they become (1, L, ...), or (1, M,
             ...) with a tree. Rows share only tokens with equal inputs, bit for bit.
         row_input_keys: per-row inputs of the model, such as images: tensors of any shape. With a tree, rows
-            share tokens only if these are equal, bit for bit. They remain in ``rows``.
+            share tokens only if these inputs are equal, bit for bit. The inputs remain in ``rows``.
         tokens_key: (n, T) int64.
         attention_key: (n, T) bool, True at real tokens; L is their number.
         loss_mask_key: (n, T) bool, False on the first token of each row, which has no context.
@@ -98,7 +98,7 @@ def pack(
         ``packed_node``  (1, L) int64   the node of each token of the rows
         ================ ============== ==========================================================
 
-        With a tree, ``cu_seqlens`` covers the L tokens of the rows. Do not use it for the nodes.
+        With a tree, ``cu_seqlens`` covers the L tokens of the rows, not the nodes.
 
         There are two device reads for any number of rows: the number of real tokens, and the result of the
         checks. A tree needs a third read, of the tokens, because rows are sorted on the CPU. Ragged lengths
@@ -173,7 +173,7 @@ def pack(
     if tree:
         given = {key: _lay(column, key, sizes, at) for key, column in inputs.items()}
         whole = {key: _values(batch, key) for key in map(nested_key, row_input_keys)}
-        from headrace.transforms.trees import tree_columns  # here: only a tree needs it
+        from headrace.transforms.trees import tree_columns  # only a tree needs this import
 
         own = tree_columns(own, given, whole, (len(batch), width))
     packed = of_columns({"packed_from": as_data((len(batch), width), [1], batch.device)}, [1], batch.device)
@@ -335,5 +335,5 @@ def _explain(sizes: list[int], segment: Tensor, empty: Tensor, outside: Tensor, 
         raise _outside(rows)
     raise BatchError(
         "the first token of a row has no context to predict it from, and it is in the loss in rows "
-        f"{segment[first].tolist()[:10]}: remove it from the loss mask, or that of the component"
+        f"{segment[first].tolist()[:10]}: remove it from the loss mask, or from the mask of the component"
     )

@@ -62,8 +62,8 @@ def log_probs_of(
     """(n, T): the log-probabilities of tokens in the loss, from an actor; arbitrary for other tokens.
 
     Args:
-        actor: has ``get_dist(rows, logits_key=...)``, as for TorchRL's GRPOLoss. If this takes a `mask_key`,
-            as in TorchRL's wrappers, it gets `loss_mask_key`.
+        actor: has ``get_dist(rows, logits_key=...)``, as for TorchRL's GRPOLoss. If the method takes a
+            `mask_key`, as in TorchRL's wrappers, it gets `loss_mask_key`.
         rows: TensorDict ``[n]``.
         tokens_key: (n, T) int64.
         loss_mask_key: (n, T) bool.
@@ -114,7 +114,7 @@ class ScoreRows(
     Raises:
         ValueError: there is no actor.
         MissingKeyError: a column is missing.
-        BatchError: the first token of a row is in the loss, which has no context; a token in the loss has no
+        BatchError: the first token of a row, which has no context, is in the loss; a token in the loss has no
             finite log-probability; or the actor returns another shape.
 
     Example:
@@ -157,7 +157,7 @@ class ScoreRows(
         """Score the rows in the loss, in several forward passes."""
         if self.actor is None:
             raise ValueError(
-                "ScoreRows needs the policy that trains, before the step, an actor with get_dist: set "
+                "ScoreRows needs an actor with get_dist, the policy that trains, before the step: set "
                 'pipeline.stages["score"].actor = actor'
             )
         left: Any = {"reader": rows.reader, "side": "left"}
@@ -171,15 +171,15 @@ class ScoreRows(
         trains = loss_mask if in_loss is None else loss_mask & in_loss[:, None]
         begins = attention & (attention.cumsum(1) == 1)
         found = rows.measured(
-            # An argmax of bools is their first True.
+            # An argmax of bools is the index of the first True.
             length=torch.where(trains.any(1), width - attention.int().argmax(1), 0),
             early=(trains & (begins | ~attention)).any(1),
         )
         lengths = found["length"].long()
         rows.require(
             found["early"] == 0,
-            "the first token of a row has no context to predict it from, and padding is no token; they are "
-            "in the loss in {found}: remove them from the loss mask",
+            "the first token of a row has no context to predict it from, and padding is no token; such "
+            "entries are in the loss in {found}: remove them from the loss mask",
             describe,
         )
 
@@ -210,7 +210,7 @@ class ScoreRows(
         rows.require(
             rows.measured(possible=(~trains | log_probs.isfinite()).all(1))["possible"] == 1,
             "sampled tokens must have finite log-probabilities; found others in {found}. Does the actor have "
-            "the tokenizer of the policy that sampled them, and does it mask no token of theirs?",
+            "the tokenizer of the policy that sampled these tokens, and does it mask none of them?",
             describe,
         )
         rows.metric("scored", lengths.count_nonzero())

@@ -59,7 +59,7 @@ def as_words(values: Tensor) -> Tensor:
 
 
 def words_of(rows: Tensor | Sequence[Tensor]) -> Tensor:
-    """Convert N tensors, or one (N, ...), to (N, W) int64: rows are equal if their shapes and bits are.
+    """Convert N tensors, or one (N, ...), to (N, W) int64. Rows are equal if shapes and bits are equal.
 
     Example:
         >>> words_of([torch.zeros(2), torch.ones(1), torch.zeros(1, 2)]).tolist()

@@ -1,4 +1,4 @@
-"""Loss weights. They make the loss a mean over the whole step, however the step is split."""
+"""Loss weights. They make the loss a mean over the optimiser step, however its rows are split."""
 
 from __future__ import annotations
 

@@ -38,14 +38,14 @@ class Component(NamedTuple):
 
         Raises:
             MissingKeyError: the mask is missing.
-            BatchError: it is not bool, or does not have one entry for each token.
+            BatchError: the mask is not bool, or does not have one entry for each token.
         """
         key, table = self.loss_mask_key, rows.table
         if key is None:
             return in_loss
-        key = (key,) if isinstance(key, str) else key  # a key, and no role
+        key = (key,) if isinstance(key, str) else key  # a tuple is never a role
         if len(table.batch) and not table.masking.elsewhere:
-            if (mask := table.find(self.loss_mask_key)) is None:  # else the response would be counted instead
+            if (mask := table.find(self.loss_mask_key)) is None:  # rows.count would count the response
                 raise rows.missing(key, "components")
             check_mask(table.batch, self.loss_mask_key)
             loss_mask = loss_mask_of(table.batch, rows.key("loss_mask"))
@@ -77,7 +77,7 @@ class Component(NamedTuple):
             dtype: dtype of the column.
         """
         weight, like = numbers["weight"], (self.loss_mask_key, keys[0], ATTENTION)
-        if has_key(batch, PADDING):  # a copy has the weight of its row
+        if has_key(batch, PADDING):  # a padding row has the weight of the row that it copies
             weight = weight.masked_fill(batch.get(PADDING), 0.0)
         if self.loss_mask_key is None:
             inside = tokens_in_loss(batch, *keys)
@@ -88,7 +88,7 @@ class Component(NamedTuple):
 
 
 def _widths(column: Any) -> list[int]:
-    """The distinct row lengths of a column, in the order of the rows."""
+    """The length of each row of a column; one number for a dense column."""
     return [column.shape[1:].numel()] if isinstance(column, Tensor) else [row.numel() for row in column]
 
 
@@ -109,7 +109,7 @@ def read_components(
     Args:
         given: the options of each component by its name.
         of_stage: `unit`, `length` and `power` of a component that does not give its unit.
-        loss_mask_key: key of the loss mask, which is not a mask of a component.
+        loss_mask_key: key of the loss mask. A component must not name it, because it is the default.
 
     Raises:
         ValueError: an option is unknown or has a wrong value.

@@ -1,4 +1,4 @@
-"""Loss weights of rows. The weighted sum over all micro-batches and ranks is a mean over the whole step."""
+"""Loss weights of rows. The weighted sum over micro-batches and ranks is a mean over the optimiser step."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ Gradients = Literal["sum", "mean"]
 NEEDS = {
     "constant": "rollout",
     "inverse_length": "rollout",
-}  # the unit whose ids a mean needs, if it is another unit
+}  # means that need the ids of another unit
 SORTED = 2**15  # tokens whose turns are sorted in one block; sorting needs 100 bytes per token
 
 
@@ -93,7 +93,7 @@ def loss_weight(
     power: float | None = None,
     dtype: torch.dtype | None = None,
 ) -> Weighed:
-    """Compute weights w so that Σ_i w_i Σ_t m_it ℓ_it is a mean over the step, however the step is split.
+    """Compute weights w so that Σ_i w_i Σ_t m_it ℓ_it is a mean over an optimiser step, for any split.
 
     m is the loss mask, ℓ the loss of a token, t_i = Σ_t m_it, and T_u the number of tokens in the loss of the
     row's turn, rollout or group u in the step. Rows, turns, rollouts and groups without a token in the loss
@@ -108,8 +108,8 @@ def loss_weight(
         inverse_length  w_i = T_u^−α / Σ_v T_v^−α    over rollouts v; α is `power` (VL Norm, arXiv:2509.07558)
 
     Without fan-out ``rollout`` equals ``sample``. If turns are inside rows and K_i turns of row i have a
-    token in the loss, w_i = K_i / (turns · t_i). A token then weighs w_i times its :func:`turn_weight`, which
-    is 1 / (turns · T_u).
+    token in the loss, w_i = K_i / (turns · t_i). The weight of a token is then w_i times its
+    :func:`turn_weight`. This product is 1 / (turns · T_u).
 
     Args:
         tokens: (N,) int64, t.
@@ -180,7 +180,7 @@ def weigh(
     total, samples = spread(by_step(tokens)), spread(by_step(in_loss.long()))
 
     def of_units(units: Ids) -> tuple[Tensor, Tensor]:
-        """Per row: tokens of its unit in its step, and units of its step. A rollout may be in two."""
+        """Per row: tokens of its unit in its step, and units of its step. A rollout may be in many steps."""
         if units.n == len(tokens):
             return tokens, samples  # each row is a unit
         pair = units.of * steps + step
@@ -262,7 +262,7 @@ def check_mean(unit: str, length: int | None, power: float | None = None) -> Non
     """Check the options of a mean.
 
     Raises:
-        ValueError: the mean is unknown, or its length or power is missing, too small, or not read.
+        ValueError: the length or power of the mean is missing, too small, or not read.
     """
     at_least("length", length, 1)
     if (unit == "constant") != (length is not None):
@@ -285,17 +285,17 @@ class LossWeight(
 
     The sum of weight × token loss over all rows, micro-batches and ranks of an optimiser step is the mean
     over the step that `unit` names (:func:`loss_weight`). Put this stage after :class:`ShuffleSplit`, whose
-    columns give the optimiser step of each row. Without them the batch is one step. Rows out of the loss are
-    in no denominator.
+    columns give the optimiser step of each row. Without these columns the batch is one step. Rows out of the
+    loss are in no denominator.
 
-    TorchRL's GRPOLoss reads no weights. There are two ways to apply them:
+    TorchRL's GRPOLoss reads no weights. There are two ways to apply the weights:
 
     - ``GRPOLoss(aggregation="none")`` with :func:`weighted_loss`, which weighs every loss term;
     - `fold`, which multiplies the advantage by w (``sum``), or by w times the number of tokens in the loss of
       the row's micro-batch (``token_mean``, for GRPOLoss's default aggregation). Add up the losses of the
       micro-batches of a step.
 
-    A positive factor commutes with clipping, so `fold` is exact for the policy term. It is not exact under
+    A positive factor commutes with clipping, so `fold` is exact for the policy term. `fold` is not exact with
     GRPOLoss's `kl_mask_threshold`, which takes further tokens out of its mean. Entropy and KL terms do not
     contain the advantage, so they stay means over their micro-batch.
 
@@ -308,22 +308,24 @@ class LossWeight(
     ``("headrace", "folded_weight")`` instead. Writes counts of the row's step, (N,) int64: ``num_tokens``,
     ``num_samples``, and with ids ``num_rollouts`` and ``num_groups``. For turns inside rows it also writes
     ``("headrace", "token_weight")`` (N, T) when rows are gathered: a factor of the row's weight at each token
-    (:func:`turn_weight`). :func:`weighted_loss` applies it, also to packed rows. `fold` cannot.
+    (:func:`turn_weight`). :func:`weighted_loss` applies this factor, also to packed rows. `fold` cannot
+    apply it.
 
     With `components`, each term of the loss has weights of its own. The component ``kl`` is for the term
-    ``loss_kl``. ``("loss_weights", name)`` (N, T) is its weight at each token: 0 outside of its tokens, and
-    else `factor` times the weight in the mean over its tokens of the step. Its options are:
+    ``loss_kl``. ``("loss_weights", name)`` (N, T) is the weight of a component at each token: 0 outside of
+    its tokens, and else `factor` times the weight in the mean over its tokens of the step. The options of a
+    component are:
 
-    - `unit`, `length`, `power`: as for the stage, but without ``turn``. Without `unit` the stage's are used.
-    - `factor`: coefficient of the mean in the loss, ≥ 0; 1 if it is left out.
-    - `loss_mask_key`: (N, T) bool. The component has exactly its True entries, in all rows of a minibatch.
-      They may be in rows that a stage has masked or excluded, such as a group with equal rewards, or in a
-      demonstration without a token in the loss mask. If it is left out: the tokens in the loss.
+    - `unit`, `length`, `power`: as for the stage, but without ``turn``. Without `unit`, the stage's apply.
+    - `factor`: coefficient of the mean in the loss, ≥ 0. The default is 1.
+    - `loss_mask_key`: (N, T) bool, True at the tokens of the component, in all rows of a minibatch. Such
+      tokens may be in rows that a stage has masked or excluded, such as a group with equal rewards, or in a
+      demonstration without a token in the loss mask. The default is the tokens in the loss.
 
-    ``("headrace", "step_weights", name)`` (N,) is the sum of its weights over the row's step.
+    ``("headrace", "step_weights", name)`` (N,) is the sum of the component's weights over the row's step.
 
     For a dump with neither tokens nor their number (``("headrace", "no_lengths")``) the stage writes nothing,
-    because a weight depends on lengths and there is no loss to weigh. Under `fold` it raises.
+    because a weight depends on lengths and there is no loss to weigh. With `fold` it raises an error.
 
     Args:
         unit: ``token``, ``sample``, ``turn``, ``rollout``, ``group``, ``constant``, ``inverse_length``.
@@ -332,10 +334,9 @@ class LossWeight(
         fold: ``none``, ``sum``, ``token_mean``.
         gradients: how the gradients of ranks are combined: ``sum``; or ``mean``, as in DDP and FSDP. Under
             ``mean`` the weights are multiplied by the number of ranks.
-        ranks: number of ranks that share a batch of which each holds all rows (``ShuffleSplit(ranks=...)``),
-            ≥ 1.
-        process_group: a group, or ``world``, of ranks that each hold their own rows. The rows of all ranks
-            are one step. A pipeline applies it to all stages.
+        ranks: number of ranks that each hold all rows of the batch (``ShuffleSplit(ranks=...)``), ≥ 1.
+        process_group: a group, or ``world``, of ranks that each hold their own rows. A step has rows of all
+            ranks. A pipeline uses this group for all stages.
         shared_ids: meaning of an id that several ranks of `process_group` have: the ``same`` unit,
             ``different`` units, or ``raise`` an error.
         components: options of each term of the loss by its name: `unit`, `length`, `power`, `factor`,
@@ -434,7 +435,7 @@ class LossWeight(
         if self.ranks == 1 and self.gradients == "mean" and rows.has(RANK):
             raise BatchError(
                 "the split assigned rows to several ranks, whose gradients are averaged "
-                "(gradients='mean'): set ranks of LossWeight to ranks of the split"
+                "(gradients='mean'): set ranks of LossWeight to the ranks of the split"
             )
         if rows.table.is_late(TOKEN_WEIGHT) or rows.table.find(TOKEN_WEIGHT) is not None:
             raise BatchError(
@@ -516,7 +517,7 @@ class LossWeight(
             rows.metric(f"tokens_{name}", tokens.sum())
 
     def _turns_inside(self, rows: Rows, tokens: Tensor) -> Tensor:
-        """(M,) int64: turns with a token in the loss of each row.
+        """(M,) int64: for each row, the number of turns with a token in the loss.
 
         Raises:
             BatchError: a token in the loss has no turn.
@@ -593,8 +594,8 @@ def weighted_loss(
     Raises:
         MissingKeyError: the batch has no weights.
         BatchError: a term is not per token, because it was averaged already; a term has no component, or a
-            component has no term; or ragged rows have token
-            weights, and it is not known on which side the loss padded them.
+            component has no term; or ragged rows have token weights, and it is not known on which side the
+            loss padded them.
 
     Example:
         >>> from tensordict import TensorDict
@@ -639,14 +640,14 @@ def weighted_loss(
     return total
 
 
-EXAMPLE = "For example, of the loss of each token, (N, T): weighted_loss({'loss_policy': loss}, minibatch)"
+EXAMPLE = "For example, with the loss of each token, (N, T): weighted_loss({'loss_policy': loss}, minibatch)"
 
 
 def terms_of(terms: TensorDictBase) -> dict[str, Tensor]:
     """The entries ``loss_*`` of a loss, by their names.
 
     Raises:
-        BatchError: there are none, or the loss is not a TensorDict.
+        BatchError: the loss has no such entries, or is not a TensorDict.
     """
     if not hasattr(terms, "items"):
         kind = type(terms).__name__
