@@ -21,7 +21,7 @@ from .environment import scale_of, sets_option
 from .over_generation import check_over_generation
 
 DEFAULT = "as/trl"
-TRAINERS = {  # by package and class: the adapter's variant
+TRAINERS = {  # by package and class of the trainer: the class of the adapter
     ("swift", "GRPOTrainer"): "RecipeAdvantages",
     ("trl", "GRPOTrainer"): "RecipeAdvantages",
     ("trl", "RLOOTrainer"): "RecipeAdvantagesOfRows",
@@ -42,7 +42,7 @@ class FewerRowsWarning(UserWarning):
 
 
 class Follows:
-    """The settings of a trainer that the default recipe follows. Adapters derive from this class."""
+    """The base class of adapters. It names the trainer's settings that the default recipe follows."""
 
     gives: frozenset[NestedKey | None] | None = None
     """Columns that the recipe gets; None: not known, so a missing column is an error at the first step."""
@@ -54,7 +54,7 @@ class Follows:
         return f"<{type(self).__name__}: {' → '.join(self.pipeline.order)}; from the trainer: {taken}>"
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. A recipe is checked, because it may be changed during training."""
+        """Set an attribute. A new recipe is checked, because you may change it during training."""
         if name == "pipeline":
             check_recipe(self, value, self.gives)
         super().__setattr__(name, value)
@@ -74,7 +74,7 @@ class Follows:
 
 
 def log_run(trainer: Any, run: Run, training: bool | None = None) -> None:
-    """Keep the recipe's run of a batch, and log its metrics among the trainer's own."""
+    """Keep the recipe's run of a batch, and log the run's metrics among the trainer's own."""
     run.step = trainer.state.global_step
     trainer.last_run = run
     training = trainer.model.training if training is None else training
@@ -93,32 +93,32 @@ def attach(
 ) -> Trainer:
     """Let a recipe compute the advantages of a trainer of TRL or ms-swift.
 
-    The trainer gets a subclass of its own class, so everything else works as before, also in a subclass of
-    yours. `trainer.pipeline` is the recipe. You may change it between steps. If the recipe has a state, save
-    `trainer.pipeline.state_dict()`. `trainer.last_run` is the last batch's :class:`Run`, and its report has
-    the trainer's global step. The metrics of the run are logged among the trainer's own, under ``headrace/``.
+    The trainer gets a subclass of its own class, so everything else works as before, even if that class is
+    your own. `trainer.pipeline` is the recipe. You may change it between steps. If the recipe has a
+    state, save `trainer.pipeline.state_dict()`. `trainer.last_run` is the last batch's :class:`Run`, and its
+    report has the trainer's global step. The metrics of the run are logged among the trainer's own, under
+    ``headrace/``.
     With several reward functions, each is a column of rewards.
 
     Args:
-        trainer: a ``GRPOTrainer``, also as Unsloth patches it, or TRL's ``RLOOTrainer`` or
-            ``AsyncGRPOTrainer``, before ``train()``.
-        recipe: a name, or a pipeline. The default recipe computes the trainer's own advantages: for
-            RLOOTrainer with the leave-one-out baseline, for others with the scale of `scale_rewards`. Your
-            options change nothing else.
+        trainer: a ``GRPOTrainer`` of TRL, Unsloth or ms-swift, or TRL's ``RLOOTrainer`` or
+            ``AsyncGRPOTrainer``. Attach the recipe before you call ``train()``.
+        recipe: a name, or a pipeline. The default recipe computes the trainer's own advantages. Options that
+            you do not set follow the trainer.
         overrides: Hydra overrides, see :func:`load_pipeline`.
         over_generation: k ≥ 1, for TRL. Of the completions that TRL generates, 1/k are trained: the first
-            groups that pass the recipe's filter. The others have the reason ``over_generation/left_over``.
+            groups that pass the recipe's filter. Other groups have the reason ``over_generation/left_over``.
             `per_device_train_batch_size` counts what is generated, so it must be k times as large.
         options: keywords of :func:`load_pipeline`.
 
     Returns:
-        The trainer. Its repr names the stages, and the options that are the trainer's.
+        The trainer. Its repr names the stages, and the options that follow the trainer.
 
     Raises:
         TypeError: the trainer is another object; see docs/coming-from/ for other trainers.
         ValueError: the trainer has a recipe already or weighs rewards itself, a pipeline comes with options,
             a setting of the trainer would have no effect, the recipe reads columns that the trainer does not
-            give, or its `group_size` is not `num_generations`.
+            give, the recipe's `group_size` is not `num_generations`, or the trainer cannot over-generate.
         ConfigError: see :func:`load_pipeline`.
 
     Example:
@@ -132,12 +132,12 @@ def attach(
     bases = [(package_of(base), base.__name__) for base in type(trainer).__mro__]
     found = [key for key in bases if key in TRAINERS]
     kind = found[0][1] if found else ""
-    asynchronous = kind == "AsyncGRPOTrainer"  # it adds rewards up in another process, without weights
+    asynchronous = kind == "AsyncGRPOTrainer"  # which adds rewards up in another process, without weights
     if not (asynchronous or (kind and hasattr(trainer, "reward_weights"))):
         raise TypeError(
             "attach takes a GRPOTrainer of trl, unsloth or swift, or trl's RLOOTrainer or AsyncGRPOTrainer; "
-            f"got a {type(trainer).__module__}.{type(trainer).__qualname__}. Others take an import path in "
-            "their configuration: docs/coming-from/README.md"
+            f"got a {type(trainer).__module__}.{type(trainer).__qualname__}. Other trainers take an import "
+            "path in their configuration: docs/coming-from/README.md"
         )
     if isinstance(getattr(trainer, "pipeline", None), Pipeline):
         raise ValueError("this trainer has a recipe already: set trainer.pipeline to change it")
@@ -210,8 +210,8 @@ def warn_of_no_rows(trainer: Any) -> None:
         trainer._warned_of_no_rows = True
         warnings.warn(
             f"no row of the batch of step {trainer.state.global_step} trains: the recipe took out all. "
-            "trainer.last_run.report() has the reasons. This is said once; headrace/rows/trained in the log "
-            "is the number of rows of each step",
+            "trainer.last_run.report() has the reasons. This warning appears once; headrace/rows/trained in "
+            "the log is the number of rows of each step that train",
             FewerRowsWarning,
             stacklevel=3,
         )
@@ -227,7 +227,8 @@ def check_recipe(trainer: Any, recipe: Any, gives: frozenset[NestedKey | None] |
 
     Raises:
         TypeError: the recipe is not a pipeline.
-        ValueError: its `group_size` is not the trainer's `num_generations`, or a stage reads another column.
+        ValueError: its `group_size` is not the trainer's `num_generations`, or a stage reads a column that
+            the recipe does not get.
     """
     if not isinstance(recipe, Pipeline):
         name = recipe if isinstance(recipe, str) else "grpo"
@@ -247,14 +248,14 @@ def check_recipe(trainer: Any, recipe: Any, gives: frozenset[NestedKey | None] |
     if gives is None:
         return
     stages = before_the_split(recipe).stages
-    if "status" in gives:  # stages read one of the two keys
+    if "status" in gives:  # a stage may read the status under this key, too
         gives = gives | {("next", "status")}
     there = gives | IF_THERE | {key for stage in stages.values() for key in getattr(stage, "out_keys", ())}
     lacks = dict[str, list[str]]()
     for name, stage in stages.items():
         votes = ["votes_only"] * (getattr(stage, "baseline_of", "") == "votes_only")
         for key in dict.fromkeys([*getattr(stage, "in_keys", ()), *votes]):
-            if key not in there and key[0] != "headrace":  # the pipeline makes these
+            if key not in there and key[0] != "headrace":  # stages make the columns under headrace
                 lacks.setdefault(name, []).append(repr(key))
     if lacks:
         found = "; ".join(f"stage {name!r} reads {', '.join(keys)}" for name, keys in lacks.items())
@@ -274,7 +275,7 @@ def refuse_separate_rewards(trainer: Any) -> None:
     """Refuse a trainer that, unlike the default recipe, normalizes each reward before it adds them up.
 
     Raises:
-        ValueError: the trainer does so.
+        ValueError: the trainer normalizes each reward.
     """
     together = getattr(trainer, "multi_objective_aggregation", "sum_then_normalize")
     if together != "sum_then_normalize":

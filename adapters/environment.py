@@ -1,4 +1,4 @@
-"""Find the recipe of an adapter that its trainer calls by an import path."""
+"""Find the recipe for an adapter that a trainer calls by an import path."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Part = Literal["advantages", "rows", "whole"]
 def recipe_of_environment(default: str, *words: str) -> Pipeline:
     """Return the recipe that the environment names: HEADRACE_RECIPE, changed by HEADRACE_OVERRIDES.
 
-    The trainer calls a function in a process that it started, with its own arguments. Only the environment
-    reaches all such processes. HEADRACE_OVERRIDES has Hydra overrides, separated by spaces, as on a command
-    line. Both are read at each call. Composed recipes are cached.
+    The trainer calls the adapter with arguments of its own, in processes that the trainer starts. So only the
+    environment can name the recipe. HEADRACE_OVERRIDES has Hydra overrides, separated by spaces, as on a
+    command line. Both variables are read at each call. Composed recipes are cached.
 
     Args:
         default: name of the recipe if HEADRACE_RECIPE is not set.
-        words: overrides that come before those of the environment.
+        words: overrides that come before the overrides of the environment.
 
     Raises:
         ConfigError: see :func:`load_pipeline`.
@@ -48,7 +48,7 @@ def recipe_of_environment(default: str, *words: str) -> Pipeline:
 
 
 def scale_of(trainers: Any) -> str:
-    """The advantage's scale for a trainer's setting: ``group`` (or True), ``batch`` or ``none`` (or False).
+    """Return the scale for a trainer's setting: ``group`` (or True), ``batch`` or ``none`` (or False).
 
     Example:
         >>> scale_of(True), scale_of("batch")
@@ -60,13 +60,13 @@ def scale_of(trainers: Any) -> str:
 def scale_overrides(
     trainers: Any, recipe: str | None, default: str, overrides: Iterable[str]
 ) -> tuple[str, ...]:
-    """Return the override that gives the default recipe the scale that the trainer is set to.
+    """Return the override that gives the default recipe the trainer's scale.
 
-    Return nothing if you name another recipe, or set the scale yourself.
+    Return no override if you name another recipe, or set the scale yourself.
 
     Args:
         trainers: the trainer's setting, as for :func:`scale_of`.
-        recipe: the recipe that you name; None: the default one.
+        recipe: the recipe that you name; None: the default recipe.
         default: name of the adapter's default recipe.
         overrides: your overrides.
 
@@ -91,7 +91,7 @@ def sets_option(option: str, overrides: Iterable[str]) -> bool:
         True
     """
     stage, _, name = option.partition(".")
-    # A mapping of options is merged with those of the recipe, unless it names a class.
+    # A mapping of options is merged with the recipe's options, unless the mapping names a class.
     values = rf"(\.{name}(=.*)?|=(?!\{{).*|=.*\b({name}|_target_)\b.*)?"
     word = re.compile(rf"[+~]*(\S*@)?pipeline\.stages\.{stage}{values}", re.DOTALL)
     return any(word.fullmatch(each) for each in overrides)
@@ -103,7 +103,7 @@ def scale_here(default: str, trainers: Any) -> tuple[str, ...]:
 
 
 def decide_here(default: str, columns: Mapping[str, Any], *words: str, part: Part = "advantages") -> Decision:
-    """Return what the recipe of the environment decides about rows. It gets the columns that it reads.
+    """Return what the recipe of the environment decides about rows. It gets only the columns that it reads.
 
     Args:
         default: see :func:`recipe_of_environment`.
@@ -155,10 +155,10 @@ def options_are_words() -> Iterator[None]:
 
 
 def token_stages(pipeline: Pipeline) -> dict[str, TokenAdvantage]:
-    """Return the last stages before the split that change each token's advantage from its own numbers alone.
+    """Return the token stages of a recipe, which change each token's advantage from its own numbers alone.
 
     Raises:
-        ValueError: such a stage compares rows, or another stage comes after it.
+        ValueError: a token stage compares rows, or a stage of another kind comes after it.
     """
     names = [name for name, stage in pipeline.stages.items() if isinstance(stage, TokenAdvantage)]
     refused = [name for name in names if not getattr(pipeline.stages[name].term, "elementwise", False)]
@@ -166,7 +166,7 @@ def token_stages(pipeline: Pipeline) -> dict[str, TokenAdvantage]:
         raise ValueError(
             "the trainer's function sees only some rows, without their groups: stages of tokens must come "
             f"last, and change each token from its own numbers; found {', '.join(pipeline.order)}"
-            + (f", of which {', '.join(refused)} compare rows" if refused else "")
+            + (f"; these compare rows: {', '.join(refused)}" if refused else "")
         )
     return {name: pipeline.stages[name] for name in names}
 

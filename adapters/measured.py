@@ -19,7 +19,7 @@ from headrace.pipeline.tools.xray.setting import LONGEST, RECIPE, Setting
 from .attaching import FewerRowsWarning, attach
 
 # The trainer's loss weighs the tokens. For each recipe: TRL's `loss_type`, and the recipe's option that gives
-# equal weights.
+# the same weights.
 OF_TRL = {
     "grpo": ("grpo", "weight.unit=sample"),
     "dapo": ("dapo", "weight.unit=token"),
@@ -29,13 +29,13 @@ OF_TRL = {
 
 
 def recipes_in_trl() -> list[Setting]:
-    """Return recipes in TRL's GRPOTrainer, each with the `loss_type` that has its weights."""
+    """Return recipes in TRL's GRPOTrainer, each with the `loss_type` that gives the recipe's weights."""
     from trl import GRPOTrainer
 
     class Attached(GRPOTrainer):
         def __init__(self, *args: Any, recipe: str, **kwargs: Any):
             super().__init__(*args, **kwargs)
-            with warnings.catch_warnings():  # dropped rows do not matter for weights
+            with warnings.catch_warnings():  # weights do not depend on dropped rows
                 warnings.simplefilter("ignore", FewerRowsWarning)
                 attach(self, recipe)
 
@@ -48,12 +48,12 @@ def recipes_in_trl() -> list[Setting]:
 
 
 def _setting(name: str, step: Step, recipe: str, weights: str, dtype: torch.dtype = torch.float64) -> Setting:
-    """Compare a step with a recipe in one minibatch; `weights` are options of its stages."""
+    """Make a setting that compares a step with a recipe of one minibatch. `weights` are stage options."""
     words = (f"pipeline.stages.{word}" for word in (*weights.split(), "split.minibatches=1"))
     return Setting(name, step, RECIPE, pipeline=load_pipeline(recipe, *words), dtype=dtype)
 
 
-# For each recipe: verl's ``loss_agg_mode``, and the recipe's option that gives equal weights.
+# For each recipe: verl's ``loss_agg_mode``, and the recipe's option that gives the same weights.
 OF_VERL = {
     "as/verl": ("token-mean", "weight.unit=token"),
     "rloo": ("seq-mean-token-mean", "weight.unit=sample"),
@@ -89,7 +89,7 @@ def recipes_in_verl() -> list[Setting]:
     return found
 
 
-# For each recipe: OpenRLHF's ``actor.loss_agg_mode``, and the recipe's options that give equal weights.
+# For each recipe: OpenRLHF's ``actor.loss_agg_mode``, and the recipe's options that give the same weights.
 OF_OPENRLHF = {
     "as/openrlhf": ("token-mean", "weight.unit=token"),
     "rloo": ("seq-mean-token-mean", "weight.unit=sample"),
@@ -99,9 +99,9 @@ DYNAMIC = "train.dynamic_batch_enable"
 
 
 def recipes_in_openrlhf() -> list[Setting]:
-    """Return recipes in OpenRLHF's whole step, each with the `loss_agg_mode` that has its weights.
+    """Return recipes in OpenRLHF's whole step, each with the `loss_agg_mode` that gives the recipe's weights.
 
-    With dynamic batches, ZeRO 1 and 2 train the last micro-batch alone, and ZeRO 3 trains all.
+    With dynamic batches, ZeRO 1 and 2 train the last micro-batch alone. ZeRO 3 trains all micro-batches.
     """
     from headrace.pipeline.tools.xray.of_openrlhf import openrlhf_step
 
@@ -121,7 +121,7 @@ def recipes_in_openrlhf() -> list[Setting]:
     return [*(of(recipe) for recipe in OF_OPENRLHF), *dynamic]
 
 
-# For each recipe: the `loss_type` of ms-swift, and the recipe's option that gives equal weights.
+# For each recipe: the `loss_type` of ms-swift, and the recipe's options that give the same weights.
 OF_MS_SWIFT = {
     "as/trl": ("grpo", "weight.unit=sample"),
     "rloo": ("dapo", "weight.unit=token weight.length=null"),
@@ -130,7 +130,7 @@ OF_MS_SWIFT = {
 
 
 def recipes_in_ms_swift() -> list[Setting]:
-    """Return recipes in ms-swift's GRPOTrainer, each with the `loss_type` that has its weights."""
+    """Return recipes in ms-swift's GRPOTrainer, each with the `loss_type` that gives the recipe's weights."""
     from headrace.pipeline.tools.xray.of_ms_swift import ms_swift_step
 
     found = []

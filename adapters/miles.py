@@ -19,8 +19,8 @@ __all__ = ["convert_samples_to_train_data", "post_process_rewards"]
 def convert_samples_to_train_data(args: Any, samples: list[Any]) -> dict[str, Any]:
     """Return miles' own data with the advantages and the weights of the recipe.
 
-    Name it in ``--custom-convert-samples-to-train-data-path``. miles stores denominators as whole numbers.
-    Its hook does not get the metadata, which dynamic batch sizes and several LoRA adapters need.
+    Name this function in ``--custom-convert-samples-to-train-data-path``. miles stores denominators as whole
+    numbers. The hook does not get the metadata, which dynamic batch sizes and several LoRA adapters need.
     """
     from miles.ray.rollout import train_data_conversion
 

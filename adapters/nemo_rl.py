@@ -18,7 +18,7 @@ POLL = 0.005  # seconds, as in NeMo RL's own samplers
 
 
 class Slot(NamedTuple):
-    """A slot of the buffer, with the version that began it. Rows cannot change this version."""
+    """A slot of the buffer, with the policy version when the slot began, which rows do not change."""
 
     born: int
     order: int
@@ -30,10 +30,9 @@ class DeadlineSampler:
     """Sample from NeMo RL's buffer by the rules of ``GroupAssembler(on_stale="wait")``, see streams/steps.py.
 
     Args:
-        buffer: a ``TQReplayBuffer``. Its ``reserve`` is replaced by one that counts.
+        buffer: a ``TQReplayBuffer``. Its method ``reserve`` is replaced by :meth:`reserve`.
         max_staleness_versions: largest number of versions that a group may be behind the trainer, ≥ 1.
-        steps_ahead: number of steps for which groups are dispatched ahead; None: 2, or max_staleness_versions
-            if that is less.
+        steps_ahead: steps for which groups are dispatched ahead; None: min(2, max_staleness_versions).
     """
 
     is_on_policy = False
@@ -52,7 +51,7 @@ class DeadlineSampler:
         self._reserve, buffer.reserve = buffer.reserve, self.reserve
 
     def reserve(self, **options: Any) -> Any:
-        """Call the buffer's own. A prompt that is tried again counts twice, so `unreserved` stops at 0."""
+        """Call the buffer's method. A prompt that is tried again reserves twice: `unreserved` stops at 0."""
         self.unreserved = max(0, self.unreserved - 1)
         return self._reserve(**options)
 
@@ -71,9 +70,9 @@ class DeadlineSampler:
         return self.unreserved + len(self.buffer.ready_list) + self.steps.taken
 
     async def admit(self, *, trainer_version_fn: Callable[[], int]) -> None:
-        """Wait until groups of at most `steps_ahead` steps are outstanding. Then dispatch groups of one step.
+        """Wait until groups of at most `steps_ahead` steps are outstanding. Then admit groups of one step.
 
-        The wait also ends if less than one step is outstanding, so that failed prompts are replaced.
+        The wait also ends if fewer groups than one step's are outstanding, to replace failed prompts.
         """
         if not self.groups:
             raise ValueError("call required_buffer_capacity, which gets the groups of a step, before admit")
@@ -84,7 +83,7 @@ class DeadlineSampler:
     async def select(
         self, *, current_train_weight: int, min_prompt_groups: int, max_prompt_groups: int
     ) -> tuple[Any, int]:
-        """Return all groups of a step and their number, or None and 0 to wait; ignore `min_prompt_groups`."""
+        """Return the groups of a step and their number, or None and 0 to wait. Ignore `min_prompt_groups`."""
         self._at(current_train_weight)
         slots: list[Any] = [Slot(born, order) for order, born in enumerate(self.buffer.start_weight_list)]
         ready = [slot for slot in slots if self.buffer.ready_list[slot.order]]

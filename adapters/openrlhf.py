@@ -1,4 +1,4 @@
-"""Run a recipe in OpenRLHF. It replaces a method of the experience maker in the workers that Ray starts.
+"""Run a recipe in OpenRLHF, in place of a method of the experience maker in the workers that Ray starts.
 
 OpenRLHF/OpenRLHF 0.11.2, the release, openrlhf/trainer/ppo_utils/experience_maker.py,
 ``RemoteExperienceMaker.compute_advantages_and_returns``. OpenRLHF takes no import path. So Ray calls
@@ -20,7 +20,7 @@ def replace_advantages() -> None:
     """Let OpenRLHF's experience maker take its advantages from the recipe of the environment variables."""
     from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 
-    recipe_of_environment("as/openrlhf")  # raises here if it is unknown
+    recipe_of_environment("as/openrlhf")  # an unknown recipe raises here
     RemoteExperienceMaker.compute_advantages_and_returns = compute_advantages_and_returns
 
 

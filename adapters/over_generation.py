@@ -37,17 +37,17 @@ class FirstGroups(Criterion, columns=("group",)):
 
 
 def train_first(pipeline: Pipeline, groups: int) -> Pipeline:
-    """Return the stages before the split, then a filter that masks all but the first informative groups."""
+    """Return the stages before the split, then a filter that keeps the first `groups` groups in the loss."""
     first = before_the_split(pipeline)
     more = {STAGE: SampleFilter(criterion=FirstGroups(groups=groups), action="mask")}
     return part_of(first, first.order, first._half, more=more)
 
 
 def rows_to_train(in_loss: Tensor, group_size: int, number: int) -> Tensor:
-    """Choose whole groups for a trainer, first groups with a token in the loss. Return their (number,) rows.
+    """Choose groups for a trainer, those with a token in the loss first. Return the (number,) rows, in order.
 
-    If these are too few, other groups fill the batch up, because a trainer's batch has a fixed size. The
-    tokens of other groups are out of the loss.
+    If these groups are too few, other groups fill the batch up, because a trainer's batch has a fixed size.
+    The tokens of other groups are out of the loss.
 
     Args:
         in_loss: (N, T) bool.
@@ -68,12 +68,12 @@ def rows_of(output: dict[str, Any], rows: Tensor, number: int) -> dict[str, Any]
     """Select some rows of a trainer's batch.
 
     Args:
-        output: the batch, of which values are tensors of `number` rows, numbers or None.
+        output: the batch. Its values are tensors of `number` rows, tensors without dimensions, or None.
         rows: (K,) the rows to keep.
         number: rows of the batch.
 
     Raises:
-        ValueError: a value has no row for each completion, such as the pixels of images.
+        ValueError: a value does not have one row for each completion, such as the pixels of images.
     """
     kept = dict[str, Any]()
     for name, value in output.items():
@@ -90,10 +90,10 @@ def rows_of(output: dict[str, Any], rows: Tensor, number: int) -> dict[str, Any]
 
 
 def check_over_generation(trainer: Any, pipeline: Pipeline, factor: int) -> None:
-    """Check that a trainer of TRL can train one of each `factor` groups.
+    """Check that a trainer of TRL can train one of every `factor` groups.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the trainer cannot.
     """
     if not fits(factor, int) or factor < 1:
         raise ValueError(f"over_generation must be an integer ≥ 1; got {factor!r:.200}")
@@ -109,8 +109,8 @@ def check_over_generation(trainer: Any, pipeline: Pipeline, factor: int) -> None
         )
     if not any(isinstance(stage, SampleFilter) for stage in pipeline.stages.values()):
         raise ValueError(
-            f"over_generation={factor} trains the groups that pass the recipe's filter, and it has none: "
-            "name one with a filter, such as 'dapo'"
+            f"over_generation={factor} trains the groups that pass the recipe's filter, and the recipe has "
+            "none: name a recipe with a filter, such as 'dapo'"
         )
     if pipeline.rank_options.process_group is not None:
         raise ValueError(

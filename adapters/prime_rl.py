@@ -1,7 +1,7 @@
 """A recipe as an algorithm of prime-rl: ``ALGORITHM_CLASSES["grpo"] = RecipeAlgorithm``.
 
-PrimeIntellect-ai/prime-rl, src/prime_rl/orchestrator/algo/, at 559b44772e (2026-08-21). Its registry takes no
-import path: one line of its `algo/__init__.py` names the class.
+PrimeIntellect-ai/prime-rl, src/prime_rl/orchestrator/algo/, at 559b44772e (2026-08-21). The registry takes no
+import path. So add a line with the class to prime-rl's `algo/__init__.py`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from headrace.pipeline import advantages_of
 
 from .environment import recipe_of_environment
 
-recipe_of_environment("as/prime_rl")  # raises here if it is unknown
+recipe_of_environment("as/prime_rl")  # an unknown recipe raises here
 
 
 class RecipeAlgorithm(Algorithm):
-    """Scores one group at a time; each trainable trace is a rollout."""
+    """Score one group at a time. Each trainable trace is a rollout."""
 
     async def score_group(self, episodes: list[Any]) -> None:
         """Assign advantages to the traces of one group."""

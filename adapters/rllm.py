@@ -1,7 +1,7 @@
 """An advantage estimator `headrace` for rLLM: import this module where you make the trainer.
 
 rllm-org/rllm, rllm/trainer/algorithms/advantage.py, ``register_rllm_adv_estimator``, at 9beb6e0f67
-(2026-08-15). rLLM calls it once for each role, with the groups of that role.
+(2026-08-15). rLLM calls the estimator once for each role, with the groups of that role.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rllm.trainer.algorithms.advantage import register_rllm_adv_estimator
 
 from .environment import decide_here, recipe_of_environment
 
-recipe_of_environment("as/rllm")  # raises here if it is unknown
+recipe_of_environment("as/rllm")  # an unknown recipe raises here
 
 
 @register_rllm_adv_estimator("headrace")

@@ -40,12 +40,12 @@ def decide_samples(
     scale = scale_here("as/slime", getattr(args, "grpo_std_normalization", True))
     decision = decide_here("as/slime", columns, *scale, *words, part=part)
     for sample, trains in zip(samples, decision.keep.tolist(), strict=True):
-        sample.remove_sample = not trains  # the trainer zeroes its loss mask
+        sample.remove_sample = not trains  # the trainer zeroes the loss mask of a removed sample
     return columns["reward"], decision
 
 
 def rollout_ids(samples: list[Any]) -> list[Any]:
-    """The rollout ids by both trainers' rule: `index` if `rollout_id` is None."""
+    """Return the rollout ids by the rule of both trainers: `index` if `rollout_id` is None."""
     return [s.index if s.rollout_id is None else s.rollout_id for s in samples]
 
 
@@ -56,12 +56,13 @@ def weigh_samples(
 
     The trainer's loss is Σ mask · term / rollout_mask_sums / global_batch_size over a step of
     global_batch_size rollouts. A row of weight w gets the denominator 1 / (w · global_batch_size). The
-    trainer clamps denominators below 1, and may need whole numbers; the advantage is multiplied by the factor
-    by which the denominator then differs.
+    trainer raises denominators below 1 to 1, and may need whole numbers. So the advantage is multiplied by
+    the stored denominator, divided by the exact one.
     """
     if args.calculate_per_token_loss:
         raise ValueError(
-            "--calculate-per-token-loss ignores weights of rows: leave it out; weight.unit=token"
+            "--calculate-per-token-loss ignores weights of rows: leave it out, and weigh tokens equally with "
+            "pipeline.stages.weight.unit=token"
         )
     size = args.global_batch_size
     words = [

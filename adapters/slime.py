@@ -19,15 +19,15 @@ from headrace.transforms import BatchError
 from .environment import recipe_of_environment, token_stages
 from .samples import Rewards, decide_samples, weigh_samples
 
-recipe_of_environment("as/slime")  # raises here if it is unknown
+recipe_of_environment("as/slime")  # an unknown recipe raises here
 BY_TOKEN = "headrace.adapters.slime.compute_advantages"
 
 
 def post_process_rewards(args: Any, samples: list[Any]) -> Rewards:
-    """Return the rewards, and the advantages that the trainer uses instead.
+    """Return the rewards, and the advantages that the trainer uses instead of rewards.
 
-    Name it in ``--custom-reward-post-process-path``. Samples that leave the loss get `remove_sample=True`. If
-    you also set :func:`compute_advantages`, that function runs the recipe's token stages.
+    Name this function in ``--custom-reward-post-process-path``. Samples that leave the loss get
+    `remove_sample=True`. If you also set :func:`compute_advantages`, that function runs the token stages.
     """
     by_token = getattr(args, "custom_advantage_function_path", None) == BY_TOKEN
     rewards, decision = decide_samples(args, samples, part="rows" if by_token else "advantages")
@@ -37,7 +37,7 @@ def post_process_rewards(args: Any, samples: list[Any]) -> Rewards:
 def convert_samples_to_train_data(args: Any, samples: list[Any]) -> dict[str, Any]:
     """Return slime's own data with the advantages and the weights of the recipe.
 
-    Name it in ``--custom-convert-samples-to-train-data-path``.
+    Name this function in ``--custom-convert-samples-to-train-data-path``.
     """
     from slime.ray.rollout import RolloutManager
 
@@ -54,9 +54,9 @@ def convert_samples_to_train_data(args: Any, samples: list[Any]) -> dict[str, An
 def compute_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
     """Write the advantage and the return of each token in this rank's rows.
 
-    Name it in ``--custom-advantage-function-path``, besides one of the two functions above. The recipe's
-    token stages compute the advantages from `rewards`. A rank has only some rows of a group, and no group
-    ids, so a term that compares rows is refused.
+    Name this function in ``--custom-advantage-function-path``, and also use one of the two functions above.
+    The recipe's token stages compute the advantages from `rewards`. A rank has only some rows of a group, and
+    no group ids, so a term that compares rows is refused.
     """
     lengths, masks = rollout_data["response_lengths"], rollout_data["loss_masks"]
     name = "rollout_log_probs" if args.use_rollout_logprobs else "log_probs"

@@ -1,8 +1,8 @@
 """A recipe inside ms-swift's ``GRPOTrainer``: `attach(trainer, "as/trl")`.
 
-modelscope/ms-swift 4.6.0, the release, swift/rlhf_trainers/grpo_trainer.py, ``_compute_advantages`` gets the
+modelscope/ms-swift 4.6.0, the release, swift/rlhf_trainers/grpo_trainer.py: ``_compute_advantages`` gets the
 rewards of all ranks and the samples of this rank, with `prompt_id` and `request_id`. It returns the
-advantages of all ranks. The arithmetic, in swift/rl_core/advantage.py, is TRL's.
+advantages of all ranks. swift/rl_core/advantage.py computes them as TRL does.
 """
 
 from __future__ import annotations

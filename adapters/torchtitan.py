@@ -15,7 +15,7 @@ from headrace.transforms import Status
 
 from .environment import decide_here, recipe_of_environment, scale_here
 
-recipe_of_environment("as/tinker")  # raises here if it is unknown
+recipe_of_environment("as/tinker")  # an unknown recipe raises here
 LIKE_TORCHTITAN = ("pipeline.stages.advantage.ddof=0", "pipeline.stages.advantage.eps=1e-6")
 
 
@@ -24,7 +24,7 @@ class RecipeEstimator(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        """The environment names the recipe. The option is that of torchtitan's own estimator."""
+        """The option of torchtitan's own estimator. The environment names the recipe."""
 
         should_std_normalize: bool = False
 

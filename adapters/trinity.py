@@ -1,8 +1,8 @@
 """A recipe as Trinity-RFT's ``algorithm.advantage_fn``: headrace.adapters.trinity.RecipeOperator.
 
 agentscope-ai/Trinity-RFT 0.6.0, the release: trinity/buffer/operators/experience_operator.py,
-``ExperienceOperatorV1``, and trinity/buffer/pipelines/experience_pipeline.py, which takes the operator from
-`algorithm.advantage_fn` where an algorithm, such as `grpo`, computes advantages outside its trainer.
+``ExperienceOperatorV1``, and trinity/buffer/pipelines/experience_pipeline.py. It takes the operator from
+`algorithm.advantage_fn` if an algorithm, such as `grpo`, computes advantages outside its trainer.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from headrace.transforms import Status
 
 from .environment import decide_here, recipe_of_environment
 
-recipe_of_environment("as/verl")  # raises here if it is unknown
+recipe_of_environment("as/verl")  # an unknown recipe raises here
 
 
 class RecipeOperator(ExperienceOperatorV1):
     """Experiences of one task are a group. Experiences of one run are a rollout of any number of steps."""
 
     async def process(self, exps: list[Any]) -> tuple[list[Any], dict[str, float]]:
-        """Write advantages and returns. Remove experiences that leave the loss, as Trinity's own do."""
+        """Write advantages and returns. Remove experiences that leave the loss, as Trinity's operators do."""
         if not exps:
             return [], {}
         columns = {

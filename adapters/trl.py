@@ -1,7 +1,7 @@
 """A recipe inside TRL's ``GRPOTrainer`` and ``RLOOTrainer``: `attach(trainer, "as/trl")`.
 
 huggingface/trl 1.16.0, the release, trl/trainer/grpo_trainer.py and rloo_trainer.py: ``_calculate_rewards``
-returns the rewards of all ranks, ``_generate_and_score_completions`` returns the tensors of the loss.
+returns the rewards of all ranks, and ``_generate_and_score_completions`` returns the tensors of the loss.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RecipeAdvantages(Follows):
 
     def _calculate_rewards(self: Any, inputs: Any, prompts: Any, completions: Any, ids: Any) -> torch.Tensor:
         rewards = super()._calculate_rewards(inputs, prompts, completions, ids)  # type: ignore[misc]
-        first = self.accelerator.process_index * len(inputs)  # rewards are of all ranks, in order
+        first = self.accelerator.process_index * len(inputs)  # `rewards` has the rows of all ranks, in order
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         cut_off = torch.tensor([row[-1] not in ends for row in ids], device=rewards.device)
         self._scored = {
@@ -44,7 +44,7 @@ class RecipeAdvantages(Follows):
         batch = TensorDict(self._scored, [len(inputs)], device=output["completion_mask"].device)
         training = self.model.training
         size = self.num_generations if training else self.num_generations_eval
-        # TRL repeats each prompt `size` times. The gate refuses a group with another prompt in it.
+        # TRL repeats each prompt `size` times. Another prompt among them makes a group that is too small.
         places = (batch["rollout_id"] // size).tolist()
         batch["group_id"] = [f"{at}: {row.get('prompt')}" for at, row in zip(places, inputs, strict=True)]
         batch["expected_rollouts"] = torch.full_like(batch["rollout_id"], size)
@@ -75,17 +75,17 @@ class RecipeAdvantages(Follows):
 
 
 def say_without_reward(names: Sequence[str], rewards: torch.Tensor) -> str:
-    """Name the reward functions that gave None; empty if none did. `rewards`: (N, K), a column for each."""
+    """Name the reward functions that gave None or NaN, if any. `rewards`: (N, K), a column for each."""
     lacking = [name for name, lacks in zip(names, rewards.isnan().any(0).tolist(), strict=True) if lacks]
     return f". Reward functions that gave None or NaN: {listing(lacking)}" if lacking else ""
 
 
 class RecipeAdvantagesOfRows(RecipeAdvantages):
-    """The methods of TRL's ``RLOOTrainer`` that a recipe replaces. Its loss needs one advantage per row."""
+    """The methods of TRL's ``RLOOTrainer`` that a recipe replaces. The loss needs one advantage per row."""
 
     @staticmethod
     def check(trainer: Any) -> None:
-        """Check that the rewards are not changed between the reward functions and the advantages.
+        """Check that the trainer itself changes neither rewards nor advantages.
 
         Raises:
             ValueError: a setting of RLOOConfig changes them.
@@ -110,11 +110,11 @@ class RecipeAdvantagesOfRows(RecipeAdvantages):
                 "RLOOTrainer's loss has one advantage and one probability ratio of each completion, and the "
                 "recipe gives its tokens different advantages or masks some of them: attach it to GRPOTrainer"
             )
-        output["advantages"] = result.advantage.squeeze(1)  # 0 of a row that is out of the loss
+        output["advantages"] = result.advantage.squeeze(1)  # 0 in a row that is out of the loss
 
 
 class RecipeAdvantagesOfUnsloth(RecipeAdvantages):
-    """The methods of a GRPOTrainer that Unsloth patched (2026.10.9, unsloth/models/rl.py), for a recipe.
+    """The methods that a recipe replaces in Unsloth's ``GRPOTrainer`` (2026.10.9, unsloth/models/rl.py).
 
     Unsloth's loss also pads completions on the left (``max_left_pad``), but not advantages.
     """

@@ -23,7 +23,7 @@ from headrace.transforms.table import COLUMNS
 
 from .attaching import GIVEN, Follows, log_run
 
-ROLLOUT, LAST = "headrace/rollout", "headrace/last"  # in a sample's metrics, on its way to the trainer
+ROLLOUT, LAST = "headrace/rollout", "headrace/last"  # among a sample's metrics, until the trainer gets it
 
 
 class Dispatched(NamedTuple):
@@ -34,10 +34,10 @@ class Dispatched(NamedTuple):
 
 
 class Paced:
-    """The methods of TRL's rollout loop that are replaced, in the child process.
+    """The methods of TRL's rollout loop that are replaced in the child process.
 
     A group begins when the trainer's GroupAssembler has capacity for it. Its samples have the policy version
-    with which the group began, and the number of their rollout.
+    with which the group began, and the number of their rollout in the group.
     """
 
     def __init__(self, *, allowed: Any, **options: Any):
@@ -80,7 +80,7 @@ class Paced:
 
 
 class PacedLoops(NamedTuple):
-    """Makes the loop in the child process. TRL calls it in place of the loop's class."""
+    """Make the loop in the child process. TRL calls this object in place of the loop's class."""
 
     base: type
     allowed: Any
@@ -98,8 +98,8 @@ class WholeGroups:
 
     Args:
         trainer: an AsyncGRPOTrainer with a recipe attached.
-        allowed: the number of groups that the rollout loop may begin, which the loop reads. None: the worker
-            has its own loop. Then groups are not announced, and groups that are too old are dropped.
+        allowed: a number that the rollout loop reads: how many groups it may begin. None: the worker has a
+            loop of its own. Then groups are not announced, and groups that are too old are dropped.
 
     Raises:
         ValueError: a step does not train a whole number of groups.
@@ -146,7 +146,7 @@ class WholeGroups:
         return Counter(self.assembler.counts) + Counter(stale=self._too_old)
 
     def qsize(self) -> int:
-        """Number of samples that wait, as far as it is known."""
+        """Return how many samples wait. The size of TRL's queue is approximate."""
         return int(self._queue.qsize()) + self.assembler.held + len(self._ready)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
@@ -164,7 +164,7 @@ class WholeGroups:
             sample = self._ready.popleft()
             # Groups with more rows than rollouts can fill several steps, so their last rows become older.
             age, most = self._version() - sample.model_version, self.trainer.args.max_staleness
-            if age <= most + (self.allowed is not None):  # one version more than announced
+            if age <= most + (self.allowed is not None):  # with pacing, one version more
                 self.handed_out += 1
                 return sample
             self._too_old += 1
@@ -194,7 +194,7 @@ class WholeGroups:
         self.assembler.put(TensorDict(columns, [1]))
 
     def _reward(self, metrics: Mapping[str, float]) -> Any:
-        """One reward, or one for each reward function if the recipe has several."""
+        """Return one reward, or one for each reward function if the recipe adds up several rewards."""
         collapse = dict(self.trainer.pipeline.stages).get("collapse")
         if getattr(collapse, "columns", 1) == 1:
             return metrics["reward"]
@@ -236,7 +236,7 @@ class WholeGroups:
         out = self._left()
         for reason, number in (out - self._logged).items():
             self.trainer._metrics["train"][f"headrace/out/stream/{reason}_total"].append(float(number))
-        if self.allowed is None:  # forget samples that are two versions too old
+        if self.allowed is None:  # forget samples two or more versions too old
             oldest = self.assembler.version - self.trainer.args.max_staleness - 1
             young = {row: each for row, each in self._samples.items() if each.model_version >= oldest}
             self._samples = young
@@ -244,7 +244,7 @@ class WholeGroups:
         self._allow()
 
     def _version(self) -> int:
-        """The policy version with which the next rows are trained: the data loader reads ahead of steps."""
+        """Return the policy version that trains the next rows. The data loader reads ahead of steps."""
         args, version = self.trainer.args, int(self.trainer.model_version)
         if self._first is None:
             self._first = version
@@ -269,7 +269,7 @@ class RecipeAdvantagesOfQueue(Follows):
         """Check that a step trains whole groups.
 
         Raises:
-            ValueError: it does not.
+            ValueError: a step does not.
         """
         if trainer.rollout_worker is not None:
             WholeGroups(trainer)
@@ -289,5 +289,5 @@ class RecipeAdvantagesOfQueue(Follows):
             self.rollout_queue = self.queued = WholeGroups(self, allowed)
         loader = super().get_train_dataloader()  # type: ignore[misc]
         if worker is not None:
-            self._rollout_dataset.max_staleness = math.inf  # what is handed out is young enough
+            self._rollout_dataset.max_staleness = math.inf  # samples that are handed out are young enough
         return loader

@@ -1,9 +1,9 @@
 """An advantage estimator `headrace` for verl: ``VERL_USE_EXTERNAL_MODULES=headrace.adapters.verl``.
 
 verl-project/verl 0.9.1, the release; the same lines are in 1dda039b9c (2026-08-22). verl imports this module
-in every process. ``register_adv_est`` of trainer/ppo/core_algos.py sees rows and their `uid`. The v1 trainer,
-trainer/ppo/v1/trainer_base.py, has no registry. So its ``compute_advantage_for_multi_trajectories`` is
-replaced, for this estimator alone: the keys, ``{uid}_{session}_{index}``, say which rows are one rollout.
+in every process. An estimator of ``register_adv_est`` (trainer/ppo/core_algos.py) gets rows and their `uid`.
+The v1 trainer (trainer/ppo/v1/trainer_base.py) has no registry, so its function is replaced, for this
+estimator alone. The new function finds the rows of a rollout by their keys, ``{uid}_{session}_{index}``.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .environment import advantages_by_uid, recipe_of_environment, scale_here
 
 try:
     from verl.trainer.ppo.v1 import trainer_base
-except ImportError:  # it needs TransferQueue, which the older trainer does without
+except ImportError:  # the v1 trainer needs TransferQueue, and the older trainer does not
     trainer_base = None
 
-recipe_of_environment("as/verl")  # raises here if it is unknown
+recipe_of_environment("as/verl")  # an unknown recipe raises here
 # Rows that the v1 trainer adds to fill its batch (trainer/ppo/padding_utils.py). They are not rollouts.
 PADDING = re.compile(r"pad[0-9a-f]{32}_\d+_0")
 LAST = "pipeline.stages.collapse.reward=last"  # verl's reward of a session is the reward of its last output
@@ -40,7 +40,7 @@ def estimate_advantages(
     config: Any = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns (N, T). Each row is a rollout, and `index` is its group."""
+    """Return advantages and returns, both (N, T). Each row is a rollout, and `index` has its group."""
     by_std = config is None or config.get("norm_adv_by_std_in_grpo", True)
     advantages = advantages_by_uid(
         "as/verl", token_level_rewards, response_mask, index, *scale_here("as/verl", by_std)

@@ -38,7 +38,7 @@ def replay(
 
     Args:
         path: a file, a folder or a glob of a dump (:func:`open_dump`).
-        recipe: the recipe, as for :func:`load_pipeline`, whose `overrides` and keywords it takes, too.
+        recipe: the recipe, as for :func:`load_pipeline`.
         overrides: overrides of the recipe and of the task, such as ``"report.html=false"``.
         source: options of the dump, by name: ``{"group_by": "prompt", "group_size": 8}``.
         output: folder for the files of the task, such as ``report.html``; None: they are not kept.
@@ -120,7 +120,7 @@ def compare(
     Args:
         first: name of a recipe.
         second: name of another recipe.
-        overrides: overrides. Those of a stage apply to each recipe that has the stage.
+        overrides: Hydra overrides. An override of a stage applies to each recipe that has the stage.
 
     Returns:
         The correlation of the advantages, and the contents of ``compare.json``: ``result["numbers"]``.
@@ -146,8 +146,8 @@ def _result(
         )
     if of_file := {"prompt", "response", "rollouts"} & set(options.get("columns") or ()):
         raise ConfigError(
-            f"columns names columns of the batch, and {min(of_file)!r} is none. Those of the file are "
-            f"source={{'columns': {{{min(of_file)!r}: …}}}}"
+            f"columns names columns of the batch, and {min(of_file)!r} is none of them. To name a column of "
+            f"the file, give source={{'columns': {{{min(of_file)!r}: …}}}}"
         )
     ready = for_hydra(overrides)
     # The task `compare` composes its two recipes itself, each with the overrides that apply to it.

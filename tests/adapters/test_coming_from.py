@@ -306,8 +306,8 @@ def test_slimes_hooks_share_a_recipe_between_rows_and_tokens(recipe):
 @pytest.mark.parametrize(
     ("name", "columns", "error", "message"),
     [
-        ("gtpo", {}, ValueError, r"without their groups: .*of which entropy compare rows"),
-        ("kl_in_advantage", {}, ValueError, r"without their groups: .*of which kl compare rows"),
+        ("gtpo", {}, ValueError, r"without their groups: .*these compare rows: entropy"),
+        ("kl_in_advantage", {}, ValueError, r"without their groups: .*these compare rows: kl"),
         ("opd", {"teacher_log_probs": None}, BatchError, "teacher_log_probs"),
         ("opd", {"kl": [torch.zeros(1)] * 6}, BatchError, r"kl must .*found 1 for the \d+ tokens of row 0"),
     ],

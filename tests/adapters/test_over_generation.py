@@ -95,7 +95,7 @@ def test_columns_without_a_row_for_each_completion_are_refused():
         (2.0, 8, 1, "grpo", r"over_generation must be an integer ≥ 1; got 2\.0"),
         (3, 8, 1, "grpo", r"a multiple of 3, .*3 \* num_generations = 12; got 8 and 8"),
         (2, 4, 1, "grpo", r"2 \* num_generations = 8; got 4 and 4"),
-        (2, 8, 1, "as/trl", "the recipe's filter, and it has none"),
+        (2, 8, 1, "as/trl", "the recipe's filter, and the recipe has none"),
     ],
 )
 def test_a_batch_that_cannot_be_cut_is_refused(factor, rows, steps, recipe, message):

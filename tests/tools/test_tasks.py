@@ -175,7 +175,7 @@ OF_THE_COMMAND = re.compile(r"\bheadrace [a-z]|task=|hydra\.|\bnull\b|\bfalse\b|
         ),
         (lambda own: load_pipeline(after="collapse"), "must be a mapping, as {'name': value} or None; got"),
         (lambda own: load_pipeline(stages={"advantage": {"clip": [None, None]}}), "may be None; got [None, "),
-        (lambda own: _twice(own), "take another folder, output, or remove that one"),
+        (lambda own: _twice(own), "take another folder, output, or remove these files"),
     ],
 )
 def test_an_error_in_python_shows_the_syntax_of_python(tmp_path, call, said):

@@ -104,7 +104,9 @@ def test_a_number_the_report_already_has_is_refused():
     for name in make_report(run).numbers:
         with pytest.raises(ValueError, match=f"names that the report does not have; found {re.escape(name)}"):
             make_report(run, numbers={name: 1.0})
-    with pytest.raises(ValueError, match="numbers must have a number by each name; got optimiser/lr=tensor"):
+    with pytest.raises(
+        ValueError, match="numbers must have a number under each name; got optimiser/lr=tensor"
+    ):
         make_report(run, numbers={"optimiser/lr": torch.ones(2)})
 
 

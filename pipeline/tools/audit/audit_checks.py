@@ -1,14 +1,14 @@
 """The checks of an audit: each is a function of the rows of one step of a dump.
 
 A check compares the dump with the numbers that the declared recipe computes from the same rows. It returns
-its findings and, if it could not check something, the reason. It has passed only if both are empty.
+its findings and, if it could not check something, the reason. A check has passed if both are empty.
 
 The advantages of a dump show how its trainer counted rollouts. The declared recipe counts each rollout once,
 within its group. Its options say whether rollouts without a token in the loss count. The same stages also
 compute advantages by other conventions from the same rewards: each row counts as a rollout; rollouts out of
 the loss count; groups are cut by position; the whole step is one group. A group follows such a convention if
-its advantages differ from the declared ones, and all of them are those of the convention. If two conventions
-give equal numbers, a check reports neither.
+its advantages differ from the declared ones, and equal those of the convention. If two conventions give equal
+numbers, a check reports neither.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class AuditedStep:
 
     @cached_property
     def out_of_loss(self) -> Tensor:
-        """(N,) bool: rows of rollouts that have a reward, and that failed or have no token in the loss."""
+        """(N,) bool: rows with a reward, of rollouts that are lost or have no token in the loss."""
         silent = self.rollouts.spread(self.rollouts.all(~self.in_loss))
         return (silent | self.lost) & self.rewarded
 
@@ -183,7 +183,7 @@ class AuditedStep:
 
         Args:
             rows: whether each row counts as a rollout.
-            masked: whether rollouts out of the loss count, including failed ones.
+            masked: whether rollouts out of the loss count, including failed and aborted rollouts.
             group: (N,) int64, the groups to compare; None: those of the dump.
 
         Raises:
@@ -293,7 +293,7 @@ class AuditedStep:
         )
 
     def groups_that_fit(self, *conventions: str) -> Tensor:
-        """(N,) bool: rows of groups that fit only these conventions."""
+        """(N,) bool: rows of groups that fit at least one of these conventions, and no other."""
         fits = [bool(names) and set(names) <= set(conventions) for names in self.conventions]
         return self.groups.spread(torch.tensor(fits, dtype=torch.bool))
 
@@ -352,9 +352,9 @@ class AuditedStep:
         """Make a finding about (N,) bool `rows`.
 
         Args:
-            rows: the rows whose share of the gradient is given.
+            rows: the rows that the finding is about.
             text: the finding as a sentence.
-            expected: the expected values: numbers, or (N,) values from which those of `rows` are taken.
+            expected: the expected values: a list, or an (N,) tensor, of which the values of `rows` are taken.
             found: the dump's values, in the same form.
             group: whether the rows are of one group.
             meant: (N,) bool, the rows whose rollouts the finding names. None: `rows`.
@@ -397,9 +397,8 @@ class AuditedStep:
 def wrong_signs(step: AuditedStep) -> CheckOutcome:
     """Find rows whose advantage has the wrong sign: logged × declared < 0, and neither is 0 up to rounding.
 
-    Needs advantages. Groups that follow another convention are reported by the check of that convention, with
-    the number of their wrong signs. A finding is about a group; `expected` and `found` are advantages of its
-    rows.
+    Needs advantages. Groups that follow another convention are reported by the check of that convention. A
+    finding is about a group. `expected` and `found` are advantages of its rows.
     """
     if step.refusal:
         return CheckOutcome([], step.refusal)
@@ -417,12 +416,11 @@ def wrong_signs(step: AuditedStep) -> CheckOutcome:
 
 
 def mixed_groups(step: AuditedStep) -> CheckOutcome:
-    """Find groups with several prompts: no prompt is on a row of each rollout of the group.
+    """Find groups with several prompts: no prompt is on a row of every rollout of the group.
 
-    Needs prompts, and groups that were made neither from prompts nor from the order of rows. With advantages
+    Needs prompts, and groups that were made neither from prompts nor from the order of rows. With advantages,
     it also finds groups that were compared with rollouts of other groups: groups were cut by position, or the
-    whole step was one group. `expected` is 1 prompt and `found` the number of prompts; or both are
-    advantages.
+    whole step was one group. `expected` is 1 and `found` the number of prompts, or both are advantages.
     """
     findings, lacking = [], MADE_FROM.get(step.group_by or "", "")
     if step.prompts is None:
@@ -434,7 +432,7 @@ def mixed_groups(step: AuditedStep) -> CheckOutcome:
         groups, rollouts, prompts = (
             Ids(each[here]) for each in (step.groups.labels, step.rollouts.labels, number)
         )
-        # Count each group's rollouts with a prompt: segments of a rollout may have different prompts.
+        # For each prompt of a group, count the rollouts: segments of a rollout may have different prompts.
         once = rollouts.paired_with(prompts).is_first
         have = Ids(groups.paired_with(prompts).labels, once)
         size = torch.bincount(groups.of[rollouts.is_first], minlength=groups.n)
@@ -456,7 +454,7 @@ def mixed_groups(step: AuditedStep) -> CheckOutcome:
 
 
 def _present(step: AuditedStep) -> tuple[Tensor, Tensor]:
-    """(P,) twice: for each group, the number of rollouts that did not fail, and of all rollouts."""
+    """For each group, the number of rollouts that are not lost, and the number of all rollouts; both (P,)."""
     group, lost = (each[step.rollouts.first] for each in (step.groups.of, step.lost))
     every = torch.bincount(group, minlength=step.groups.n)
     return every - torch.bincount(group[lost], minlength=step.groups.n), every
@@ -465,8 +463,8 @@ def _present(step: AuditedStep) -> tuple[Tensor, Tensor]:
 def short_groups(step: AuditedStep) -> CheckOutcome:
     """Find incomplete groups that train: some dispatched rollouts failed, were aborted, or are missing.
 
-    Needs the size of groups, and groups that were not made from the order of rows. Without these, it finds
-    groups with a failed rollout. `expected` and `found` are numbers of rollouts.
+    Needs the size of groups, and groups that were not made from the order of rows. Without the size, it only
+    finds groups with a failed or aborted rollout. `expected` and `found` are numbers of rollouts.
     """
     have, every = _present(step)
     expected, lacking = every, UNKNOWN_SIZE
@@ -509,7 +507,7 @@ def oversized_groups(step: AuditedStep) -> CheckOutcome:
 def _counted_otherwise(step: AuditedStep, convention: str, about: Tensor, text: str) -> CheckOutcome:
     """Find groups whose advantages follow a convention other than the declared one.
 
-    A group that fits neither convention could not be checked, if the two differ for it.
+    A group that fits neither convention was not checked, if the two conventions differ for this group.
     """
     if step.refusal:
         return CheckOutcome([], step.refusal)
@@ -542,8 +540,9 @@ def counted_twice(step: AuditedStep) -> CheckOutcome:
 def masked_counted(step: AuditedStep) -> CheckOutcome:
     """Find rollouts that are in the baseline only: they are out of the loss, but their rewards count.
 
-    A rollout is out of the loss if it failed or has no token in the loss, and has a reward. Needs advantages
-    and loss masks, and a recipe that does not count them. `expected` and `found` are advantages of the group.
+    Such a rollout has a reward, and it failed, was aborted or has no token in the loss. Needs advantages and
+    loss masks, and a recipe that does not count such rollouts. `expected` and `found` are advantages of the
+    group.
     """
     text = "rollouts that are out of the loss but count in the baseline"
     outcome = _counted_otherwise(step, MASKED, step.out_of_loss, text)
@@ -581,9 +580,8 @@ def drawn_again(step: AuditedStep, off: Tensor) -> str:
     """Say that a group of unknown size has the advantages of several draws of its prompt.
 
     The rollouts of a group, in the order of the dump, are cut into equal parts. The parts are draws if in
-    each of them the logged advantages have the mean 0, and are the expected ones up to a constant and a
-    factor above 0. If several cuts fit, the one with the fewest parts is named. The text is empty if none
-    fits.
+    each part the logged advantages have the mean 0, and are the expected ones up to a constant and a factor
+    above 0. If several cuts fit, the text names the cut with the fewest parts. Without one, it is empty.
 
     Args:
         step: the rows of the step.
@@ -600,7 +598,7 @@ def drawn_again(step: AuditedStep, off: Tensor) -> str:
         one, other = (each.reshape(runs, -1) for each in (logged, expected))
         centred = other - other.mean(1, keepdim=True)
         factor = (centred * one).sum(1, keepdim=True) / (centred**2).sum(1, keepdim=True).clamp(min=1e-12)
-        told = (factor > 0) | (centred == 0).all(1, keepdim=True)  # a part of zeros alone is no draw
+        told = (factor > 0) | (centred == 0).all(1, keepdim=True)  # logged zeros alone show no draw
         if not bool((((one - factor * centred).abs() <= step.near) & told).all()):
             continue
         draws = "each half" if runs == 2 else f"each of {runs} equal parts"
@@ -614,11 +612,11 @@ def drawn_again(step: AuditedStep, off: Tensor) -> str:
 
 
 def wrong_weights(step: AuditedStep) -> CheckOutcome:
-    """Find minibatches whose loss weights w differ from those of the recipe, w*: w_i / w*_i − 1 is not 0.
+    """Find minibatches with a row i whose loss weight w_i is not the recipe's: |w_i / w*_i − 1| > ``AGREE``.
 
     w* are the weights of the recipe's LossWeight for the rows that trained
-    (``headrace.transforms.loss_weight``). Needs weights and minibatches. `expected` and `found` are the
-    weights of a token of each row.
+    (``headrace.transforms.loss_weight``). Needs weights, minibatches and tokens. `expected` and `found` are
+    the weights of a token of each row.
     """
     if step.weight is None:
         return CheckOutcome([], "the dump has no loss weights")

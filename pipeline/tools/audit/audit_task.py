@@ -23,9 +23,9 @@ from headrace.spelling import suggest
 from .audit_checks import CHECKS, NO_ADVANTAGES, AuditedStep, AuditFinding, CheckOutcome, DeclaredRecipe
 from .logged import MOST, LoggedRows, explain_logged
 
-LINES = 8  # findings of a check in the terminal
-ON_PAGE = 500  # findings of a check on the page
-REASONS = 2  # reasons for "not checked" that are printed for a check
+LINES = 8  # for each check, the terminal shows at most this many findings
+ON_PAGE = 500  # for each check, the page shows at most this many findings
+REASONS = 2  # for each check, at most this many reasons for "not checked" are printed
 # For each format, how its dumps get the advantages of the trainer.
 SAVES = {
     "slime": "Train with --dump-details, which saves them.",
@@ -33,12 +33,12 @@ SAVES = {
 }
 SHARE = (
     "A row's share of a step's gradient is |weight × advantage × tokens| over the sum of all rows. The share "
-    "of a check is the mean over all steps. A check that is not checked has not passed."
+    "of a check is the mean over all steps. A check that was not made has not passed."
 )
 
 
 class AuditFailed(RuntimeError):
-    """With ``audit.strict``: findings, a step that the recipe refused, or a check not made. Exit status 1."""
+    """``audit.strict`` is set, and there are findings, refused steps or checks not made. Exit status 1."""
 
 
 @dataclass
@@ -60,11 +60,11 @@ class CheckResult:
 
     @property
     def state(self) -> str:
-        """``found``; without findings ``not checked`` if a step was not fully checked, else ``passed``."""
+        """``found`` if there are findings, ``not checked`` if a step lacked something, else ``passed``."""
         return "found" if self.findings else "not checked" if self.lacking else "passed"
 
     def share(self, steps: int) -> float | None:
-        """The share that rows with findings have in the gradient of all steps; None if it is not known."""
+        """Return the share of rows with findings in a step's gradient, mean over `steps`; None: not known."""
         shares = [each.share for each in self.findings]
         known = [share for share in shares if share is not None]
         return sum(known) / max(steps, 1) if len(known) == len(shares) else None
@@ -93,7 +93,7 @@ def audit_dump(
         console: where to print; None: standard output.
 
     Returns:
-        The number of findings, and what ``audit.json`` has.
+        The number of findings, and the contents of ``audit.json``.
 
     Raises:
         ConfigError: ``source.path`` is missing, or a stage, option or check is unknown.
@@ -108,8 +108,8 @@ def audit_dump(
     declared = DeclaredRecipe(build_pipeline(config.pipeline))
     size = config.source.group_size or declared.group_size
     made = config.source.group_by in ("prompt", "order")
-    # A group size tells the draws of a prompt apart, as in a replay. Not every format can use the recipe's
-    # size.
+    # Groups made from prompts or from the order get the recipe's group size if none is set. For other
+    # `group_by`, a reader may refuse a group size, so it gets one only if set.
     dispatched = {"source": {"group_size": size if made else config.source.group_size}}
     source = open_configured(OmegaConf.merge(config, dispatched))  # type: ignore[arg-type]
     source.keeps_oversized = True
@@ -179,7 +179,7 @@ def checks_demanded(strict: Any) -> list[str]:
     """The names of the checks that ``audit.strict`` demands; empty if it is true or false.
 
     Raises:
-        ConfigError: a name is not that of a check.
+        ConfigError: a name is not the name of a check.
 
     Example:
         >>> checks_demanded(True), checks_demanded(["signs"])
@@ -195,7 +195,7 @@ def checks_demanded(strict: Any) -> list[str]:
 
 
 def verdict_of(results: Mapping[str, CheckResult], format: str) -> str:
-    """Say in a sentence what the audit found. If no step has advantages, also say how to get them.
+    """Say what the audit found. If a step has no advantages, also say how to get them, if that is known.
 
     Args:
         results: the results, by name of the check.
@@ -213,7 +213,7 @@ def verdict_of(results: Mapping[str, CheckResult], format: str) -> str:
 
 
 def said_of_checks(results: Mapping[str, CheckResult], *, why: bool = True) -> str:
-    """Say how many checks are in each state, and which were not made, with the first reason of each.
+    """Say how many checks are in each state, and which were not made, each with its first reason.
 
     Example:
         >>> blind = CheckResult("signs", "wrong signs", lacking={"the dump has no advantages": 2})
@@ -232,7 +232,7 @@ def said_of_checks(results: Mapping[str, CheckResult], *, why: bool = True) -> s
 
 
 def _logged_rows(step: AuditedStep, batch: TensorDictBase) -> list[LoggedRows]:
-    """The rows of a step that have both advantages, if rollouts have a single reward."""
+    """The rows of a step with a logged and a declared advantage; empty if rollouts have several rewards."""
     reward = batch["next", "reward"].reshape(len(batch), -1)
     if reward.shape[1] > 1:
         return []
@@ -296,10 +296,10 @@ def _page(title: str, above: Sequence[str], tables: Sequence[FittedTable], lines
     verdict, *notices = map(as_html, above)
     body = f"<header><h1>Audit</h1><p id=verdict>{verdict}</p>"
     body += "".join(f"<p>{notice}</p>" for notice in notices) + "</header><main>"
-    for table in tables:  # a shadow stands where a wide one is cut
+    for table in tables:  # the class adds a shadow where a wide table is cut
         body += "<section>" + table._repr_html_().replace("<div ", "<div class=across ", 1) + "</section>"
     body += f"<section>{''.join(f'<p>{as_html(line)}</p>' for line in lines)}</section></main>"
     style = read("page.css") + "main{display:block}section{margin-bottom:16px}"
     style += "table{font-size:clamp(12px,3.4vw,15px)}caption{font-weight:600}"
     inline = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-    return plain_page(f"audit of {title}", style, body, inline)  # cells have styles of their own
+    return plain_page(f"audit of {title}", style, body, inline)  # cells have a style attribute

@@ -17,7 +17,7 @@ from headrace.pipeline.tools.report import AGREE, StepReport
 from headrace.transforms import BatchError
 from headrace.transforms.table.schema import MINIBATCH, NO_LENGTHS
 
-MOST = 2**14  # most rows to compare; they are whole steps, from the first on
+MOST = 2**14  # the first steps are compared, until they have this many rows
 SHOWN = 4  # matching recipes that are named
 CLOSE = 1e-6  # recipes within this distance match equally well, for advantages of about 1
 
@@ -80,7 +80,7 @@ def explain_logged(steps: Sequence[LoggedRows]) -> str:
 
 
 def distance_from_recipe(steps: Sequence[LoggedRows], name: str) -> float:
-    """The greatest difference from a recipe's advantages, of collected or shaped rewards (the better fit)."""
+    """The greatest difference from a recipe's advantages, with collected or shaped rewards (the lower)."""
     advantage = advantage_as(name)
     return min(
         difference(steps, advantage),
@@ -92,7 +92,7 @@ def distance_from_recipe(steps: Sequence[LoggedRows], name: str) -> float:
 def advantage_as(name: str) -> Callable[[LoggedRows], np.ndarray]:
     """Return a function that computes a recipe's advantages of rows.
 
-    It runs only the stages that compute the advantage, on all rows, with the groups of the dump.
+    The function runs only the stages that compute the advantage, on all rows, with the groups of the dump.
 
     Args:
         name: name of the recipe.
@@ -175,8 +175,8 @@ def difference(steps: Sequence[LoggedRows], advantage: Callable[[LoggedRows], np
 def tolerance(logged: np.ndarray) -> float:
     """The difference up to which advantages count as equal.
 
-    It is 1e-4 times the greatest advantage, but at least 1e-4. For advantages below 0.1, which may be
-    rounded, it is 1e-3 times the greatest.
+    It is 1e-4 times the greatest absolute advantage, but at least 1e-4. If the greatest one is below 0.1, it
+    is 1e-3 times the greatest.
 
     Example:
         >>> tolerance(np.array([2.0, -50.0])), tolerance(np.array([0.5])), tolerance(np.array([2**-14]))
@@ -187,7 +187,7 @@ def tolerance(logged: np.ndarray) -> float:
 
 
 def nearest(differences: Mapping[str, float], size: float = 1.0) -> tuple[list[str], float]:
-    """Return the names with the least differences, and the least difference.
+    """Return the names with the least difference, up to rounding or a factor of 2, and this difference.
 
     Args:
         differences: the difference for each name.

@@ -24,8 +24,7 @@ from .small_task import ROUNDING, GroupSizeError, SmallTask
 class Judgement:
     """The expectation of a gradient, E g, compared with the true gradient ∇J.
 
-    An attribute is None if its divisor is 0.
-
+    A quotient is None if its divisor is 0.
 
     Attributes:
         ratio: E g / ∇J, for each parameter.
@@ -50,7 +49,7 @@ class Certificate:
         recipe: name of the recipe.
         task: name of the task.
         group_size: rollouts of a group.
-        outcomes: number of outcomes of a group. All of them were run.
+        outcomes: number of outcomes of a group. The recipe ran on all of them.
         advantage: the gradient of the advantage alone, with the weight 1/n for each of the n
             rollouts that may train.
         loss: the gradient with the recipe's loss weights, for one group in each step; None if the recipe
@@ -73,7 +72,7 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Refused:
-    """A recipe that refuses a task's rows, for example because a column is missing, and its error message."""
+    """A recipe without a certificate on a task: the rows are refused, or the task has no such groups."""
 
     recipe: str
     task: str
@@ -121,7 +120,7 @@ def count_outcomes(task: SmallTask, task_name: str, group_size: int, most: int) 
         most: greatest number of outcomes that is allowed.
 
     Raises:
-        ConfigError: there are more than `most` outcomes.
+        ConfigError: there are more than `most` outcomes, or probabilities of prompts do not have the sum 1.
         GroupSizeError: the task has no groups of that size.
     """
     outcomes = task.outcomes(group_size)
@@ -156,8 +155,8 @@ def certify_recipe(
         most: greatest number of outcomes.
 
     Returns:
-        The certificate; or the reason why there is none, if the recipe refuses the task's rows or the task
-        has no groups of that size.
+        The certificate, or the reason why there is none: the recipe refuses the task's rows, or the task has
+        no groups of that size.
 
     Raises:
         ConfigError: the task has more than `most` outcomes, or an option is unknown.

@@ -51,7 +51,7 @@ def certify(
     Args:
         config: the configuration, composed with ``task=certify``.
         output: folder for ``config.yaml``, ``certificate.json`` and ``report.html``.
-        overrides: command-line overrides. Those of ``pipeline`` apply to all recipes.
+        overrides: command-line overrides. An override of a stage applies to each recipe that has the stage.
         console: where to print; None: standard output.
 
     Returns:
@@ -164,5 +164,5 @@ def show_certificates(found: Sequence[Found], console: Console) -> None:
 
 
 def number(value: float | None) -> str:
-    """Format with four decimals, −0 as 0; a dash for None."""
+    """Format a number with four decimals, and −0 as 0. None becomes a dash."""
     return "–" if value is None else f"{round(value, 4) + 0.0:.4f}"

@@ -47,10 +47,10 @@ CUT = {
 def one_group_a_step(config: DictConfig, task: SmallTask, overrides: Sequence[str] = ()) -> Pipeline:
     """Build a composed ``pipeline`` node for the groups of a task, with one group in each optimiser step.
 
-    These options are changed: those of ShuffleSplit; the gate's `group_size`, so that it is read from its
-    column; `fold`, so that weights are columns and not factors of the advantage, which gives the same loss;
-    the number of rewards; and those in the task's `settings` that have their default values in the recipe.
-    All other options are the recipe's.
+    These options are changed: those of ShuffleSplit; `process_group`; the gate's `group_size`, which is then
+    read from its column; `fold`, so that weights are columns and not factors of the advantage (this gives the
+    same loss); the number of rewards; and options of the task's `settings` that have their default values in
+    the recipe. All other options are the recipe's.
 
     Args:
         config: the composed node; it is not changed.
@@ -70,7 +70,7 @@ def one_group_a_step(config: DictConfig, task: SmallTask, overrides: Sequence[st
             if stage is None or "_target_" not in stage:
                 continue
             made_by: Any = None
-            with suppress(Exception):  # `build_pipeline` raises if it cannot be imported
+            with suppress(Exception):  # `build_pipeline` raises if the target cannot be imported
                 made_by = get_object(str(stage["_target_"]))
             defaults = {}
             if callable(made_by):
@@ -108,7 +108,7 @@ def all_outcomes(
         turns_paid_apart: whether turn rewards are only in ``turn_reward``. If not, the rollout's reward
             includes them.
         votes: whether the last rollout of a group votes and does not train (``votes_only``). If rollouts are
-            sampled in families, the last family does, so that its votes do not depend on rollouts that train.
+            sampled in families, the last family votes, so that votes do not depend on rollouts that train.
 
     Returns:
         TensorDict ``[N]``, and (outcomes,) float64.
@@ -139,8 +139,8 @@ def all_outcomes(
     batch["expected_rollouts"] = torch.full((len(batch),), group_size)
     if votes:
         batch["votes_only"] = batch["rollout_id"] % group_size >= group_size - sampled_together
-    # Rows share the label of a token that was sampled once: the prompt's token is 0, then actions of a
-    # family.
+    # A token that was sampled once has one label in all rows: 0 for the prompt's token, and one for each
+    # family's shared actions.
     of_rollout, place = 1 + batch["rollout_id"][:, None], torch.arange(batch[ACTIONS].shape[1])
     of_family = 1 + (batch["rollout_id"] // sampled_together * sampled_together)[:, None]
     batch["node_id"] = torch.where(place == 0, 0, torch.where(place <= task.shared, of_family, of_rollout))
@@ -165,7 +165,7 @@ def rows_of_trajectories(
         starts += len(trajectory.rows)
     log_probs = task.log_probs(task.theta)
     choices, width = log_probs.shape[1], 1 + max(len(trajectory.rows[place]) for _, trajectory, place in rows)
-    # An action's number is decision · choices + action; −1 for no action, as at the prompt's token.
+    # An action's number is decision · choices + action. −1: no action, as at the prompt's token.
     numbered = [[d * choices + a for d, a in trajectory.rows[place]] for _, trajectory, place in rows]
     actions = torch.tensor([[-1, *row] + [-1] * (width - 1 - len(row)) for row in numbered])
     mask, at = actions >= 0, actions.clamp_min(0)
@@ -199,9 +199,7 @@ def rows_of_trajectories(
         table[name, "full"] = torch.where(mask, of_decision[at // choices], 0.0)
     values = torch.tensor(expected_returns(trajectories, log_probs), dtype=torch.float64)
     table["values", "full"] = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter_(mask, values)
-    if all(
-        trajectory.turn_rewards is not None for _, trajectory, _ in rows
-    ):  # the turn of each action, and its reward
+    if all(trajectory.turn_rewards is not None for _, trajectory, _ in rows):
         table["turn_index"] = torch.where(mask, torch.arange(width) - 1, -1)
         given = [list(trajectory.turn_rewards or ()) for _, trajectory, _ in rows]
         padded = [each + [0.0] * (width - 1 - len(each)) for each in given]
@@ -212,10 +210,10 @@ def rows_of_trajectories(
 
 
 def expected_returns(trajectories: Sequence[tuple[int, Trajectory]], log_probs: Tensor) -> list[float]:
-    """The values of a perfect critic: for each action, the mean return after the actions before it.
+    """The values of a perfect critic: for each action, the mean return after the same prompt and actions.
 
     Args:
-        trajectories: each trajectory, after the number of its prompt.
+        trajectories: pairs of the prompt's number and the trajectory.
         log_probs: (decisions, choices), log-probabilities of the policy that trains.
     """
     sums: dict[tuple, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -259,7 +257,7 @@ def gradients_of(
         batch: TensorDict ``[N]`` of :func:`all_outcomes`.
         score: (actions, P) ∇ log π of each action.
         outcomes: number of outcomes.
-        group_size: number of rollouts of a group: n, plus those that vote only.
+        group_size: number of rollouts of a group: the n that may train, and those that vote only.
 
     Raises:
         BatchError: a stage refused the rows, or wrote an advantage that is not finite.
@@ -276,7 +274,7 @@ def gradients_of(
     )
     if has_key(batch, "votes_only"):
         voting = batch["rollout_id"][batch["votes_only"] & (batch[OUTCOME] == 0)]
-        group_size = max(group_size - len(voting.unique()), 1)  # if none is left, its gradient is 0
+        group_size = max(group_size - len(voting.unique()), 1)  # if all vote only, the gradient is 0
     rows_of_outcomes = batch[OUTCOME].bincount(minlength=outcomes).tolist()
     batches = [batch] if together else batch.split(rows_of_outcomes)
     fresh = copy.deepcopy(pipeline) if remembers else pipeline

@@ -32,7 +32,7 @@ class OneTurn(SmallTask):
         shares: probabilities of the prompts, with sum 1; None: equal.
         rewards: rewards of a wrong and of a right answer.
         lengths: tokens of a wrong and of a right answer, ≥ 1.
-        fails: probabilities that a rollout with a wrong, and with a right answer fails, in [0, 1).
+        fails: probabilities that a rollout fails after a wrong and after a right answer, in [0, 1).
         dies: probability that a rollout fails before it has an answer, in [0, 1).
 
     Further options are those of :class:`SmallTask`.
@@ -98,7 +98,7 @@ class FailingRollouts(OneTurn):
 class SeveralRewards(SmallTask):
     """The policy chooses one of three actions. Each has two rewards, and the return is their weighted sum.
 
-    θ₀ and θ₁ are the logits of the second and third action; that of the first is 0.
+    θ₀ and θ₁ are the logits of the second and third action. The logit of the first action is 0.
 
     Args:
         theta: θ₀ and θ₁.
@@ -132,10 +132,10 @@ class SeveralRewards(SmallTask):
 
 @dataclass(kw_only=True, eq=False)
 class FanOut(SmallTask):
-    """The policy answers at once, or in a second segment with a wrong or right answer.
+    """The policy answers at once, or in a second segment, where the answer is wrong or right.
 
-    θ₀ is the logit of a second segment, θ₁ that of a right answer in it. Rollouts with a second segment are
-    two rows with equal rewards: statistics over rows count them twice.
+    θ₀ is the logit of a second segment. θ₁ is the logit of a right answer in this segment. Rollouts with a
+    second segment are two rows with equal rewards, so statistics over rows count them twice.
 
     Args:
         theta: θ₀ and θ₁.
@@ -202,7 +202,7 @@ class Forks(SmallTask):
         return [Prompt(1.0, tuple(trajectories))]
 
     def families(self, trajectories: Sequence[Trajectory], probability: Sequence[float]) -> Sequence[Family]:
-        """Pairs with a common first action: P(first) · P(second | first) · P(other second | first)."""
+        """Pairs of leaves a and b with a common first action: P(first) · P(a | first) · P(b | first)."""
         below = defaultdict(list)
         for number, trajectory in enumerate(trajectories):
             below[trajectory.actions[0]].append(number)
@@ -218,13 +218,13 @@ class Forks(SmallTask):
 class StopOrContinue(SmallTask):
     """At each turn the policy stops or continues. Each turn and the end have a reward.
 
-    θ_k is the logit of continuing at turn k; after the last turn there is no decision. A rollout is one row
+    θ_k is the logit of continuing at turn k. After the last turn there is no decision. A rollout is one row
     with a token for each action, and the columns ``turn_index`` and ``turn_reward``.
 
     Args:
         theta: logits of continuing, one for each turn.
         turn: reward of each turn.
-        ends: rewards of ending after 0, 1, … turns; one more than turns.
+        ends: rewards of ending after 0, 1, … turns: one number more than there are turns.
 
     Further options are those of :class:`SmallTask`.
 
@@ -258,7 +258,7 @@ class StopOrContinue(SmallTask):
 
 
 class TurnsAsRows(StopOrContinue):
-    """:class:`StopOrContinue` with one row for each turn. A row has its turn's reward and first state."""
+    """:class:`StopOrContinue` with one row for each turn, with the turn's reward and state."""
 
     settings: ClassVar[Mapping[str, Any]] = MappingProxyType({"collapse.reward": "sum"})
 

@@ -16,7 +16,7 @@ from headrace.pipeline.load import ConfigError
 from headrace.transforms.table.schema import Status
 
 ROUNDING = 1e-14
-"""Gradients below this number times the greatest return are rounding errors, and are set to 0."""
+"""Gradients below this share of the greatest return, or of the mean absolute gradient, are set to 0."""
 
 Action = tuple[int, int]
 """The number of a decision, and the action that was taken: one token."""
@@ -28,10 +28,10 @@ class Trajectory:
 
     Args:
         rows: the actions of each row (segment) of the rollout.
-        returns: one number for each reward column. The objective is their mean.
+        returns: one number for each reward column. The objective is the mean of their weighted sum.
         paid: the value of the reward column in each row. None: `returns` in each row.
-        turn_rewards: the reward of each action, for a rollout of one row. They are included in `returns`; the
-            rest of `returns` is the outcome.
+        turn_rewards: the reward of each action, for a rollout of one row. `returns` includes these rewards.
+            The rest of `returns` is the outcome.
         states: the state from which each row starts; None: no states.
         chance: probability of the trajectory given its actions, if it depends on more than the policy.
         status: how the rollout ended.
@@ -83,8 +83,8 @@ class SmallTask:
         reference: parameters of a reference policy, in the same way.
 
     Attributes:
-        settings: options of stages, as ``stage.option``, that recipes need for the task's rows. They are set
-            if the recipe has the stage and no override sets them.
+        settings: options of stages, as ``stage.option``, that recipes need for the task's rows. An option is
+            set if the recipe has the stage and the option's default value, and no override sets the option.
         shared: number of first actions that rollouts of one family share.
 
     Example:
@@ -133,7 +133,7 @@ class SmallTask:
         return torch.stack([logsigmoid(-theta), logsigmoid(theta)], 1)
 
     def families(self, trajectories: Sequence[Trajectory], probability: Sequence[float]) -> Sequence[Family]:
-        """The families of a prompt, all with one number of rollouts; by default each rollout is a family.
+        """The families of a prompt, all with the same number of rollouts. By default each has one rollout.
 
         Args:
             trajectories: trajectories of one prompt.
@@ -183,7 +183,7 @@ class SmallTask:
         """The families of a prompt with their probabilities under the sampling policy.
 
         Raises:
-            ConfigError: the probabilities do not sum to 1: a trajectory is missing, or is listed twice.
+            ConfigError: the probabilities do not have the sum 1: a trajectory is missing, or listed twice.
         """
         log_probs = self.log_probs(self.sampler or self.theta).tolist()
         each = [
@@ -204,7 +204,7 @@ class SmallTask:
 
         Raises:
             GroupSizeError: the group size is not a multiple of the families' size.
-            ConfigError: the probabilities of the prompts do not sum to 1.
+            ConfigError: the probabilities of the prompts do not have the sum 1, or are negative.
         """
         total, prompts = 0, self.prompts()
         asked = fsum(prompt.probability for prompt in prompts)
@@ -218,8 +218,8 @@ class SmallTask:
             size = len(families[0].trajectories)
             if group_size < 1 or group_size % size:
                 raise GroupSizeError(
-                    f"{type(self).__name__} samples {size} rollouts at a time: groups must be of a multiple "
-                    f"of {size}; got {group_size}"
+                    f"{type(self).__name__} samples {size} rollouts at a time: the group size must be a "
+                    f"multiple of {size}; got {group_size}"
                 )
             total += len(families) ** (group_size // size)
         return total

@@ -109,10 +109,10 @@ def answer(arguments: Sequence[str]) -> int | None:
 
 
 def hydra_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments for Hydra: flags first, and :func:`for_hydra` of the others.
+    """Return the arguments for Hydra: flags first, then the others as :func:`for_hydra` returns them.
 
     Raises:
-        ConfigError: a flag is unknown, or an argument has no value. The message suggests what may be meant.
+        ConfigError: a flag or an argument is wrong. The message suggests what may be meant.
     """
     for at, argument in enumerate(arguments):
         if argument.partition("=")[0].lstrip("-+") == "resume":
@@ -134,12 +134,12 @@ def hydra_arguments(arguments: Sequence[str]) -> list[str]:
         raise ConfigError(f"unknown option '-p' (did you mean {meant}?); headrace --help lists the options")
     if read.multirun and read.cfg:
         raise ConfigError(
-            "--cfg prints the configuration of one job, and -m runs several jobs: take one of them"
+            "--cfg prints the configuration of one job, and -m runs several jobs: use one of the two"
         )
     if read.multirun and not any(map(_has_several_values, read.overrides)):
         raise ConfigError(
-            "-m runs a job for each value of an option, and none has several: headrace -m seed=1,2; leave -m "
-            "out to run one job"
+            "-m runs a job for each value of an option, and no option has several values: headrace -m "
+            "seed=1,2; leave -m out to run one job"
         )
     for at, argument in enumerate(read.overrides):
         if "=" not in argument and not argument.startswith("~"):
@@ -150,10 +150,10 @@ def hydra_arguments(arguments: Sequence[str]) -> list[str]:
             raise ConfigError(f"{argument}: an output folder is required; leave it out for {DATED}")
     values = [each for each in arguments if each in read.overrides]
     flags = [each for each in arguments if each not in read.overrides]
-    if "task=xray" in values:  # Hydra takes `source` for the file of a dump
+    if "task=xray" in values:  # for Hydra, `source` is the node of a dump
         values = [f"xray.{each}" if each.startswith("source=") else each for each in values]
     ready = for_hydra(values)
-    if any(each.startswith("pipelines=") for each in values):  # each of these may have other stages
+    if any(each.startswith("pipelines=") for each in values):  # one of the recipes may lack a stage
         ready = [each for one in ready for each in _of_any_recipe(one)]
     return [*flags, *(_of_swept_recipes(ready) if read.multirun else ready)]
 
@@ -176,7 +176,7 @@ def _of_any_recipe(override: str) -> list[str]:
 def _of_swept_recipes(overrides: list[str]) -> list[str]:
     """Return the overrides of a sweep. If it sweeps recipes, options of the pipeline get a ++.
 
-    Hydra also composes them with the default recipe, which may lack the stages of these options.
+    Hydra also composes these options with the default recipe, which may lack their stages.
 
     Raises:
         ConfigError: a recipe of the sweep does not have an option.
@@ -269,7 +269,7 @@ def _of_bare_word(argument: str, arguments: Sequence[str], at: int) -> str:
 
 
 def _may_be_dump(argument: str) -> bool:
-    """Whether an argument is a path that exists, or looks like one."""
+    """Whether an argument is an existing path or a glob, or has the suffix of a dump."""
     return glob.has_magic(argument) or Path(argument).exists() or Path(argument).suffix in DUMPS
 
 
@@ -341,7 +341,7 @@ def help_of_task(name: str) -> str:
     for group, file in re.findall(r"^  - /(\w+): (\w+)", text, re.MULTILINE):  # no entries with a package
         more = (CONF / group / f"{file}.yaml").read_text(encoding="utf-8")
         options += options_in(more, "" if "@package _global_" in more else f"{group}.")
-    options = [each for each in options if each[0] != "task" and "${" not in each[1]]  # ${…} follows others
+    options = [each for each in options if each[0] != "task" and "${" not in each[1]]  # no references
     shown = [f"headrace task={name}", "", *said, "", "Options"]
     shown += _with_comments((f"{option}={value}", comment) for option, value, comment in options)
     shown += ["", f"headrace --cfg job task={name} also prints the options of the recipe and of the report."]
@@ -448,7 +448,7 @@ def describe_node(path: Path) -> str:
     shown += _with_comments(
         (option, f"(required) {comment}")
         if value == "???"
-        else (option if "${" in value else f"{option}={value}", comment)  # some are of the pipeline
+        else (option if "${" in value else f"{option}={value}", comment)  # ${…}: an option of the pipeline
         for option, value, comment in options
     )
     needed = [f"{option}={example_of(option, 'VALUE')}" for option, value, _ in options if value == "???"]
@@ -467,7 +467,7 @@ def describe_node(path: Path) -> str:
 
 
 def list_files(paths: Mapping[str, Path]) -> str:
-    """A list of files: the name of each, and the whole first paragraph of the comment at its head."""
+    """A list of files: the name of each, and the first paragraph of the comment at its head."""
     width = max(map(len, paths), default=0)
     room = max(min(shutil.get_terminal_size((100, 24)).columns, 120) - width - 4, 20)
     lines = []

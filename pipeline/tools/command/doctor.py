@@ -19,16 +19,17 @@ from headrace.pipeline.wording import printable
 
 NEEDED = ("torch", "tensordict", "hydra-core", "omegaconf", "rich", "pyarrow")
 EXTRAS = {"torchrl": "torchrl", "llm": "transformers", "ray": "ray", "tq": "TransferQueue"}
-# Rollout 11 has two rows, and one group has equal rewards. A = (R − mean) / (std + ε) was computed by hand.
+# Rollout 11 has two rows. A = (R − mean) / std is (R − 2) / √2 in group 0, and (R − 8) / √18 in group 7: each
+# is −√½ or √½. Group 9 has equal rewards, and does not train.
 GROUPS, ROLLOUTS, REWARDS = [0, 0, 0, 7, 7, 9, 9], [10, 11, 11, 12, 13, 14, 15], [1.0, 3, 3, 5, 11, 2, 2]
 GOLDEN, TOLERANCE = [-(0.5**0.5), 0.5**0.5, 0.5**0.5, -(0.5**0.5), 0.5**0.5], 1e-4
-TESTED = "all tests ran with {}; docs/beside.md says what ran with others"
+TESTED = "all tests ran with {}; docs/beside.md says what ran with other versions"
 STYLES = {"ok": "green", "note": "yellow", "bad": "bold red"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the output. It is ok, a note, or bad; a bad line makes the exit status 1."""
+    """One line of the output. It is ok, a note, or bad. A bad line makes the exit status 1."""
 
     state: Literal["ok", "note", "bad"]
     what: str
@@ -91,14 +92,14 @@ def extras() -> Iterator[Finding]:
         if extra == "torchrl" and (why := broken(package)):
             yield Finding("note", f"extra {extra}: {why}. What needs TorchRL does not work")
         else:
-            absent = f"extra {extra} is not installed: pip install 'headrace[{extra}]' where wanted"
+            absent = f"extra {extra} is not installed: pip install 'headrace[{extra}]' if you need it"
             if extra == "torchrl" and (others := refuses("tensordict", TENSORDICT_OF_TORCHRL)):
                 absent = f"extra {extra} is not installed, and cannot be here: {others}"
             yield _compared(package, known.get(package), f"extra {extra}: ") or Finding("note", absent)
 
 
 def _known() -> dict[str, str]:
-    """The tested versions; empty without their list. Then versions are shown, and not compared."""
+    """The tested versions; empty if their list is missing. Then versions are shown, and not compared."""
     try:
         return tested()
     except OSError:

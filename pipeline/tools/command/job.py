@@ -53,7 +53,7 @@ def train(config: DictConfig, output: Path) -> float:
     """
     check_settings(config)
     pipeline = build_pipeline(config.pipeline)
-    collectors = import_extra("torchrl.collectors", "task=train")  # after errors about options
+    collectors = import_extra("torchrl.collectors", "task=train")  # errors about options come first
     OmegaConf.save(config, output / "config.yaml", resolve=True)
     device = choose_device(config.device)
     if config.threads is not None:

@@ -96,7 +96,7 @@ TYPES: dict[str, Any] = {
     **{f"report.{name}": annotations_of(ReportFolder)[name] for name in ("steps", "dump", "every")},
     **{f"source.{name}": kind for name, kind in annotations_of(open_dump).items() if name != "return"},
     "source.path": str | None,  # the tasks check that there is a path
-    "source.regrade": str | None,  # the name of a callable; or a node
+    "source.regrade": str | None,  # the name of a callable, or a node
 }
 
 

@@ -1,4 +1,4 @@
-"""Run the process of the command: read what is typed, run one task, and print errors as paragraphs."""
+"""Run the process of the command: read the arguments, run one task, and print errors as paragraphs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def run_task(config: DictConfig) -> float:
         if not in_sweep:
             sys.exit(1)
     except REFUSALS as err:  # caught here, because Hydra would print a line about it
-        err.names = CommandNames()  # type: ignore[union-attr]  # of the options in a BatchError
+        err.names = CommandNames()  # type: ignore[union-attr]  # for the options in a BatchError
         if not in_sweep:
             remove_unused(output)
         failure = fail(err, expected=True, go_on=in_sweep)
@@ -83,7 +83,7 @@ def run_task(config: DictConfig) -> float:
 
 
 def remove_unused(output: Path) -> None:
-    """Remove the output folder of a command that wrote nothing into it, so that it only has Hydra's files.
+    """Remove the output folder if the command wrote nothing into it, so that it only has Hydra's files.
 
     Args:
         output: the folder. Its parents are removed, too, if Hydra named them and they are empty.

@@ -28,7 +28,7 @@ WINDOWS = (
     "reward: mean over the first quarter and over the last quarter of the steps; with fewer than 12 steps, "
     "the first and the last step. trained: share of the rows that are trained, over all steps"
 )
-NUMBERS = {  # what the number that a task returns is called; `train` shows several numbers instead
+NUMBERS = {  # the name of the number that a task returns; `train` shows several numbers instead
     "train": "",
     "replay": "rows trained",
     "compare": "correlation",
@@ -39,7 +39,7 @@ NUMBERS = {  # what the number that a task returns is called; `train` shows seve
 
 
 class SweepTable(Callback):
-    """Print the table of a sweep when all its jobs have run; exit with status 2 if one has failed."""
+    """Print the table of a sweep when all its jobs have run. Exit with status 2 if a job has failed."""
 
     def __init__(self) -> None:
         self.began = 0.0
@@ -103,7 +103,7 @@ def show_sweep(jobs: Sequence[dict[str, Any]], folder: Path, console: Console) -
     typed = dict.fromkeys(key for each in said for key in each)
     keys = [key for key in typed if len({each.get(key) for each in said}) > 1]
     tasks = {job["task"] for job in jobs} or {"train"}
-    task = tasks.pop() if len(tasks) == 1 else ""  # else each cell says what its number is
+    task = tasks.pop() if len(tasks) == 1 else ""  # if tasks differ, cells name their numbers
     names = ["reward", "trained", "steps"] if task == "train" else [NUMBERS.get(task, "number")]
     last = [key.split(".")[-1] for key in keys]
     names_shown = [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]

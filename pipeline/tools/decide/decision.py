@@ -51,8 +51,8 @@ from headrace.transforms.table.tensordicts import (
 from headrace.transforms.table.tokens import padded
 
 COUNTS = {"tokens": "loss_mask", "length": "length"}  # columns of token counts, and the masks they replace
-# (N,) int64, a row's number over all calls. Plain columns also have it as ELSEWHERE: stages then expect no
-# tokens.
+# (N,) int64, a row's number over all calls. Plain columns have this number as ELSEWHERE instead, so that
+# stages expect no tokens.
 NUMBER = ("headrace", "number")
 IDS = ("group", "rollout", "state", "parent", "baseline")
 COMPOSED = 32  # number of recipes that decide() caches
@@ -72,8 +72,7 @@ class Decision(AnswersGuesses):
             this batch, counted from 0 over all calls. In all results, these rows follow the N rows of this
             call.
         came: the input rows with tokens, if the caller gave a TensorDict; None for plain columns.
-        unchecked: reasons that could not be checked, because the columns lack something, each with what is
-            missing.
+        unchecked: reasons that were not checked, each with what the columns lack.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class Decision(AnswersGuesses):
             return before.new_zeros((len(self.keep), *before.shape[1:]), dtype=torch.bool)
         mask = self._put_back(key)
         before, mask = _as_wide(before, mask), _as_wide(mask, before)
-        # Rows of an earlier call are not in `came`. MergeTurns cannot have merged them: NUMBER differs.
+        # `came` lacks rows of an earlier call. MergeTurns does not merge rows with different NUMBERs.
         new = (mask[: len(before)] & ~before).any(1)
         if rows := new.nonzero().flatten().tolist():
             raise BatchError(
@@ -131,7 +130,7 @@ class Decision(AnswersGuesses):
         """(N + C, T): put a column of the remaining rows at the input rows; other rows get 0 or False."""
         column, rows = _dense(self.run.batch, key), self.run.batch.get(ROW).flatten()
         wide = column.reshape(len(column), -1)
-        whole = wide.new_zeros(len(self.keep) + 1, wide.shape[1])  # padding has the index −1: the last row
+        whole = wide.new_zeros(len(self.keep) + 1, wide.shape[1])  # the last row is for padding rows
         return whole.index_copy_(0, rows.where(rows >= 0, len(self.keep)), wide)[:-1]
 
     @cached_property
@@ -148,7 +147,7 @@ class Decision(AnswersGuesses):
         if not self.run.places or "loss_weight" not in self.run.places[0]:
             raise MissingKeyError(
                 "loss weights need the number of tokens in the loss of each row, as columns['tokens'], and a "
-                "recipe with a split and LossWeight; the stages of this one are "
+                "recipe with a split and LossWeight; the stages of this recipe are "
                 f"{', '.join(self.run.stages)}"
             )
         return torch.where(self.keep, self.run.of_rank(self.run.places[0]["loss_weight"]), 0.0)
@@ -160,7 +159,7 @@ class Decision(AnswersGuesses):
 
     @cached_property
     def compared(self) -> Tensor:
-        """(N + C,) int64, number of rollouts that the advantage compared for a row, its own included.
+        """(N + C,) int64, number of rollouts that the advantage compared with a row's, which is included.
 
         0: the row left before the comparison, or has no reward. 1: most recipes give this row the advantage
         0. −1: not known, for example because an earlier batch carried the row over.
@@ -192,7 +191,7 @@ class Decision(AnswersGuesses):
     def steps(self) -> list[Tensor]:
         """For each optimiser step: the indices of its rows in the input columns, in the order of training.
 
-        A masked row is part of its step, with weight 0. Skip a step of which no row trains: an optimiser such
+        A masked row is part of its step, with weight 0. Skip a step in which no row trains: an optimiser such
         as Adam moves the parameters even with a gradient of 0. Without a split, all rows that train are one
         step.
         """
@@ -343,7 +342,7 @@ class Decider(AnswersGuesses):
         if isinstance(columns, TensorDictBase):
             if extra:
                 raise ValueError(
-                    f"extra is for plain columns; a TensorDict has all of its own: leave out {extra!r}"
+                    f"extra is for plain columns. A TensorDict may have any column: leave out {extra!r}"
                 )
             return self._decide(columns, _rows_of(columns), {})
         refuse_other_arguments(columns)
@@ -365,7 +364,7 @@ class Decider(AnswersGuesses):
     def _decide(
         self, came: TensorDictBase | None, batch: TensorDictBase, texts: dict[NestedKey, list[str]]
     ) -> Decision:
-        """Run the recipe on a batch. A column is added to the batch.
+        """Run the recipe on a batch. This adds a column to the batch.
 
         Args:
             came: the rows with tokens; None for plain columns.
@@ -472,7 +471,9 @@ class Decider(AnswersGuesses):
                             if isinstance(each, str):
                                 raise ValueError(f"found the text {str(each)!r:.60}")
                         if found.dtype.kind in "iu" and found.dtype.itemsize == 8:
-                            as_rewards(found.reshape(-1).tolist())  # refuses integers that are not exact
+                            as_rewards(
+                                found.reshape(-1).tolist()
+                            )  # refuses integers that a float cannot hold
                         found = np.asarray(values, dtype=float)
                     if not found.flags.writeable:  # such as arrays of pandas
                         found = found.copy()
@@ -522,7 +523,7 @@ class Decider(AnswersGuesses):
 
 
 def refuse_other_arguments(*given: Any) -> None:
-    """Refuse arguments other than columns, perhaps followed by the name of a recipe.
+    """Refuse arguments that are not columns, or columns and then the name of a recipe.
 
     Raises:
         ValueError: there are other arguments; the message says what each looks like, in order.
@@ -544,7 +545,7 @@ def refuse_other_arguments(*given: Any) -> None:
             kind, f"a {type(each).__name__}"
         )
 
-    found = [given[0], *(each for each in given[1:] if not isinstance(each, str))]  # no name by default
+    found = [given[0], *(each for each in given[1:] if not isinstance(each, str))]  # without names of recipes
     raise ValueError(
         f"columns must be one mapping of names, such as {EXAMPLE}, or a TensorDict; the name of a recipe "
         f"comes behind it. Found {', then '.join(looks(each) for each in found)}"
@@ -633,8 +634,8 @@ def decide(
             as for a pipeline.
         recipe: the name of the recipe.
         overrides: see :func:`load_pipeline`.
-        extra: names of further columns, which only a function of yours reads, such as a criterion. It gets
-            a TensorDict that has them under these names.
+        extra: names of further columns, which only a function of yours reads, such as a criterion. This
+            function gets a TensorDict with the columns under these names.
         options: keywords of :func:`load_pipeline`, which explains them. `stages` has all other options of
             stages, such as ``{"advantage": {"clip": [-5, 5]}, "filter": None}``. `seed` is 0 if you leave it
             out. Composed recipes are cached.
@@ -643,7 +644,7 @@ def decide(
         A :class:`Decision` with tensors in the order of the rows.
 
     Raises:
-        BatchError: a stage of the recipe refused the rows, with their ids; or columns differ in length.
+        BatchError: a stage of the recipe refused rows, whose ids are listed, or columns differ in length.
         MissingKeyError: the recipe reads a column that is missing; the message names it.
         ValueError: the recipe does not read a column; the recipe has a state, and needs a
             :class:`Decider`; or an argument is neither columns nor the name of a recipe.

@@ -1,4 +1,4 @@
-"""Read the steps of a dump, one after the other. A step that fails is left out, and named with its reason.
+"""Read the steps of a dump, one after the other. Steps that fail are left out, and named with a reason.
 
 A step fails if its records are malformed, or if a recipe refuses its rows. No result includes a failed step.
 The terminal, the files, the page and the exit status show that it failed.
@@ -107,7 +107,7 @@ class DumpSteps:
 
     @property
     def said(self) -> list[str]:
-        """Sentences about failed steps, with the reasons, and about prompts that were drawn several times."""
+        """Sentences about failed steps, with the reasons, and about where groups and tokens come from."""
         failed = said_of_failed(self.failed, self.passed) if self.failed else []
         return failed + self._of_source
 
@@ -128,7 +128,7 @@ class DumpSteps:
         return said + (f", without {listed}" if listed else "")
 
     def show(self) -> None:
-        """Print the sentences of :meth:`said`."""
+        """Print the sentences of :attr:`said`."""
         for notice in self.said:
             red = self.failed and notice == self.said[0]
             self.console.print(Text(printable(notice), style="red" if red else ""), soft_wrap=True)
@@ -196,7 +196,7 @@ def _with_progress(
         TextColumn("step {task.fields[step]}"),
         TimeRemainingColumn(),
     )
-    # Of a pipe, only an empty line would be left.
+    # Into a pipe, the bar would only write an empty line.
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=source.total_bytes, step="–")
         for step, found in source.outcomes():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headrace.spelling import suggest
 
-NAMES = 1000  # at most this many names of a folder are compared with a misspelt one
+NAMES = 1000  # at most this many names of a folder are compared with a misspelt name
 
 
 def missing_path(path: str | Path) -> str:

@@ -13,7 +13,7 @@ from headrace.transforms import BatchError
 
 
 def refused_report(batch: TensorDictBase, step: int, err: BatchError) -> StepReport | None:
-    """Make the report of a batch that a stage refused. All rows left at that stage, and there are no numbers.
+    """Make the report of a batch that a stage refused. In it, all rows left at that stage. It has no numbers.
 
     Args:
         batch: the batch that the stage refused.

@@ -34,8 +34,8 @@ def open_configured(config: DictConfig) -> Source:
     """Open the dump that ``source:`` of a composed configuration describes.
 
     Raises:
-        ConfigError: there is no path; an option has a wrong name or value, or the dump needs one that is not
-            set; or a grader cannot be imported.
+        ConfigError: there is no path; an option has a wrong name or value; the dump needs an option that is
+            not set; or a grader cannot be imported.
         SourceError: there is no file, or the format cannot be recognised.
     """
     options = OmegaConf.to_container(config.source, resolve=True)
@@ -50,8 +50,8 @@ def open_configured(config: DictConfig) -> Source:
         for name, stage in (config.pipeline.stages or {}).items():
             if OmegaConf.is_dict(stage) and stage.get("reward") == "sum":
                 raise ConfigError(
-                    "source.regrade gives each row of a rollout the reward of the whole; "
-                    f"pipeline.stages.{name}.reward must be shared, got sum, which would count it once a row"
+                    "source.regrade gives each row of a rollout the reward of the rollout, so "
+                    f"pipeline.stages.{name}.reward must be shared; got sum, which counts it for each row"
                 )
     try:
         source = open_in_words(**{str(name): value for name, value in options.items()})
@@ -66,9 +66,9 @@ def open_configured(config: DictConfig) -> Source:
 
 
 def options_of_run(source: Source, config: DictConfig) -> list[str]:
-    """Options of gate and collapse that the run of a headrace dump had set and a configuration has not.
+    """Options of gate and collapse in which the run of a headrace dump differs from a configuration.
 
-    Without them the stages may refuse rows that the run took, such as those of incomplete groups.
+    With other values, the stages may refuse rows that the run accepted, such as rows of incomplete groups.
     """
     own = source.files[0] if source.files and source.files[0].suffix == ".parquet" else None
     text = (pq.read_schema(own).metadata or {}).get(b"headrace.config") if own else None
@@ -112,10 +112,10 @@ def require_options(source: Source, config: DictConfig) -> None:
     why, when = list[str](), list[str]()
     if "group_by" in lacking:
         why.append("it has no ids of groups")
-        when.append("no two prompts of a step have one text (else source.group_by=order)")
+        when.append("no two prompts of a step have the same text (else source.group_by=order)")
     if "group_size" in lacking:
         why.append("it does not say how many rollouts each group should have")
-        when.append(f"each group should have {lacking['group_size']}, as most of the first step do")
+        when.append(f"each group should have {lacking['group_size']}, as most groups of the first step have")
     if not summed:
         why.append(f"it has the rewards {', '.join(rewards)}")
         when.append(f"their sum is the reward (else source.reward_key={rewards[0]})")
@@ -210,8 +210,8 @@ def overrides_by_recipe(names: Iterable[str], overrides: Sequence[str]) -> dict[
 
     Args:
         names: names of recipes.
-        overrides: command-line overrides. Those of ``pipeline`` and ``hydra.searchpath`` apply to every
-            recipe; those of a stage, to each recipe that has the stage.
+        overrides: command-line overrides. Overrides of ``pipeline`` and ``hydra.searchpath`` apply to every
+            recipe. An override of a stage applies to each recipe that has the stage.
 
     Raises:
         ConfigError: a recipe is unknown.
@@ -238,7 +238,7 @@ def overrides_by_recipe(names: Iterable[str], overrides: Sequence[str]) -> dict[
             or of_stage[each]["stage"] in ({*stages} | added if of_stage[each]["whole"] else present)
         ]
     for each in of_stage:
-        if not any(each in own for own in by_recipe.values()):  # composing says which stages there are
+        if not any(each in own for own in by_recipe.values()):  # composing then raises, and lists stages
             next(iter(by_recipe.values())).append(each)
     return by_recipe
 

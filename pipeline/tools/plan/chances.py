@@ -62,7 +62,7 @@ def chances_of_sizes(
     Args:
         values: (R, K) compared rewards of each rollout, NaN for missing ones.
         group: (R,) the group of each rollout, from 0 to P − 1.
-        pool: (P,) the pool of each group, from 0: groups of one prompt.
+        pool: (P,) the pool of each group, from 0. A pool has groups of one prompt.
         sizes: S group sizes.
 
     Returns:
@@ -151,10 +151,11 @@ def pools_of(
 
 
 def excess_between(reward: np.ndarray, group: np.ndarray, pool: np.ndarray) -> float:
-    """By how many standard errors the mean rewards of a pool's groups differ more than by chance.
+    """Return by how many standard errors the mean rewards of a pool's groups differ, beyond chance.
 
     With the sums of squares B between the k groups of a pool and S over its N rollouts, the mean of
-    B − (k − 1) S / (N − 1) is 0 if all rollouts of the pool have the same distribution.
+    E = B − (k − 1) S / (N − 1) is 0 if all rollouts of the pool have the same distribution. The result is
+    Σ E / √(Σ E²) over all pools.
 
     Args:
         reward: (R,) of each rollout.

@@ -41,8 +41,8 @@ from headrace.transforms.table.schema import has_key
 from .chances import chance_of_equal, chances_of_sizes, choosing_half, different_values, pools_of
 
 RATES = ((0.0, 0.0), (0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (1.0, 1.0))
-BOUND = "≤: an upper bound, because a prompt has fewer than G of them."
-NO_HALVES = "There are no lines by the {}: half of a prompt's rollouts is no group of any of these sizes."
+BOUND = "≤: an upper bound, because a prompt has fewer than G rollouts."
+NO_HALVES = "There are no lines by the {}: half of a prompt's rollouts are too few for all of these sizes."
 PARTS = 0.1  # least share of rollouts on each side of `solved`; below it, solve rates are not shown
 HALVES = (
     "One half of a prompt's rollouts, drawn at random, chooses its line, and the numbers of the line count "
@@ -168,8 +168,8 @@ def show_group_sizes(
 ) -> dict[str, Any]:
     """Print a table with a line for each range of solve rates or of spreads, and a column for each size.
 
-    Half of the rollouts of a prompt decide in which line it is (:func:`choosing_half`). The numbers of the
-    line are from the others, so they are unbiased estimates. The last line has all rollouts.
+    Half of the rollouts of a prompt decide in which line the prompt is (:func:`choosing_half`). The numbers
+    of the line are from the other half, so they are unbiased estimates. The line ``all`` has all rollouts.
 
     Args:
         seen: the groups.
@@ -219,7 +219,6 @@ def show_group_sizes(
         for size, chance, mark in zip(sizes, mean, bound, strict=True)
     }
     by_line.append({"range": "all", "groups": len(pool), "chance_of_equal": found})
-    # The last line is for all groups.
     needed = rollouts_needed(sizes, mean)
     digits = digits_apart(needed)
     cells = [
@@ -235,7 +234,7 @@ def show_group_sizes(
         console.print(Text(_said_of_pools(span, width, pooled)))
     least, most = rollouts.min(), rollouts.max()
     console.print(
-        f"{share:.0%} of the groups in the dump are uninformative under this recipe. They have "
+        f"{share:.0%} of the groups in the dump are uninformative under this recipe. Groups have "
         f"{least if least == most else f'{least} to {most}'} rollouts each.",
         highlight=False,
     )
@@ -285,7 +284,7 @@ def advised(sizes: Sequence[int], chances: Sequence[float], bound: Sequence[str]
 
 
 def rollouts_needed(sizes: Sequence[int], chances: Sequence[float]) -> list[float]:
-    """The rollouts for each informative group, G / (1 − p); p is the chance that a group is uninformative.
+    """The rollouts for each informative group: G / (1 − p), with the chance p that a group is uninformative.
 
     Example:
         >>> rollouts_needed([2, 4], [0.75, 1.0])
@@ -295,7 +294,7 @@ def rollouts_needed(sizes: Sequence[int], chances: Sequence[float]) -> list[floa
 
 
 def digits_apart(needed: Sequence[float]) -> int:
-    """The number of decimals by which the least two numbers differ, at most 1.
+    """The number of decimals, 0 or 1, that the least two numbers need to look different.
 
     Example:
         >>> digits_apart([5.7, 6.3, 9.9]), digits_apart([5.7, 9.9]), digits_apart([8.0, 8.0])
@@ -325,7 +324,8 @@ def lines_of(
 
     The quantity is the solve rate of the prompt if rewards have two values, where the greater one is solved,
     or if at least a tenth of the rollouts are on each side of `solved`. Otherwise it is the standard
-    deviation of its rewards. If no prompt has two rollouts to choose its line, there are no lines.
+    deviation of the prompt's rewards. Then there are no lines if a prompt has fewer than two rollouts to
+    choose its line.
 
     Args:
         seen: the groups.

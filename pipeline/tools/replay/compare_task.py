@@ -39,9 +39,9 @@ from headrace.pipeline.tools.report import (
 from headrace.pipeline.wording import beginning, printable
 from headrace.transforms import BatchError
 
-LINES = 8  # most lines of a table of shares; the lines that differ most are shown
-PROMPT = 40  # most characters of a prompt
-ID = 16  # most characters of an id
+LINES = 8  # a table of shares has at most this many lines: those that differ most
+PROMPT = 40  # at most this many characters of a prompt are shown
+ID = 16  # at most this many characters of an id are shown
 FORMATS = {"gradient_moved": ".1%", "correlation": ".4f", "gradient_cosine": ".4f"}
 LABELS = {"segments": "segments of the rollout", "tokens": "tokens of the row, at most"}
 SHARE = (
@@ -63,7 +63,7 @@ def compare_recipes(
     Args:
         config: the configuration, composed with ``task=compare``.
         output: folder for ``config.yaml``, ``compare.json`` and ``report.html``.
-        overrides: command-line overrides. Those of a stage apply to each recipe that has the stage.
+        overrides: command-line overrides. An override of a stage applies to each recipe that has the stage.
         console: where to print; None: standard output.
 
     Returns:
@@ -90,7 +90,7 @@ def compare_recipes(
         output,
         title=f"{names[0]} and {names[1]}",
         steps=config.report.steps,
-        dump=None,  # rows of a dump have one advantage: replay each recipe to get two dumps
+        dump=None,  # a row of a dump has one advantage, not two
         page=config.report.html,
         every=config.report.every,
         versus=names,
@@ -99,7 +99,7 @@ def compare_recipes(
     with folder:
 
         def reported(step: int, batch: TensorDictBase) -> tuple[StepReport, StepReport, dict[str, float]]:
-            tried = copy.deepcopy(pipelines)  # copies, so that a step that is left out changes no state
+            tried = copy.deepcopy(pipelines)  # so that a step that is left out changes no state
             reports = list[StepReport]()
             for name, pipeline in zip(names, tried, strict=True):
                 try:

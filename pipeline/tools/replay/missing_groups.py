@@ -1,7 +1,7 @@
 """Find holes in the ids of a dump's groups, and test if groups with long rollouts are missing more often.
 
 A dump has only groups that were trained. If groups were dispatched with the ids 0, 1, 2, …, a missing id is a
-group that was not trained. Its length is not known, but the length of its prompt in another epoch is.
+group that was not trained. Its length is not known. Its prompt may have a known length in another epoch.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ OTHER = "length in another epoch"
 
 
 class GroupHoles:
-    """Collects the groups of a dump, step by step. If the dump does not show holes, nothing is said.
+    """Collect the groups of a dump, step by step. If the dump shows no holes, :attr:`said` is empty.
 
     A hole is counted if its id is below all ids of the last step: groups with greater ids may have been
     outstanding when the run ended. The ids must be whole numbers that occur in one step each, and at least
-    half of them must be in the dump. Otherwise they are not ids by order of dispatch.
+    half of them must be in the dump. Otherwise the ids do not follow the order of dispatch.
 
-    An **epoch** ends, in the order of the ids, before the first group whose prompt is in it already. It must
-    have at least half of all prompts; otherwise prompts were not drawn in epochs. In each epoch except the
-    last, a prompt is ``trained`` or ``missing``. The length of a prompt is that of its group in the next
-    epoch, or else in the previous epoch. A prompt without a group in either is not counted. One epoch is
-    used, not a mean over more, because such a mean would vary less for prompts that are rarely lost. So if
-    losses do not depend on length, ``trained`` and ``missing`` have the same distribution of lengths, and the
-    bound on z holds (:func:`headrace.transforms.streams.survival.slow_loss`).
+    An **epoch** ends, in the order of the ids, before the first group whose prompt is in the epoch already.
+    Each epoch but the last must have at least half of all prompts. Otherwise, prompts were not drawn in
+    epochs. In each epoch but the last, a prompt is ``trained`` or ``missing``. Its length is the length of
+    its group in the next epoch, or else in the previous epoch. A prompt with a group in neither is not
+    counted. A mean over several epochs would vary less for prompts that are rarely lost, so the length is
+    from one epoch. If losses do not depend on length, ``trained`` and ``missing`` then have the same
+    distribution of lengths: z has the bound of :func:`headrace.transforms.streams.survival.slow_loss`.
     """
 
     def __init__(self) -> None:
         self._steps: list[np.ndarray] = []  # (3, G) the id, the prompt and the length of each group of a step
-        self._unknown = ""  # why lengths are not known
+        self._unknown = ""  # the reason why lengths are not known
         self._numbered = True  # whether the ids are whole numbers
 
     def add(self, report: StepReport) -> None:
@@ -75,7 +75,7 @@ class GroupHoles:
 
     @cached_property
     def survivors(self) -> Survivors | None:
-        """The numbers of trained and missing prompts, by their lengths in another epoch; None: not known."""
+        """The numbers of trained and missing prompts, by the length in another epoch; None: not known."""
         holes, _, over = self.holes
         if not holes or self._unknown:
             return None
@@ -103,7 +103,7 @@ class GroupHoles:
 
     @property
     def table(self) -> FittedTable | None:
-        """A table of prompts by tenths of their lengths; None if none is missing, or lengths are unknown."""
+        """A table of prompts by tenths of their lengths; None if no prompt is missing, or no length known."""
         if self.survivors is None or len(tenths := self.survivors.tenths("length")) < 2:
             return None
         return tenths_table(tenths, OTHER) if any(tenth.lost for tenth in tenths) else None
@@ -118,7 +118,7 @@ class GroupHoles:
         text += "They were lost, or left out before the dump was written."
         found = {} if self.survivors is None else self.survivors.numbers()
         if self._unknown:
-            return [f"{text} Whether they are groups with long rollouts cannot be told: {self._unknown}."]
+            return [f"{text} It is not known whether their rollouts are long: {self._unknown}."]
         if (z := found.get("survivors/length/z", 0.0)) < BIASED:
             slow, others = (percent(found[f"survivors/length/{name}_trained"]) for name in ("slow", "others"))
             least = math.ceil(found["survivors/length/slow"])

@@ -38,8 +38,8 @@ def replay_dump(config: DictConfig, output: Path, console: Console | None = None
         console: where to print; None: standard output.
 
     Returns:
-        The number of rows that are trained, and as numbers ``steps`` (those of each step), ``verdict`` and
-        ``notices``.
+        The number of rows that train, and ``steps`` (the numbers of each step), ``verdict``, ``notices`` and
+        ``failed_steps``.
 
     Raises:
         ConfigError: ``source.path`` is missing, or a stage or option is unknown.
@@ -69,7 +69,7 @@ def replay_dump(config: DictConfig, output: Path, console: Console | None = None
             missing.add(report)
             folder.unsaid = report.unsaid
             folder.add(report)
-        lost = [] if steps.failed or source.draws else missing.said  # else groups are left out here
+        lost = [] if steps.failed or source.draws else missing.said  # not if this replay leaves groups out
         folder.missing = missing.table if lost else None
         folder.notices += [*said_of_dump(folder), *lost]
     folder.close()

@@ -22,8 +22,8 @@ History = Sequence[tuple[int, Numbers]]
 REWARD = "reward/all/mean"
 LENGTH = "response_length/mean"
 ABSENT = object()
-LENGTH_UNITS = {LENGTH: "tokens", "response_characters/mean": "characters"}  # a step has one of both
-LENGTHS = 2.0  # if responses grow to this many times their first length, they are too long
+LENGTH_UNITS = {LENGTH: "tokens", "response_characters/mean": "characters"}  # a step has one of these
+LENGTHS = 2.0  # if responses grow to more than this many times their first length, they are too long
 LONGEST = "response_length/max"
 DIVISOR = 10  # a divisor above this many times the longest response is too large
 SMALL = 0.02  # changes below this share of the range do not count
@@ -41,7 +41,7 @@ class Advisory(NamedTuple):
     number: str
     """Name of the number that is judged."""
     steps: tuple[int, ...]
-    """The steps at which the number of the single step was beyond the bound."""
+    """The steps whose own number breaks the rule; empty if the rule is not about single steps."""
 
 
 class Advice(NamedTuple):
@@ -55,7 +55,7 @@ class Advice(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """A rule of one number: its mean over the last five steps is above the bound, or exactly 0."""
+    """A rule of one number. A mean over the last five steps above the bound, or of exactly 0, breaks it."""
 
     name: str
     """Name of the symptom. This is its ``bound`` in symptoms.yaml."""
@@ -68,9 +68,9 @@ class Bound(NamedTuple):
     also: str = ""
     """A further sentence, if groups are solved by all of their rollouts, or by none."""
     cases: Mapping[str, str] = {}
-    """Other symptoms, by number. One is named instead if its number is more than half of this rule's."""
+    """Other symptoms, by number. Such a symptom is named if its number is above half of the rule's number."""
     least_groups: int = 0
-    """Least number of groups of a step. Steps with fewer are not judged."""
+    """Least number of groups of a step. Steps with fewer groups are not judged."""
 
     def holds(self, numbers: Numbers) -> bool:
         """Whether the rule applies to a step with these numbers."""
@@ -101,7 +101,7 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
     """List what you should look at after a step, most urgent first.
 
     ========================= ===============================================================================
-    ``nothing-trains``        no row was trained at this step, or at an earlier one
+    ``nothing-trains``        no row was trained at this step, or at an earlier step
     a zero                    the number is exactly 0 at each of the last five steps: `learning-rate-zero`,
                               `gradient-zero`
     a bound                   the mean of the number over the last five steps is above its bound:
@@ -173,7 +173,7 @@ def unchecked(history: History) -> list[str]:
         "penalty-unused": LONGEST in last,
         "divisor-unused": LONGEST in last,
     }
-    return [name for name in symptoms() if not judged.get(name, True)]  # some share another's rule
+    return [name for name in symptoms() if not judged.get(name, True)]  # some share a rule
 
 
 def verdict(numbers: Numbers, history: History = ()) -> str:
@@ -255,7 +255,7 @@ def _unused(numbers: Numbers) -> list[Advisory]:
         stage, _, last = name.rpartition("/")
         if last == "unpunished" and numbers.get(f"{stage}/reward_changed") == 0 and 2 * longest <= free:
             words = f"{stage} changed 0 rewards: the longest response has {longest:,.0f} tokens"
-            words += f", and it punishes those above {free:,.0f}."
+            words += f", and the stage punishes responses above {free:,.0f}."
             found.append(Advisory("penalty-unused", words, name, ()))
         if last == "divisor" and DIVISOR * longest < free:
             words = (
@@ -382,7 +382,7 @@ class Remedy(NamedTuple):
     """The overrides to type after ``headrace``; empty: the remedy needs none."""
 
     def under(self, setup: Setup | None) -> Remedy | None:
-        """Leave out overrides of options that a run lacks. None: the run has all values or parts already.
+        """Leave the overrides out if the run lacks their options. None: the run has all their values or parts.
 
         Args:
             setup: the setup of the run. None (in Python): the remedy stays unchanged.

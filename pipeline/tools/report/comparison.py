@@ -15,7 +15,7 @@ from headrace.transforms import BatchError
 from .numbers import gradient_cosine, gradient_share, row_weight
 from .step import StepReport
 
-MOVERS = 8  # groups that differ most
+MOVERS = 8  # this many groups that differ most are kept
 ROUNDED = 1e-5  # numbers with a greater relative difference differ by more than float32 rounding
 
 
@@ -35,7 +35,7 @@ class Mover(NamedTuple):
 
 @dataclass
 class Comparison:
-    """Sums over steps, from which :attr:`numbers` and :attr:`shares` follow.
+    """Sums over steps, from which :attr:`numbers` and :meth:`mean_shares` follow.
 
     :func:`gradient_share` defines a row's share of the gradient.
 
@@ -56,8 +56,7 @@ class Comparison:
         cosines: :func:`gradient_cosine` of each step at which both recipes train something.
         trains: number of steps at which the first recipe has a gradient, and at which the second has one.
         movers: the groups of all steps whose shares differ most.
-        kept: number of rows with a gradient that only the first recipe trains, and that only the second
-            trains.
+        kept: like `only`, for rows whose advantage is not 0.
         causes: number of rows whose advantages differ by one factor for all rows, by one factor for each
             ``group``, or ``otherwise``; and of rows whose loss ``weights`` differ by more than one factor for
             each step.
@@ -206,9 +205,10 @@ class Comparison:
         return {"gradient_moved": self.steps, "gradient_cosine": len(self.cosines)}
 
     def mean_shares(self) -> dict[str, dict[str, list[float]]]:
-        """For each table and line, the two shares: means over the steps at which the recipe has a gradient.
+        """For each table and line, the two shares, and the number of rows.
 
-        So the shares of a table add up to 1. The third number is the number of rows.
+        A share is the mean over the steps at which the recipe has a gradient. So the shares of a table add up
+        to 1.
         """
         first, second = (max(steps, 1) for steps in self.trains)
         return {
@@ -234,7 +234,7 @@ class Comparison:
                     f"and the other {len(second)}, or their {name}s differ"
                 )
         pair, rows = (first, second), len(first)
-        trained = np.stack([report.columns["reason"] == 0 for report in pair])  # (2, N), as below
+        trained = np.stack([report.columns["reason"] == 0 for report in pair])  # (2, N)
         advantage = np.stack([report.columns.get("advantage", np.full(rows, np.nan)) for report in pair])
         both = trained.all(0)
         self.steps, self.rows, self.both = self.steps + 1, self.rows + rows, self.both + int(both.sum())

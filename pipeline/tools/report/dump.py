@@ -35,26 +35,26 @@ def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
     ======================================================= =========== =====================================
     ``step``, ``row``                                        int64       step number, index in the batch
     ``group_id``, ``rollout_id``                             int64       the ids of the batch
-    ``reward``                                               float64     as collected, null: none; of several
-                                                                         the weighted sum
+    ``reward``                                               float64     as collected, null: none; or the
+                                                                         weighted sum of several rewards
     ``rewards``                                              list        as collected, where there are several
     ``rollout_reward``                                       float64     of the rollout, as compared
     ``advantage``, ``loss_weight``                           float64
-    ``advantage_by_row``                                     float64     if each row were a rollout
+    ``advantage_by_row``                                     float64     the advantage if rows were rollouts
     ``logged_advantage``                                     float64     from the dump that was replayed
-    ``status``, ``reason``, ``action``                       string      ``trained``, or ``stage/reason``
+    ``status``, ``reason``, ``action``                       string      a reason is ``trained``, or
+                                                                         ``stage/reason``
     ``tokens``                                               int64       in the loss, as collected
     ``policy_version``, ``expected_rollouts``                int64
     ``trainer_version``                                      int64       the trainer's, when it took the row
     ``minibatch``, ``microbatch``, ``rank``                  int64       where it was trained
     ``carried_in``                                           int64       1: carried from an earlier step
     ``prompt``, ``response``, ``ground_truth``               string      decoded text, if there is any
-    ``response_parts``                                       string      what of a response without tokens was
-                                                                         sampled: a JSON list of pairs, true
-                                                                         or false and a text
-    ``other_columns``                                        string      what else the dump that was replayed
-                                                                         has of the row, a JSON object; empty:
-                                                                         nothing
+    ``response_parts``                                       string      of a response without tokens: a JSON
+                                                                         list of pairs, whether the policy
+                                                                         sampled a text, and the text
+    ``other_columns``                                        string      further columns of the replayed dump,
+                                                                         as a JSON object; empty: none
     ``group_label``, ``rollout_label``                       string      the ids as text, if they were text
     ======================================================= =========== =====================================
 

@@ -37,7 +37,7 @@ from .valid_json import json_text
 Item = TypeVar("Item")
 UNNAMED = "a run"
 MOST_FAILED = 20  # at most this many failed steps are named, each with its reason
-POINTS = 500  # most steps of the curves, so that the page of a long run is quick to write and to read
+POINTS = 500  # curves have at most this many steps, so that a long run's page is quick to write and to read
 STEP_FILE = re.compile(r"step_\d+\.(parquet|jsonl)")
 SHARE = 0.02  # greatest share of a run's time that is spent on writing the page
 
@@ -46,7 +46,7 @@ SHARE = 0.02  # greatest share of a run's time that is spent on writing the page
 class ReportFolder:
     """Take reports step by step. Write the rows of each step, and a page that grows with the run.
 
-    The page has curves over all steps; in a run of more than 500 steps, over evenly spread ones. It shows the
+    The page has curves over all steps, or over evenly spread steps if the run has more than 500. It shows the
     rows of at most `steps` steps: the first, the last, and some in between. You can open the page while the
     run goes on: it reloads itself until :meth:`close`. A ``with`` statement closes the folder, however the
     loop ends. ``headrace view FOLDER`` shows all rows of all steps.
@@ -54,7 +54,7 @@ class ReportFolder:
     Args:
         folder: the folder for ``report.html`` and ``rollouts/``. It is made if it does not exist.
         title: title of the page.
-        steps: number of steps that the page shows, ≥ 2.
+        steps: the page shows the rows of at most this many steps, ≥ 2.
         dump: ``parquet`` or ``jsonl``: the rows of each step are written to a file ``rollouts/step_NNNNNNNN``
             (:func:`write_dump`). None: only the page has rows.
         existing: what to do if the folder has rows already. ``raise`` refuses. ``resume`` continues that run,
@@ -74,7 +74,7 @@ class ReportFolder:
         difference: how two recipes differ, as a sentence.
         failed: the failed steps, from :meth:`fail`.
         unsaid: names of numbers that the replayed dump cannot have. You may set it.
-        missing: the groups that the replayed dump lacks, for the last step. You may set it.
+        missing: a table of the groups that the replayed dump lacks, shown at the last step. You may set it.
         recipe: name of the recipe, for ``headrace view``. Empty: the viewer shows the title.
         setup: the setup of a run of the command. The page shows the overrides that were typed, and no remedy
             with an option that the run does not have. None: the run was started in Python.
@@ -130,7 +130,7 @@ class ReportFolder:
         self._begun = False  # whether the files of an earlier process were read
         self._starts: list[tuple[int, str]] = []  # the starts of RunHistory
         self._latest: Mapping[str, float] = {}  # numbers of the last step
-        # The kept reports, each with its index among all.
+        # The kept reports, each with its index among all reports.
         self._kept: Thinned[tuple[int, StepReport | Step | None]] = Thinned(at_least("steps", steps, 2))
         self._curves: Thinned[tuple[int, Mapping[str, float]]] = Thinned(POINTS)
         self._read: list[tuple[int, Mapping[str, float]]] = []  # of all steps, the numbers that rules read
@@ -391,8 +391,8 @@ def refuse_rows(folder: Path, *ways: str) -> None:
     failed = row_files_of_failed(folder)
     if old := [file for file in row_files(folder) if file not in failed]:
         raise FileExistsError(
-            f"{folder / 'rollouts'} has the rows of another run, {len(old)} files, {old[0].name} the first: "
-            f"take {', or '.join([*ways, 'remove that one'])}"
+            f"{folder / 'rollouts'} has the rows of another run, {len(old)} files from {old[0].name} on: "
+            f"take {', or '.join([*ways, 'remove these files'])}"
         )
 
 

@@ -43,7 +43,7 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
     trained, status = ids.any(trains), of.get("status", torch.full_like(rows, -1))
 
     def known(name: str) -> Tensor:
-        """(R,) the value of a rollout: that of the first of its preferred rows that has one."""
+        """(R,) the value of a rollout: of its first row with a value, if possible of a row that trains."""
         values = of.get(name, torch.full((len(rows),), torch.nan, dtype=torch.float64))
         last = len(rows) - 1
         best = ids.max(torch.where(values.isfinite(), trains * len(rows) + last - rows, -1))
@@ -85,10 +85,10 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
     Returns:
         (G,) `id`, `row` (the first one), `segments` (number of rows), `rollouts` (neither failed nor
         aborted), `expected` (rollouts; -1 if unknown), `complete`, `trained` (rollouts), `compared` (rollouts
-        that the advantage compared; −1 if unknown), `baseline` (the one of these; NaN if unknown, or if they
-        have several). Over the rollouts of :func:`has_reward`, even if a filter removed them: `reward_mean`,
-        `reward_std` (ddof 1; NaN for one rollout), `reward_min`, `reward_max`, `zero_variance` (whether there
-        are at least two and their compared rewards are equal). `staleness` (the greatest).
+        that the advantage compared; −1 if unknown), `baseline` (of these rollouts; NaN if unknown, or if
+        their baselines differ), `staleness` (the greatest). Over the rollouts of :func:`has_reward`, even if
+        a filter removed them: `reward_mean`, `reward_std` (ddof 1; NaN for one rollout), `reward_min`,
+        `reward_max`, `zero_variance` (whether there are at least two and their compared rewards are equal).
     """
     if "group_id" not in columns or len(columns["group_id"]) == 0:
         return {}
@@ -138,7 +138,7 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
 
 
 def differs(labels: Tensor, values: Tensor, rows: Tensor) -> Tensor:
-    """(n,) bool: for each id, whether values of its selected rows differ; (N,) each. NaN is ignored."""
+    """(n,) bool: for each id in (N,) `labels`, whether its `values` in `rows` differ. NaN is ignored."""
     known = Ids(labels, rows & values.isfinite())
     return known.min(values) < known.max(values)
 
@@ -147,8 +147,8 @@ def compared_ids(columns: Columns) -> np.ndarray:
     """(N,) an id for each row: its `peers` if set, else its group. Rewards with equal ids are compared.
 
     Args:
-        columns: (N,) `group_id`; and `peers` if the advantage does not compare within groups, −1 for rows
-            that left before the advantage.
+        columns: (N,) `group_id`, and `peers` if the advantage does not compare within groups. Peers are −1
+            for rows that left before the advantage.
 
     Example:
         >>> compared_ids({"group_id": np.array([3, 3, 3, 4]), "peers": np.array([8, 9, 8, -1])}).tolist()

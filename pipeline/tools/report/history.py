@@ -1,7 +1,7 @@
 """Keep the numbers of all steps of a run in a file, so that after a restart the page shows the whole run.
 
-Each line is a JSON object. It is either a start of the run, with the first step after it, the time and the
-name of the recipe; or a step and its numbers.
+Each line is a JSON object: a step with its numbers, or a start of the run, with the step after the start, the
+time and the name of the recipe.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .over_steps import Numbers
 from .valid_json import json_text
 
 HISTORY = "history.ndjson"
-MOST_LETTERS = 10_000  # most letters of the first line, if only that line is read
+MOST_LETTERS = 10_000  # at most this many letters are read to find the name of the recipe
 
 
 class RunHistory(NamedTuple):

@@ -166,8 +166,8 @@ EXPORT = re.compile(r"^export ((?:async )?(?:function|const|class) (\w+))", re.M
 def bundle(modules: Mapping[str, str]) -> str:
     """Join modules into one script. Each module becomes a function that follows the modules which it imports.
 
-    Modules import by ``import { a, b } from "./file.js";`` and export by ``export`` before a function, class
-    or const, each on lines of its own. Tests check this.
+    Modules import by ``import { a, b } from "./file.js";``, on lines of their own. They export by ``export``
+    before a function, class or const. Tests check this.
 
     Raises:
         CycleError: modules import one another in a circle.

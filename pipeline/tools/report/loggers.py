@@ -8,20 +8,20 @@ from typing import Any
 from .page_contents import or_none, shortened
 from .step import StepReport, rows_to_read
 
-ROLLOUTS = 200  # most rollouts of a table, because trackers keep a table of every step
+ROLLOUTS = 200  # a table has at most this many rollouts, because trackers keep a table of every step
 COLUMNS = ["group", "rollout", "prompt", "response", "reward", "advantage", "length", "status", "reason"]
 
 
 def log_report(logger: Any, report: StepReport, *, prefix: str = "", table: bool = False) -> None:
-    """Log all numbers of a report, and its groups and rollouts if the tracker has tables.
+    """Log all numbers of a report and, with `table`, its groups and rollouts.
 
     Args:
         logger: TorchRL's ``CSVLogger``, ``TensorboardLogger``, ``WandbLogger``, ``MLFlowLogger``,
             ``TrackioLogger``, or anything with ``log_scalar(name, value, step=...)``.
         report: the report of the step. Its step number is logged, too.
         prefix: text before each name, such as ``"pipeline/"``.
-        table: also log the tables ``groups`` and ``rollouts`` (:func:`rollout_rows`), if the tracker has
-            tables (wandb, trackio, mlflow). Other trackers get only the numbers.
+        table: whether to also log the tables ``groups`` and ``rollouts`` (:func:`rollout_rows`), to trackers
+            that have tables (wandb, trackio, mlflow). Other trackers get only the numbers.
 
     Example:
         >>> from tensordict import TensorDict
@@ -96,7 +96,7 @@ def _log_table(logger: Any, name: str, step: int, names: list[str], rows: list[l
         import wandb
 
         table = wandb.Table(columns=list[str | int](names), data=rows)
-        logger.experiment.log({name: table})  # without a step, because wandb's own step is past this one
+        logger.experiment.log({name: table})  # without a step, because wandb's own step is greater
     elif "TrackioLogger" in kinds:
         import trackio
         from pandas import DataFrame

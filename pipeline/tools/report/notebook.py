@@ -82,7 +82,7 @@ class ColumnTable(dict[str, np.ndarray]):
 
 
 def shown_value(value: Any) -> str:
-    """Format a value: a float in four digits, an integer in full, NaN as a dash."""
+    """Format a value: a float with four digits, a whole number in full, NaN as a dash."""
     if isinstance(value, bool | np.bool_):
         return "yes" if value else "no"
     if not isinstance(value, float | np.floating):

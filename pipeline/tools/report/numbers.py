@@ -10,7 +10,7 @@ import numpy as np
 from .funnel import Columns
 from .groups import newest_version
 
-AGREE = 1e-4  # advantages that differ by less are equal, because they are logged in float32 or rounded
+AGREE = 1e-4  # advantages that differ by less count as equal: they are logged in float32, or rounded
 
 
 def numbers_of(
@@ -27,8 +27,8 @@ def numbers_of(
     change rewards. So it does not depend on the action of the filter.
 
     ======================================= =================================================================
-    ``frac_reward_zero_std``                share of groups of two or more whose rewards are all equal (TRL)
-    ``groups/informative``                  share of groups of two or more whose rewards differ
+    ``frac_reward_zero_std``                share of groups of several rollouts whose rewards are equal (TRL)
+    ``groups/informative``                  share of groups of several rollouts whose rewards differ
     ``groups/incomplete``                   share of groups with fewer counted rollouts than were dispatched,
                                             if both numbers are known
     ``groups/largest_gradient_share``       greatest share of a group of the step's gradient
@@ -44,19 +44,19 @@ def numbers_of(
                                             rollouts; needs an assembler with `max_staleness`
     ``staleness/token_mean``                the mean over sampled tokens, if versions are per token. The other
                                             two are then of the oldest sampled token of a rollout
-    ``behind_newest/…``                     for other batches: the same behind the newest row, or token
+    ``behind_newest/…``                     for other batches: the same, behind the newest row or token
     ``fan_out/mean``, ``fan_out/max``       rows per rollout
     ``rollouts/truncated``, ``failed``      share of rollouts that were cut off; that failed or were aborted.
-                                            The first only if it is known how each row ended
+                                            ``truncated`` only if it is known how each row ended
     ``rollouts/unrewarded``                 share of rollouts that arrive without a reward
     ``rollouts/empty``                      share of rollouts without a token in the loss, as collected
     ``rollouts/no_reward``                  number of rollouts that are trained without a reward
     ``response_length/mean``, ``max``       tokens in the loss per rollout, of all its rows, as collected
     ``tokens/mean``, ``tokens/max``         tokens in the loss per row, as collected
     ``tokens/trained_again``                tokens in the loss that an earlier row of the rollout trains, too
-                                            (:func:`count_trained_again`; of :func:`make_report`)
+                                            (:func:`count_trained_again`, by :func:`make_report`)
     ``response_characters/mean``, ``max``   characters of the response per rollout, if a dump has texts and
-                                            no tokens (of :attr:`StepReport.numbers`)
+                                            no tokens (only in :attr:`StepReport.numbers`)
     ``logged_advantage/…``                  distance of a dump's advantages from ours (:func:`logged_numbers`)
     ======================================= =================================================================
 
@@ -216,8 +216,8 @@ def row_weight(columns: Columns) -> np.ndarray:
 def gradient_cosine(first: Columns, second: Columns) -> float:
     """Compute the cosine between the weights that two recipes give the same rows (:func:`row_weight`).
 
-    1: both weigh the same rows in the same proportion; −1: the same, with opposite signs. As for the shares,
-        the gradients of tokens count as equally long and independent of one another.
+    It is 1 if both weigh the rows in the same proportion, and −1 if they do so with opposite signs. As for
+    the shares, the gradients of tokens count as equally long, and as independent of one another.
 
     Args:
         first: (N,) columns of a report.

@@ -72,7 +72,7 @@ def totals_over(steps: Iterable[Numbers]) -> dict[str, float]:
 
 
 def percent(share: float) -> str:
-    """Format a share as a percentage, without decimals unless it is close to none or all.
+    """Format a share as a percentage, without decimals unless it is close to 0 or 1.
 
     Example:
         >>> percent(0.5), percent(0.004), percent(0.999)

@@ -33,11 +33,11 @@ from .survivors import page_tables, survivors_tables
 from .texts import TokenValues
 from .user_turn import asked_line
 
-GROUPS, ROWS = 200, 5000  # most on a page, per step; with more a browser becomes slow
-PAGE_TEXTS = 3_000_000  # most bytes of all prompts and responses of a page, divided evenly over its steps
-CHARACTERS = 4000  # most characters of a prompt or response; three quarters are from its beginning
-TOKENS = 500  # most tokens of a response that is shown token by token, divided in the same way
-BESIDE = 300  # most characters of a column beside a response
+GROUPS, ROWS = 200, 5000  # a page shows at most this many of a step, because a browser would become slow
+PAGE_TEXTS = 3_000_000  # all texts of a page have at most this many bytes, divided evenly over its steps
+CHARACTERS = 4000  # a text has at most this many characters; three quarters are from its beginning
+TOKENS = 500  # a response by token has at most this many tokens; three quarters are from its beginning
+BESIDE = 300  # a column beside a response has at most this many characters
 
 
 @takes_options
@@ -69,7 +69,7 @@ def page_data(
         totals: sums over all steps of the run (:func:`totals_over`); None: sums over the history.
         recorded: number of steps of the run; None: the number of steps of the history.
         setup: how the command was set up, so that remedies are options of the run (:meth:`Remedy.under`).
-        earlier: steps of a page that was written before; they come first (:func:`.html.read_steps`).
+        earlier: steps of a page that was written before, which come first (:func:`.html.read_steps`).
 
     Example:
         >>> page_data([], title="GRPO")["steps"]

@@ -92,10 +92,10 @@ class ShownRows(TypedDict):
     group: list[int | str]  # its group, as in the table of groups
     rollout: list[int | str]  # its rollout; its label, if it has one
     reward: list[float | None]  # the reward of its rollout
-    rewards: list[list[float | None] | None]  # several rewards, whose sum is the reward; None: only one
+    rewards: list[list[float | None] | None]  # several rewards, which the reward adds up; None: only one
     compared: list[int | None]  # rollouts that the advantage compared with its rollout, which is included
     advantage: list[float | None]  # as trained; a mean over tokens, if it is per token
-    advantage_by_row: list[float | None]  # if each row were a rollout, or under the other recipe of `versus`
+    advantage_by_row: list[float | None]  # if rows were rollouts, or under the other recipe of `versus`
     tokens: list[int | None]  # tokens in the loss mask
     weight: list[float | None]  # loss weight
     share: list[float | None]  # share of the gradient: |advantage| · loss weight · tokens, over the sum
@@ -178,17 +178,17 @@ class PageJudgement(TypedDict):
     relative_bias: float | None  # length of their difference / length of the true gradient
     cosine: float | None  # cosine of the angle between the two gradients
     variance: float | None  # trace of the covariance, for one group
-    scale: float | None  # length of the expected gradient along the true one, relative to it
+    scale: float | None  # length of the expected gradient along the true gradient, relative to the latter
 
 
 class PageCertificate(TypedDict):
-    """The certificate of one recipe on one task, or the reason why the recipe refuses the task's rows."""
+    """The certificate of one recipe on one task, or the reason why there is none."""
 
     recipe: str  # name of the recipe
     task: str  # name of the task
     group_size: int  # rollouts of a group
     outcomes: int  # number of outcomes of a group; all were computed
-    refused: str  # why there are no numbers; empty if there are some
+    refused: str  # why there are no numbers; empty if there are numbers
     advantage: PageJudgement  # for the advantage alone
     loss: PageJudgement  # with the recipe's own loss weights
 
@@ -229,11 +229,11 @@ class PageData(PageDataRequired, total=False):
 
 
 def shown_as(schema: type[Shape], value: Any) -> Shape:
-    """Make a schema's mapping of the attributes of a value, and of the values in its lists.
+    """Convert an object, and the objects in its lists, to a mapping with the keys of a schema.
 
     Args:
         schema: a TypedDict of this module.
-        value: an object with attributes of these names, such as a NamedTuple. It may have others.
+        value: an object with attributes of these names, such as a NamedTuple. Other attributes are left out.
     """
     found = {}
     for key, hint in get_type_hints(schema).items():

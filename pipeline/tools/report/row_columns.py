@@ -50,7 +50,7 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
             found["rewards"] = several
     if REWARD in table.columns:
         reward = table.columns[REWARD]
-        # The row left before rollouts had one reward.
+        # These rows left before each rollout had one reward.
         unseen = (reward.isnan() & ~table.fates.here) | (~counted & ~_left_after(run, REWARD))
         before = found.get("reward", torch.full_like(reward, float("nan")))
         found["reward"] = torch.where(unseen, before, reward)

@@ -39,7 +39,7 @@ class SharedTokens(NamedTuple):
     """
 
     tokens: Mapping[str, float]
-    """Number of tokens if ``rows`` share none, or if those of a ``rollout`` or a ``group`` share tokens."""
+    """Number of tokens if ``rows`` share none, or if the rows of a ``rollout`` or ``group`` share tokens."""
     squares: Mapping[str, float]
     """Squares, likewise."""
 
@@ -128,9 +128,9 @@ def _tokens_of(batch: TensorDictBase) -> tuple[Tensor, Tensor] | None:
     ragged, known = isinstance(batch, LazyStackedTensorDict), has_key(batch, ATTENTION)
     if not has_key(batch, TOKENS) or not (ragged or known):
         return None
-    tokens = read_tokens(batch, TOKENS, reader="a report", option="where a loss finds them").cpu()
+    tokens = read_tokens(batch, TOKENS, reader="a report", option="").cpu()
     if known:
-        mask = read_tokens(batch, ATTENTION, reader="a report", option="which are no padding").cpu().bool()
+        mask = read_tokens(batch, ATTENTION, reader="a report", option="").cpu().bool()
     else:
         sizes = torch.tensor([len(row.get(TOKENS)) for row in batch.unbind(0)])
         mask = torch.arange(tokens.shape[1]) < sizes[:, None]
@@ -243,7 +243,7 @@ def _begins(values: np.ndarray) -> np.ndarray:
 def _alike(
     flat: np.ndarray, a: np.ndarray, b: np.ndarray, known: np.ndarray, most: np.ndarray, cells: int
 ) -> np.ndarray:
-    """(n,) the number of equal tokens from the positions `a` and `b` on, at most `most`.
+    """(n,) the number of equal tokens from the positions `a` and `b` on, up to the limits `most`.
 
     Args:
         flat: the tokens of all rows.
@@ -269,7 +269,7 @@ def _alike(
 
 
 def _block(flat: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """(n, BLOCK) the tokens from (n,) positions on. At the end of all tokens, the last one is repeated."""
+    """(n, BLOCK) the tokens from (n,) positions on. Behind the end of `flat`, its last token is repeated."""
     if places.max() <= len(flat) - BLOCK:
         return np.lib.stride_tricks.sliding_window_view(flat, BLOCK)[places]
     return flat.take(places[:, None] + np.arange(BLOCK), mode="clip")

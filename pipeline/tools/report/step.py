@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from headrace.transforms.streams import Survivors
 
 BY_TOKEN = ("advantage", "importance_weight", "loss_weight")
-TOKENS_READ = 50_000  # most tokens with their own numbers in a report; a page of many steps shows fewer
+TOKENS_READ = 50_000  # a report has numbers of at most this many tokens; a page of many steps shows fewer
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class StepReport:
             `version_tokens`), `expected_rollouts`, `minibatch`, `microbatch`, `rank`, `empty` (1: the row
             arrived without a token in the loss, and is in no statistic), `logged_advantage` (the dump's),
             `compared` (number of rollouts that the advantage compared with the row's, which is included),
-            `baseline` (the number that it was compared with), `peers` (ids of the rows that the advantage
-            compares, if these are not a group). An unknown float is NaN, an unknown integer -1.
+            `baseline` (the number that was subtracted from its reward), `peers` (ids of the rows that the
+            advantage compares, if these are not a group). An unknown float is NaN, an unknown integer -1.
         names: ``stage/reason`` by code; 0 is ``trained``.
         actions: what happened to rows with a reason, by code.
         texts: N strings by name: ``prompt``, ``response``, ``ground_truth``; ``response_parts``, the parts of
@@ -113,7 +113,7 @@ class StepReport:
 
     @cached_property
     def funnel(self) -> list[Level]:
-        """For each stage, the counts of what is in the loss after it, and of what left at it, by reason."""
+        """For each stage, the counts in the loss after the stage, and of what left there, by reason."""
         return funnel(self.columns, [name for name, _ in self.recipe], self.names, self.actions)
 
     @cached_property
@@ -149,7 +149,7 @@ class StepReport:
 
     @cached_property
     def staleness(self) -> np.ndarray:
-        """(N,) number of versions behind the newest policy in the batch; -1 if unknown."""
+        """(N,) number of versions behind the trainer, or behind the newest row (:func:`staleness_of`)."""
         return staleness_of(self.columns)
 
     @cached_property
@@ -200,7 +200,7 @@ class StepReport:
 
 
 class Decided(Protocol):
-    """The attributes of a :class:`~headrace.pipeline.Decision` that reports need; they cannot import it."""
+    """What reports need of a :class:`~headrace.pipeline.Decision`, a class that they cannot import."""
 
     run: Run
 
@@ -259,8 +259,8 @@ def make_report(
     run: Run | None = one.last_run if hasattr(one, "last_run") else one
     if run is None:
         raise RuntimeError(
-            "there is no batch to report on: run the pipeline over one; one that was refused has none, and "
-            "what a copy of the pipeline has run, in a worker process say, is known to that copy"
+            "there is no batch to report on: run the pipeline on a batch. A refused batch has no report. If "
+            "a copy of the pipeline ran, for example in a worker process, report from this copy"
         )
     if not hasattr(run, "ledger"):
         raise TypeError(f"make_report takes a run, a decision or a pipeline; got {type(processed).__name__}")
@@ -288,7 +288,7 @@ def make_report(
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             own[name] = value = float(value)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"numbers must have a number by each name; got {name}={value!r}")
+            raise ValueError(f"numbers must have a number under each name; got {name}={value!r}")
     if batch is not None:
         batch = enter_rows(batch, [], reader="make_report")
         ids: dict[str, Any] = {
@@ -332,7 +332,7 @@ def make_report(
         report.numbers.update(own)
 
     def rows_read() -> Iterator[int]:
-        """Yield the rows to read. It takes long, so it is called only if a recipe writes numbers by token."""
+        """Yield the rows to read. This takes long, so it is done only if a recipe writes numbers by token."""
         rows = rows_to_read(report)
         tokens = columns.get("tokens", np.zeros(len(report), np.int64))
         yield from rows[np.cumsum(tokens[rows]) <= TOKENS_READ].tolist()

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from headrace.pipeline.pipeline import Pipeline
     from headrace.pipeline.run import Run
 
-GROUPS = 12  # most lines of the table; below it is the number of other groups
-ROLLOUTS = 8  # most rewards in a line
-PROMPT = 40  # most letters of a prompt
-ADVISED = 3  # most advisories; the page has all
+GROUPS = 12  # the table shows at most this many groups; below it is the number of other groups
+ROLLOUTS = 8  # a line shows at most this many rewards
+PROMPT = 40  # a line shows at most this many letters of a prompt
+ADVISED = 3  # at most this many advisories are shown; the page has all
 
 
 def show_report(report: StepReport, *, groups: int = GROUPS, setup: Setup | None = None) -> Group:
@@ -36,7 +36,7 @@ def show_report(report: StepReport, *, groups: int = GROUPS, setup: Setup | None
 
     Args:
         report: the report of a batch.
-        groups: most lines of the group table. Groups that lost rollouts come first.
+        groups: the table of groups has at most this many lines. Groups that lost rollouts come first.
         setup: as for :func:`show_advisories`.
 
     Example:
@@ -123,7 +123,7 @@ def print_report(
         step: number of the step; None: the run's number.
         console: where to print; None: standard output, as plain text unless it is a terminal.
         solved: least reward of a solved rollout.
-        batch: the input batch, from which the cost of its rows as trees is computed. None: not computed.
+        batch: the input of the pipeline, for the cost of its rows as trees. None: the cost is left out.
         decode: function from a list of token ids to one string for each id. None: no texts of tokens.
 
     Raises:

@@ -56,7 +56,7 @@ def texts_of_tokens(
     """Decode the prompt and the response of each row. This reads the device a few times.
 
     Args:
-        batch: TensorDict ``[n]`` with ``("tokens", "full")``. If rows have left, it needs row numbers.
+        batch: TensorDict ``[n]`` with ``("tokens", "full")``. If rows have left, the batch needs row numbers.
         rows: number of strings to return. A row that is not in the batch gets an empty string.
         decode: a function from token ids to one string for each.
         loss_mask_key: key of (n, T) bool. If it is missing, ``("tokens", "response")`` gives the length of
@@ -71,7 +71,7 @@ def texts_of_tokens(
     texts = {name: [""] * rows for name in ("prompt", "response")}
     for row, part in zip(row_numbers(batch), _rows(some), strict=True):
         tokens = part.get(TOKENS).reshape(-1)
-        real = torch.ones_like(tokens, dtype=torch.bool)  # no padding
+        real = torch.ones_like(tokens, dtype=torch.bool)  # False at padding
         if has_key(part, ATTENTION):
             real = part.get(ATTENTION).reshape(-1).bool()
         if has_key(part, loss_mask_key):
@@ -137,8 +137,8 @@ def _decoded(decode: Decode, ids: list[int], row: int) -> list[str]:
     texts = list(decode(ids)) if ids else []
     if len(texts) != len(ids) or not all(isinstance(text, str) for text in texts):
         raise ValueError(
-            f"decode returns a string for each token; of row {row} it made {len(texts)} of {len(ids)} "
-            "tokens. Decode them one by one: decode=lambda ids: [tokenizer.decode([id]) for id in ids]"
+            f"decode must return a string for each token; for {len(ids)} tokens of row {row} it returned "
+            f"{texts!r:.80}. Decode one by one: decode=lambda ids: [tokenizer.decode([id]) for id in ids]"
         )
     return texts
 

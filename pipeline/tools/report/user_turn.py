@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from headrace.pipeline.wording import beginning, printable
 
-LINE = 80  # most characters of a prompt's name in a sentence
-LABEL = 160  # most characters of a prompt in a list
+LINE = 80  # at most this many characters name a prompt in a sentence
+LABEL = 160  # at most this many characters name a prompt in a list
 
 
 class ChatFormat(NamedTuple):

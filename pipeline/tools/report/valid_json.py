@@ -9,7 +9,7 @@ from typing import Any
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:
-    """Write plain values as JSON; numbers that are not finite become null.
+    """Write plain values as JSON. Numbers that are not finite become null.
 
     Args:
         value: nested dicts, lists and tuples of text, numbers, bools and None.

@@ -50,7 +50,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-MOST = 200  # most rows, or prompts, of one answer
+MOST = 200  # an answer has at most this many rows or prompts
 ORDERS = ("lowest", "highest")
 
 
@@ -66,8 +66,8 @@ def view(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="headrace view",
         description="Show all rows of all steps of a run, or of two runs side by side, to a browser on this "
-        "machine. It prints the address, and starts no browser. FOLDER is what a training, a replay or "
-        "ReportFolder has written.",
+        "machine. The command prints the address, and starts no browser. FOLDER is what a training, a replay "
+        "or ReportFolder has written.",
     )
     parser.add_argument(
         "folder", metavar="FOLDER", nargs="+", type=Path, help="the folder of a run; at most two"
@@ -107,7 +107,7 @@ def view(words: Sequence[str]) -> int:
 
 
 class ViewServer(ThreadingHTTPServer):
-    """Serves the rows of runs on 127.0.0.1, at ``address``.
+    """Serve the rows of runs on 127.0.0.1, at ``address``.
 
     Args:
         runs: one run or two.
@@ -135,7 +135,7 @@ class ViewServer(ThreadingHTTPServer):
 
 
 class Answering(BaseHTTPRequestHandler):
-    """Answers one connection."""
+    """Answer one connection."""
 
     server: ViewServer
     protocol_version = "HTTP/1.1"
@@ -203,7 +203,7 @@ class QueryError(ValueError):
 
 
 class Query:
-    """The part of an address after ``?``. It is read name by name; names that were not read are an error."""
+    """The part of an address after ``?``. Values are read by name. Names that were not read are an error."""
 
     def __init__(self, text: str):
         try:
@@ -212,7 +212,7 @@ class Query:
             raise QueryError(str(err)) from None
         self._values = dict(pairs)
         if len(self._values) < len(pairs):
-            raise QueryError("a name is there twice")
+            raise QueryError("a name occurs twice")
 
     def text(self, name: str) -> str:
         """The value of a name as text; empty if it is missing."""
@@ -352,7 +352,7 @@ def answer_prompts(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
 
 
 def prompt_summary(steps: Any) -> dict[str, Any]:
-    """Summarise a prompt in a run: its steps, and its mean reward in all, the first and the last of them."""
+    """Summarise a prompt in a run: its steps, and its mean reward in all, the first and the last step."""
     each = sorted(steps)
     rewards = [(seen.reward, seen.scored) for _, seen in each if seen.reward is not None]
     weight = sum(scored for _, scored in rewards)

@@ -1,4 +1,4 @@
-"""Read the rows that a run keeps next to its page. Only rows that are shown are read.
+"""Read the rows that a run keeps next to its page: those that are shown, and columns by which to find them.
 
 Files are not trusted. A file is opened only if it is a plain file in the folder of the run, and not a link.
 Only columns of numbers and texts are read. No code in a file is run, and no extension type is made.
@@ -33,15 +33,15 @@ from headrace.pipeline.wording import printable
 FILE = re.compile(r"step_(\d{1,18})\.parquet")
 END = 80  # characters of the end of a longer text
 EXCERPT = 600  # characters of a text in a list of rows; the whole text is read on request
-MAX_STEP_ROWS = 2**22  # most rows of a step, as for dumps
-MAX_STEP_BYTES = 2**33  # most uncompressed bytes of a step, by the metadata of its file
-LABEL = 80  # most characters of the name of a recipe
-MOST_DOTS = 200  # most rollouts of a prompt that are drawn for one step
+MAX_STEP_ROWS = 2**22  # a step has at most this many rows, as in dumps
+MAX_STEP_BYTES = 2**33  # a step has at most this many uncompressed bytes, by the metadata of its file
+LABEL = 80  # at most this many characters of the name of a recipe are shown
+MOST_DOTS = 200  # at most this many rollouts of a prompt are drawn for one step
 EXACT = 2**53  # JavaScript rounds greater integers
 SAME = ("prompt", "prompt_id", "group_label", "group_id")  # columns that identify prompts
 LABELS = {"group_id": "group_label", "rollout_id": "rollout_label"}
 REWARDS = ("rollout_reward", "reward")  # the reward of a row's rollout, else the row's own
-TEACHES = "teaches"  # the order in which groups that teach come first
+TEACHES = "teaches"  # the order by the range of a group's rewards in the loss
 
 
 REPLAYED = (
@@ -77,7 +77,7 @@ class StoredStep:
 
     Attributes:
         step: number of the step.
-        path: of the file.
+        path: the path of the file.
         stamp: time and size of the file when it was read.
         rows: number of rows in the file.
         kinds: the kind of each column that can be shown: ``number``, ``integer``, ``numbers`` (a list) or
@@ -196,7 +196,7 @@ class StoredRun:
                 return f"{folder} holds {holds}, {name}, and no rows. {then}"
         if newest := newest_run(folder):
             words = ["headrace", "view", str(newest)]
-            return f"{folder} is no run, and holds some. The newest: {shlex.join(words)}"
+            return f"{folder} is no run, but has runs in it. The newest: {shlex.join(words)}"
         words = ["headrace", "task=replay", f"source.path={folder}", "hydra.run.dir=FOLDER"]
         return (
             f"{folder} has no rows of a run, rollouts/step_*.parquet, which a run with report.dump=parquet "
@@ -222,25 +222,25 @@ class StoredRun:
         """Return some rows of a step, with all their columns. Long texts are cut.
 
         Args:
-            number: of the step.
+            number: number of the step.
             sort: a column of numbers; ``reward`` is the reward of the rollout. Rows without a number come
-                last. If it is empty or ``teaches``, groups that teach come first, that is those whose rewards
-                in the loss have the widest spread. The rows of a group stay together, sorted by reward.
+                last. If it is empty or ``teaches``, groups whose rewards in the loss have the greatest range
+                come first. Then the rows of a group stay together, sorted by reward.
             descending: whether the greatest number, or the highest reward within a group, comes first.
             reason: only rows with this reason; ``left``: only rows that are not trained.
-            group: only rows with this group id or label; if there are none, rows whose id or label contains
-                it.
-            text: only rows with a text that contains this, in upper or lower case.
+            group: only rows with this group id or label; if there are none, rows whose group id or label
+                contains this text.
+            text: only rows with a text that contains this text, in upper or lower case.
             prompt: only rows of the prompt with this key (:func:`key_of`).
             same: the column to which the key `prompt` belongs.
             offset: number of rows to leave out at the beginning.
-            count: most rows to return.
+            count: at most this many rows are returned.
 
         Returns:
-            ``columns``: [name, kind] pairs. ``rows``: lists of values in the order of `columns`. ``keys``:
-                the key of each row's prompt (empty: unknown). ``found``: number of rows that match. ``of``:
-                number of rows of the step. A text is ``{"start", "characters"}``; a long text also has its
-                ``end``.
+            ``columns``: [name, kind] pairs. ``rows``: for each row a list, its index in the file and its
+                values in the order of `columns`. ``keys``: the key of each row's prompt (empty: unknown).
+                ``found``: number of rows that match. ``of``: number of rows of the step. A text is
+                ``{"start", "characters"}``; a long text also has its ``end``.
 
         Raises:
             UnreadableRows: there is no such step or column, or a file cannot be read.
@@ -270,7 +270,7 @@ class StoredRun:
         """Return a whole text of one row.
 
         Args:
-            number: of the step.
+            number: number of the step.
             place: index of the row in its file.
             column: a column of texts.
 
@@ -327,10 +327,10 @@ class StoredRun:
 
         Args:
             same: the column whose equal values are one prompt.
-            text: only prompts that contain this, in upper or lower case.
+            text: only prompts that contain this text, in upper or lower case.
 
         Raises:
-            UnreadableRows: a file that cannot be read.
+            UnreadableRows: a file cannot be read.
         """
         found: dict[str, dict[int, PromptInStep]] = {}
         with self._lock:
@@ -358,14 +358,14 @@ class StoredRun:
         return None
 
     def rollouts_of(self, key: str, same: str) -> dict[int, list[list[float | None]]]:
-        """The reward and the advantage of a prompt's rollouts, by step, of at most 200 in a step.
+        """The reward and the advantage of a prompt's rollouts, by step. In a step, at most 200 are returned.
 
         Args:
-            key: of the prompt (:func:`key_of`).
-            same: the column that it is a key of.
+            key: the key of the prompt (:func:`key_of`).
+            same: the column to which the key belongs.
 
         Raises:
-            UnreadableRows: a file that cannot be read.
+            UnreadableRows: a file cannot be read.
         """
         found = {}
         for number in self.prompts(same).get(key, ()):
@@ -430,11 +430,11 @@ def opened(path: Path, texts: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
     """Open a Parquet file, if it is a plain file and not a link.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         texts: columns to read as codes of a dictionary.
 
     Raises:
-        UnreadableRows: it is another kind of file, or damaged.
+        UnreadableRows: the path is another kind of file, or the file is damaged.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -453,7 +453,7 @@ def opened(path: Path, texts: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
 
 
 def read_footer(path: Path, number: int) -> StoredStep:
-    """Read the footer of a file, which describes its rows; no row is read.
+    """Read the footer of a file, which describes its rows. No row is read.
 
     Raises:
         UnreadableRows: it is not a file of rows, or claims too many rows or bytes.
@@ -485,7 +485,7 @@ def plain_json(metadata: Mapping[bytes, bytes], key: str) -> Any:
 
 
 def kind_of(type: pa.DataType) -> str | None:
-    """The kind by which a column is shown; None: it is not shown."""
+    """The kind as which a column is shown; None: it is not shown."""
     if pa.types.is_string(type) or pa.types.is_large_string(type):
         return "text"
     if pa.types.is_integer(type) or pa.types.is_boolean(type):
@@ -501,7 +501,7 @@ def kind_of(type: pa.DataType) -> str | None:
 
 
 def values_at(file: pq.ParquetFile, names: Sequence[str], places: np.ndarray) -> list[list[Any]]:
-    """The values of some rows, by row; one row group is in memory at a time."""
+    """The values of some rows, by row. One row group is in memory at a time."""
     found: dict[int, list[Any]] = {}
     start = 0
     for at in range(file.num_row_groups):
@@ -518,7 +518,7 @@ def values_at(file: pq.ParquetFile, names: Sequence[str], places: np.ndarray) ->
 def cells_at(
     file: pq.ParquetFile, stored: StoredStep, names: Sequence[str], places: np.ndarray
 ) -> list[list[Any]]:
-    """The values of some rows as JSON can hold them, after the row's place in the file."""
+    """The index of some rows in the file, and their values in a form that JSON can hold."""
     kinds = [stored.kinds[name] for name in names]
     rows = values_at(file, names, places)
     return [[place, *map(cell_of, row, kinds)] for place, row in zip(places.tolist(), rows, strict=True)]
@@ -568,11 +568,11 @@ def ranked(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def by_teaching(table: pa.Table, reward: str) -> list[np.ndarray]:
-    """Two keys for :func:`numpy.lexsort`, by which rows of groups that teach come first.
+    """Two keys for :func:`numpy.lexsort`: groups with the greatest range of rewards in the loss come first.
 
     Args:
         table: (N,) `group_id`, `reason` and the reward.
-        reward: name of its column.
+        reward: name of the column of rewards.
 
     Example:
         >>> rows = {"group_id": [7, 7, 8, 8], "reason": ["trained"] * 4, "reward": [1.0, 1.0, 0.0, 1.0]}
@@ -603,7 +603,7 @@ def coded(stored: StoredStep, name: str) -> tuple[np.ndarray, list[Any]]:
 
 
 def as_codes(column: pa.ChunkedArray) -> tuple[np.ndarray, list[Any]]:
-    """(N,) codes of a column, and the value of each; null is a value, too.
+    """(N,) codes of a column, and the value of each code. Null is a value, too.
 
     Example:
         >>> codes, values = as_codes(pa.chunked_array([["a", None], ["b", "a"]]))

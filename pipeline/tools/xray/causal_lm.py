@@ -19,8 +19,8 @@ def table_as_causal_lm(table: TokenTable) -> PreTrainedModel:
     """Return a model of transformers whose logits are those of a table, for trainers such as TRL's.
 
     Its hidden states are the logits, and its head is the identity, without a gradient. So trainers that
-    compute log-probabilities from ``base_model`` and the weight of the head get those of the model. It has no
-    other parameters, no dropout and no positions, and ignores attention masks.
+    compute log-probabilities from ``base_model`` and the weight of the head get the same values. The model
+    has no other parameters, no dropout and no positions, and ignores attention masks.
 
     Args:
         table: the table, which gets the gradient. Pass the model or the table to :func:`token_weights`.

@@ -56,7 +56,7 @@ class TokenMean:
 
 
 def known_means(tokens: StepTokens) -> Iterator[TokenMean]:
-    """Yield the means that trainers use, first over the whole step, then over micro-batches and ranks."""
+    """Yield the means that trainers use, first of the whole step, then of each rank and each micro-batch."""
     inside = tokens.inside.double()
     of_row = inside.sum(1)
     scopes = {WHOLE: torch.zeros_like(tokens.micro), "each rank": tokens.rank}
@@ -103,7 +103,7 @@ def nearest_mean(
 ) -> tuple[TokenMean, float, float]:
     """Find the mean whose weights are nearest to the measured ones (N, T), up to one common factor.
 
-    NaN is an unknown weight. If a mean gives no weight to a token, the token is not compared with it. Without
+    NaN is an unknown weight. Tokens to which a mean gives no weight are not compared with this mean. Without
     ``means``, the means are those of :func:`known_means`.
 
     Returns:
@@ -118,16 +118,17 @@ def nearest_mean(
         # A sum over a constant may have any factor; a mean has the factor 1.
         scaled = mean.name == SUM or abs(factor - 1) < SAME
         found.append((mean, factor, apart, scaled))
-    # Among means that are equally near, take one without a factor, then the first, over the whole step.
+    # Among means that are equally near, take a mean without a factor if there is one, or else the first.
     return min(found, key=lambda each: (round(each[2], 9), not each[3]))[:3]
 
 
 def odd_part(
     weight: Tensor, tokens: StepTokens, means: Sequence[TokenMean] | None = None
 ) -> tuple[int, float] | None:
-    """Find the single micro-batch whose factor differs from all others. Return it and its factor, or None.
+    """Find the single micro-batch whose factor differs from all others; None if there is none.
 
-    `weight` (N, T) and ``means`` are as in :func:`nearest_mean`.
+    Return the micro-batch, and its factor, divided by the factor of the others. `weight` (N, T) and ``means``
+    are as in :func:`nearest_mean`.
     """
     for mean in known_means(tokens) if means is None else means:
         factors, known = [], tokens.inside & weight.isfinite() & (mean.weight != 0)

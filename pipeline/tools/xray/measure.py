@@ -43,7 +43,7 @@ class Measured:
         pad: the side of the padding; None: ragged rows.
         ranks: number of processes.
         shift: the number that was added to the old log-probabilities.
-        coefficient: (N, T) float64, from :func:`token_weights`.
+        coefficient: (N, T) float64, coefficients of tokens in the loss mask (:func:`token_weights`).
         outside: (N, T) float64, coefficients of tokens outside the loss mask.
         padding: the greatest absolute coefficient of padding.
         advantage: (N, T) float64, the advantage of each token.
@@ -158,7 +158,7 @@ class XRay:
         return f"{what}, in {len(spread)} of {len(spread)} runs"
 
     def _name(self, close: float) -> str:
-        """The name of the mean, from the run with the most micro-batches, because it shows the scope best."""
+        """The name of the mean. The run with the greatest number of micro-batches shows its scope best."""
         runs = sorted((run for run in self.runs if not run.shift), key=lambda run: -run.cut * run.ranks)
         found = [nearest_mean(run.weight, run.tokens) for run in runs or self.runs]
         exact = [str(mean) for mean, _, apart in found if apart <= close]
@@ -191,7 +191,7 @@ class XRay:
     def curve(self) -> dict[float, tuple[float, float]]:
         """The clipping curve: mean coefficients by the ratio π / π_old, divided by those at the ratio 1.
 
-        Each ratio has two: one for tokens with positive advantages, and one for tokens with negative
+        Each ratio has two numbers: one for tokens with positive advantages, and one for tokens with negative
         advantages.
         """
         base = next((run for run in self.runs if run.shift == 0.0), self.runs[0])
@@ -245,8 +245,8 @@ def xray(
     step calls ``backward()`` without an optimiser step.
 
     If a step computes its own advantages, assigns rows to micro-batches in another order, or masks rows, it
-    must write that to the batch: ``advantage`` (N, 1, 1), ``("headrace", "microbatch")`` (N,), from 0, and
-    ``("masks", "all_assistant_mask")`` (N, T). It can do so with a single rank only.
+    must write these columns: ``advantage`` (N, 1, 1), ``("headrace", "microbatch")`` (N,), from 0, and
+    ``("masks", "all_assistant_mask")`` (N, T). This is only possible with a single rank.
 
     Args:
         step: the loss and backward pass of a trainer, ``step(model, batch, cut)``.
@@ -254,8 +254,8 @@ def xray(
             ``loss_objective`` must be the policy gradient, and each other term −log π, a cross entropy. None:
             the step's weights are compared with those of its first run, and with the means that trainers use.
         cuts: numbers of micro-batches of a rank.
-        ranks: numbers of processes, with gloo. Each runs the same step on its own groups. If one number is
-            above 1, a single rank also runs in a process with a process group.
+        ranks: numbers of processes, with gloo. Each process runs the step on groups of its own. If a number
+            is above 1, a single rank also runs in a process with a process group.
         pad: sides of the padding; None: ragged rows.
         shifts: numbers that are added to the old log-probabilities, for :meth:`XRay.curve`.
         lengths: see :func:`xray_batch`.
@@ -265,8 +265,8 @@ def xray(
         gradients: how the gradients of several ranks are combined: by their ``mean``, as in DDP, or by their
             ``sum``. ``reduced``: the step combines them itself.
         holes: see :func:`xray_batch`.
-        prepare: a function that adds columns to each batch which the pipeline or the loss reads, such as
-            reference log-probabilities or turns.
+        prepare: a function that adds to each batch the columns that the pipeline or the loss also reads, such
+            as reference log-probabilities or turns.
         dtype: dtype of the table. In float32 weights are equal up to 1e-4, in float64 up to 1e-6.
 
     Raises:
@@ -495,7 +495,7 @@ def _cause(run: Measured, first: Measured, close: float) -> str:
     means = None
     if (given := run.expected_weight) is not None:
         if unknown := int(((given == 0) & (run.coefficient != 0)).sum()):
-            return f"{unknown} tokens to which the pipeline gives none have a weight"
+            return f"{unknown} tokens have a weight, although the pipeline gives them none"
         means = [TokenMean("mean of the pipeline", WHOLE, given)]
     bare = run.tokens.inside & (run.advantage == 0) & (run.coefficient != 0)
     _, factor, apart = nearest_mean(weight, run.tokens, means)

@@ -1,4 +1,4 @@
-"""Make a step for `xray` from ms-swift's GRPOTrainer: the real trainer, up to its optimiser step."""
+"""Make a step for `xray` from ms-swift's real GRPOTrainer, up to its optimiser step."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def ms_swift_step(change: Callable[[Any], object] = lambda _: None, *, steps: in
 
     Args:
         change: a function that changes the trainer before it trains, for example attaches a recipe.
-        steps: number of optimiser steps for each generation batch. The first is measured; the others get the
-            same rows.
+        steps: number of optimiser steps for each generation batch. The first step is measured. The others get
+            the same rows.
         config: options of the trainer's configuration, such as ``loss_type``.
     """
     from datasets import Dataset

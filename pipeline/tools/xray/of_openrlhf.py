@@ -104,14 +104,14 @@ def openrlhf_step(compute_advantages: Callable[[Any, list[Any]], Any], **argumen
     Args:
         compute_advantages: a function in place of ``RemoteExperienceMaker.compute_advantages_and_returns``.
         arguments: command-line arguments of OpenRLHF, such as ``{"ds.zero_stage": 3}``. With
-            ``train.dynamic_batch_enable``, the token limit of micro-batches is set so that the requested
-            number of them results.
+            ``train.dynamic_batch_enable``, the token limit of micro-batches is set for the requested number
+            of micro-batches.
 
     Raises:
         ImportError: OpenRLHF or DeepSpeed is not installed.
     """
     if find_spec("deepspeed") is None:
-        raise ImportError("its trainer needs deepspeed")
+        raise ImportError("OpenRLHF's trainer needs deepspeed")
     with (
         warnings.catch_warnings(),
         patch.dict(os.environ, DS_ACCELERATOR="cpu"),

@@ -25,7 +25,7 @@ ACCUMULATED = (
 
 
 def torchrl_settings() -> list[Setting]:
-    """Return settings of GRPOLoss, DAPO, CISPOLoss (MCAdvantage, recipes), SFTLoss and DistillationLoss."""
+    """Return settings of three losses with MCAdvantage and recipes, and of two losses with a teacher."""
     found = []
     clipped = ((GRPOLoss, 0.2, "grpo"), (DAPO, (0.2, 0.28), "dapo"), (CISPOLoss, (0.2, 0.28), "scalerl"))
     for kind, clip, recipe in clipped:
@@ -75,7 +75,7 @@ def _with_headrace(kind: type[GRPOLoss], recipe: str, **options: Any) -> Step:
 
 
 def _with_a_teacher(kind: type[nn.Module], accumulated: bool, **options: Any) -> Step:
-    """Make a step without rewards: tokens have the advantage 1, and a teacher twice their probability."""
+    """Make a step without rewards. All advantages are 1. A teacher gives tokens twice their probability."""
 
     def step(model: nn.Module, batch: TensorDictBase, cut: int) -> None:
         batch["advantage"] = torch.ones(len(batch), 1, 1, dtype=torch.float64)

@@ -61,8 +61,8 @@ def trl_step(trainer: str | type, more: dict[str, Any] | None = None, **config: 
 
     The trainer's model is the table. Its completions are the rows of the batch, and a reward function returns
     their rewards. Advantages, masks, shuffling, losses and accumulation are the trainer's own. The gradient
-    is read before the optimiser step. The step writes to the batch what the trainer documents: the
-    advantages, the rows that it masks, and the micro-batch of each row.
+    is read before the optimiser step. The step writes three columns to the batch: the documented advantages,
+    the loss mask without the rows that the trainer masks, and the micro-batch of each row.
 
     Args:
         trainer: ``GRPOTrainer``, ``RLOOTrainer``, or a class derived from one of them.

@@ -1,4 +1,4 @@
-"""Make steps for `xray` from verl's policy losses: its `ppo_loss`, accumulated as in its FSDP engine."""
+"""Make steps for `xray` from verl's policy losses and `ppo_loss`, accumulated as in verl's FSDP engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make the page of measured settings: the measured / documented weight of each token, and clipping curves."""
+"""Make the page of measured settings, with the weight of each token and clipping curves."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ svg { display: block; overflow: visible; } text { fill: var(--dim); font: 11px s
 def xray_page(title: str, found: XRay | Sequence[MeasuredSetting]) -> str:
     """Return measurements as one HTML file, which loads nothing and runs no script.
 
-    Each run is a panel. The colour of a token is its measured weight, divided by the documented one. Without
-    documentation, the divisor is the weight of the pipeline, or of the mean that was found. Measurements with
-    several shifts have a clipping curve.
+    Each run is a panel. The colour of a token is its measured weight, divided by the documented weight.
+    Without documentation, the divisor is the weight of the pipeline, or of the mean that was found.
+    Measurements with several shifts have a clipping curve.
 
     Args:
         title: title of the page.
@@ -64,16 +64,16 @@ def xray_page(title: str, found: XRay | Sequence[MeasuredSetting]) -> str:
     curves = "".join(_curve(each) for each in found if each.curve)
     if curves:
         curves = (
-            "<h2>By the ratio of the policy to the sampling policy</h2><p>The coefficient of a token over "
-            "that at the ratio 1: solid for positive advantages, dashed for negative ones. Values above 6 "
-            "are cut off.</p>"
+            "<h2>By the ratio of the policy to the sampling policy</h2><p>The coefficient of a token, "
+            "divided by its coefficient at the ratio 1: solid for positive advantages, dashed for negative "
+            "ones. Values above 6 are cut off.</p>"
             f'<div class="row curves">{curves}</div>'
         )
     settings = "".join(_setting(each) for each in found)
     body = (
         f"<h1>{as_html(title)}</h1>"
-        "<p>Each square is a token, each line a row of the batch. Its colour is its measured weight over its "
-        "weight in the documented mean over the whole step. A pale square is masked, or its "
+        "<p>Each square is a token, each line a row of the batch. The colour is the token's measured weight, "
+        "divided by its weight in the documented mean over the whole step. A pale square is masked, or its "
         f"advantage is 0.</p>{_legend()}{curves}{settings}"
     )
     return plain_page(title, STYLE, body, policy(STYLE, ""))
@@ -106,7 +106,7 @@ def _setting(found: MeasuredSetting) -> str:
 
 
 def _panel(run: Measured, share: Tensor) -> str:
-    """Draw the tokens of a run. If the weight of a token is not the documented one, a tooltip shows it."""
+    """Draw the tokens of a run. If a weight differs from the documented weight, a tooltip shows it."""
     squares: dict[str, list[str]] = {}
     titles = ""
     rows, width = share.shape

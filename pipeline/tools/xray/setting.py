@@ -1,4 +1,4 @@
-"""Define a setting of a trainer: the documented weight of a token, and the measured one."""
+"""Define a setting of a trainer, with the documented weight and the measured weight of each token."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class MeasuredSetting:
         if expected is None and not self.documented:
             weight = torch.zeros(run.coefficient.shape, dtype=torch.float64)
             found = self.xray.mean.weight[self.xray.runs[0].tokens.inside]
-            weight[run.tokens.inside] = found  # on either side of the padding
+            weight[run.tokens.inside] = found  # wherever the padding is
             expected = weight * self.xray.factor * run.advantage
         if expected is None:
             means = {str(mean): mean.weight for mean in known_means(run.tokens)}

@@ -38,7 +38,7 @@ class MaskedTokens(Categorical):
 
 @takes_options
 class TokenTable(TensorDictModuleBase):
-    """A language model that depends on the last token alone: ``logits = table[token]``, initially 0.
+    """A language model that depends on the last token alone: ``logits = table[token]``.
 
     At zero logits each token has the log-probability −log V. The table can be the actor of TorchRL's
     ``GRPOLoss`` (``masking_strategy="generic"``), even for packed rows and prefix trees.
@@ -150,7 +150,7 @@ def kl_weights(model: nn.Module, batch: TensorDictBase, reference: TokenTable) -
     """Compute the coefficient of KL(π ‖ reference) over the whole vocabulary, by previous token.
 
     With KL_p = Σ_k π(k | p) log(π(k | p) / ref(k | p)), the term κ_p KL_p of the loss has the gradient
-    ∂/∂table[p, k] = κ_p π(k | p) (log π(k | p) − log ref(k | p) − KL_p). Unused tokens k show it.
+    ∂/∂table[p, k] = κ_p π(k | p) (log π(k | p) − log ref(k | p) − KL_p). Unused tokens k show κ_p.
 
     A KL estimate from the sampled token alone (k1, k2, k3) is part of that token's coefficient, not of κ.
 
@@ -289,13 +289,13 @@ def table_of(model: nn.Module) -> TokenTable:
 
 
 def tokens_of(batch: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
-    """(N, T) each: the tokens, the attention mask, and the loss mask."""
+    """The tokens, the attention mask and the loss mask, each (N, T)."""
     tokens, real, inside = (padded_column(batch, key) for key in (TOKENS, REAL, LOSS))
     return tokens, real.bool(), inside.bool()
 
 
 def padded_column(batch: TensorDictBase, key: NestedKey) -> Tensor:
-    """(N, T, …) a column; ragged rows are padded with 0 on the right."""
+    """(N, T, …) a column. Ragged rows are padded with 0 on the right."""
     if isinstance(batch, LazyStackedTensorDict):
         return batch.get(key, as_padded_tensor=True, padding_value=0)
     return batch.get(key)

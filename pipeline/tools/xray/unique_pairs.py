@@ -14,7 +14,7 @@ from torch import Tensor
 from headrace.transforms.table.options import at_least, takes_options
 
 Pad = Literal["left", "right"]
-SPARE = 2  # tokens of the vocabulary that are in no pair: the padding, and one that is never used
+SPARE = 2  # tokens of the vocabulary that are in no pair: the padding, and a token that is never used
 
 
 @takes_options
@@ -44,9 +44,9 @@ def xray_batch(
         segments: number of rows of each rollout; one number for all rollouts, or R numbers.
         pad: the side of the padding. None: ragged rows, in a lazy stack.
         holes: whether every third token of a response is masked, as the answer of a tool would be.
-        old_log_prob_shift: a number that is added to the log-probabilities in the mask, −log V. So the ratio
-            of a policy with equal logits to the sampling policy is e^−shift. Outside the mask they are 1
-            lower.
+        old_log_prob_shift: a number that is added to the log-probabilities, which are −log V in the loss mask
+            and lower by 1 outside it. So the ratio of a policy with equal logits to the sampling policy is
+            e^−shift.
 
     Returns:
         TensorDict ``[N]`` with the columns that recipes read, floats in float64: ``("tokens", "full")``,

@@ -20,8 +20,8 @@ from headrace.pipeline.tools.report import FittedColumn, FittedTable, json_text
 from headrace.pipeline.wording import printable, shown_range
 from headrace.spelling import suggest
 
-# The package of each trainer, and how to install it. Three packages require other versions of torch or TRL,
-# but the measured code does not, so they are installed without dependencies. None of them compiles CUDA code.
+# The package of each trainer, and how to install it. Three packages require other versions of torch or TRL.
+# The measured code does not, so they are installed without dependencies. No package compiles CUDA code.
 ASIDE = "PYTHONPATH=FOLDER in front of the command, after pip install --no-deps --target FOLDER"
 SWIFT = "ms-swift 'trl<1.0' peft modelscope modelscope_hub json_repair einops dacite msgspec"
 DEEPSPEED = "deepspeed==0.19.6 einops hjson msgpack ninja py-cpuinfo"
@@ -48,7 +48,7 @@ def measure_trainer(
         console: where to print; None: standard output.
 
     Returns:
-        The greatest relative difference of a weight from the documented one.
+        The greatest relative difference of a weight from the documented weight.
 
     Raises:
         ConfigError: the trainer is unknown or not installed; or ``source`` is missing or cannot be imported.
@@ -99,7 +99,7 @@ def _of_trainer(config: DictConfig, _: Sequence[str]) -> tuple[str, list[Any]]:
     module = import_module(f"headrace.pipeline.tools.xray.of_{of}")
     settings: Callable[[], list[Any]] = getattr(module, f"{of}_settings")
     try:
-        more = config.xray.get("also")  # adapters, because nothing here may import them
+        more = config.xray.get("also")  # adapters, which tools may not import
         also = import_callable(more, f"xray.also={more}", "a function")() if more else []
         return f"{package} {version}", [*settings(), *also]
     except ImportError as err:

@@ -579,9 +579,12 @@ def trained(folder: Path, change) -> Path:
     ("change", "said"),
     [
         (lambda payload: payload.update(format_version=3), "must have format_version 2"),
-        (lambda payload: payload["samples"][0].update(rollout_position=1), "that is there once"),
-        (lambda payload: payload["samples"][0].update(rollout_position=99), "one of the 13 samples"),
-        (lambda payload: payload["samples"][0].update(advantages=torch.ones(3)), "as many advantages as"),
+        (lambda payload: payload["samples"][0].update(rollout_position=1), "and occur once"),
+        (
+            lambda payload: payload["samples"][0].update(rollout_position=99),
+            "must be below 13 and occur once",
+        ),
+        (lambda payload: payload["samples"][0].update(advantages=torch.ones(3)), "must have equal lengths"),
         (lambda payload: payload["samples"][0].pop("advantages"), "the key 'advantages' is required"),
         (
             lambda payload: payload["samples"][0].update(advantages=torch.tensor([0.0, float("nan")])),

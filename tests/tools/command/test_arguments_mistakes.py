@@ -48,14 +48,14 @@ MISTAKES = {
     "repaly": "did you mean task=replay",
     "task=repaly": "unknown task 'repaly' (did you mean 'replay'?); choose from train",
     # -- flags of other commands
-    "-m": "-m runs a job for each value of an option, and none has several: headrace -m seed=1,2",
+    "-m": "-m runs a job for each value of an option, and no option has several values: headrace -m seed=1,2",
     "--resume": "A loop of your own can, with headrace.Checkpoint (docs/resume.md)\n",
     "--list": "did you mean headrace recipes?",
     "--verison": "unknown option '--verison' (did you mean '--version'",
     "-seed=1": "did you mean seed=1?",
     "--lr 0.1": "did you mean optimizer.lr=0.1?",
     f"{REPLAY} --skip-bad": "did you mean source.skip_bad=true?",
-    "-m --cfg job seed=1,2": "take one of them",
+    "-m --cfg job seed=1,2": "use one of the two",
     # -- names of options
     "sed=1": "unknown option 'sed' (did you mean seed=1?)",
     "seed 1": "did you mean seed=1?",
@@ -145,7 +145,7 @@ MISTAKES = {
     "task=certify certify.group_sizes=[9] certify.only=[stop_or_continue]": (
         "a group of 9 of task 'stop_or_continue' has 262,144 outcomes, and certify.most is 20,000"
     ),
-    "task=certify certify.group_sizes=[3] certify.only=[forks]": "groups must be of a multiple of 2; got 3",
+    "task=certify certify.group_sizes=[3] certify.only=[forks]": "must be a multiple of 2; got 3",
     "task=certify certify.only=[forsk]": "unknown task 'forsk' (did you mean 'forks'?)",
     "task=certify certify.tasks.forks.theta=[1] certify.only=[forks]": "certify.tasks.forks.theta",
     "task=certify '+certify.tasks.mine={a: 1}'": "certify.tasks.mine must be a node with a _target_",

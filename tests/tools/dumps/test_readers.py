@@ -344,7 +344,7 @@ def test_open_instruct_groups_are_prompts_and_metadata_are_skipped(tmp_path):
 def test_open_instruct_a_prompt_index_of_two_prompts_is_refused(tmp_path):
     rows = [open_instruct_row(0, 0, 1.0), open_instruct_row(1, 0, 0.0, prompt_tokens=[5])]
     assert_refused(
-        r":2: samples of one prompt_idx have the same prompt_tokens, as at .*:1",
+        r":2: prompt_tokens must be those at .*:1, which has the same prompt_idx",
         write_lines(tmp_path / "r_rollouts_0.jsonl", rows),
     )
 
@@ -361,7 +361,7 @@ def test_tinker_summaries_have_only_lengths(tmp_path):
     path = tmp_path / "iteration_000006" / "train_rollout_summaries.jsonl"
     assert rewards(only(open_dump(path, reward_key="final_reward"))[1]) == [0.0] * 4
     path = write_lines(tmp_path / "train_rollout_summaries.jsonl", [tinker_row(0, 0, 1, schema_version=2)])
-    assert_refused("'schema_version' must be 1, the one that is known; found 2", path)
+    assert_refused("'schema_version' must be 1, the only known version; found 2", path)
 
 
 # -- verifiers, NeMo Gym, hosted prime, Atropos ------------------------------------------------------------
@@ -397,7 +397,7 @@ def test_nemo_gym_rows_are_grouped_by_task_and_their_items_are_messages(letters,
     said = f"assistant: <think>\nAdd.\n</think>\n{call}\ntool: four\nassistant: 4"
     assert batch["response_text"][0] == said
     again = write_lines(tmp_path / "rollouts.jsonl", [gym_row(0, 0, 1.0)] * 2)
-    assert_refused("a record is there once in a step", again)
+    assert_refused("a record must occur once in a step", again)
     strange = gym_row(0, 0, 1.0)
     strange["response"]["output"].append({"type": "strange"})
     assert_refused("a known type; found 'strange'", write_lines(tmp_path / "rollouts.jsonl", [strange]))
@@ -684,7 +684,9 @@ def test_a_row_has_one_advantage_or_one_for_each_token(tmp_path):
     row = nemo_row(0, 1.0, advantages=[[0.5, 0.5]])
     message = "'advantages' has one, or one for each token .5.; found 2"
     assert_refused(message, write_lines(tmp_path / "train_data_step3.jsonl", [row]), group_by="prompt")
-    assert_refused("'scores' must have one for each", write_lines(tmp_path / "a.jsonl", [atropos_group([])]))
+    assert_refused(
+        "'scores' must have a score for each", write_lines(tmp_path / "a.jsonl", [atropos_group([])])
+    )
 
 
 def test_table_a_conversation_in_one_column_is_split_at_the_assistant(letters, tmp_path):
@@ -725,7 +727,7 @@ def test_table_a_conversation_in_one_column_is_split_at_the_assistant(letters, t
         ),
         ({**COLUMNS, "status": "s"}, {"s": "odd"}, "'status' must be one of completed"),
         (COLUMNS, {"metrics": {"score": [1, 2]}, "output": ["4"]}, "a list as long as that of the rewards"),
-        ({**COLUMNS, "rollout": "k"}, {"k": 1}, "a record is there once in a step"),
+        ({**COLUMNS, "rollout": "k"}, {"k": 1}, "a record must occur once in a step"),
         ({"reward": "metrics.score", "response": "output"}, {}, "a sample needs a group"),
         (COLUMNS, {"metrics": {"score": []}, "output": []}, "source.columns.reward.* must be a list with a"),
         ({**COLUMNS, "rollouts": "k"}, {"k": []}, "source.columns.rollouts.* must be a list with a rollout"),
@@ -918,7 +920,7 @@ def test_a_group_uid_has_to_be_declared(tmp_path):
     rows = [verl_row("math_7", score) for score in (1.0, 0.0)] + [verl_row("algebra", 1.0)]
     path = write_lines(tmp_path / "7.jsonl", rows)
     assert_refused(
-        r"must be a key \{uid\}_\{session\}_\{index\}.*if it is the group's own.*source.group_by=uid",
+        r"must be a key \{uid\}_\{session\}_\{index\}.*if it is the id of the group.*source.group_by=uid",
         path,
         "verl",
     )

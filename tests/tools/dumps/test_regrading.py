@@ -229,7 +229,7 @@ def test_a_grader_with_other_arguments_is_refused():
 
 def test_a_dump_without_texts_is_refused(tmp_path):
     path = write_lines(tmp_path / "train_rollout_summaries.jsonl", [tinker_row(0, i, 1.0) for i in range(2)])
-    with pytest.raises(SourceError, match=r"step 6: to grade again takes the texts of the responses"):
+    with pytest.raises(SourceError, match=r"step 6: re-grading needs the texts of the responses"):
         list(open_dump(path, regrade=by_length))
 
 
@@ -296,5 +296,5 @@ def test_a_grader_is_given_by_name_and_an_unknown_name_is_refused(dump, tmp_path
 
 def test_a_recipe_that_sums_segments_is_refused(dump, tmp_path):
     words = ("source.regrade=my_graders.by_length", "pipeline.stages.collapse.reward=sum")
-    with pytest.raises(ConfigError, match=r"pipeline.stages.collapse.reward must be shared, got sum"):
+    with pytest.raises(ConfigError, match=r"pipeline.stages.collapse.reward must be shared; got sum"):
         replayed(dump, tmp_path, *words)

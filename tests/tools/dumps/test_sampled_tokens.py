@@ -360,13 +360,13 @@ def test_the_tokens_that_a_chat_template_marks_train_and_a_notice_says_so(letter
         assert not batch[MASK][row][:-length].any()
     assert trained(batch) == [5, 13 + 2, 7]  # of "four;", of '@add{"a": 2};' and "4;", and of "Two.so;"
     assert source.notices == [
-        "The tokens in the loss of 3 rows are those that the tokenizer's chat template marks."
+        "The tokens in the loss of 3 rows were marked by the tokenizer's chat template."
     ]
     source = open_dump(path, tokenizer=letters)
     ((_, batch),) = source
     assert trained(batch) == [4, 11 + 1, 6]
     assert source.notices[0].startswith(
-        "The tokens in the loss of 3 rows were counted text by text: contents, "
+        "The tokens in the loss of 3 rows were encoded text by text: contents, "
     )
     unmarked = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     _, plain = chat_folder(letters, tmp_path / "plain", unmarked)
@@ -559,4 +559,4 @@ def test_the_terminal_and_the_page_say_where_groups_and_tokens_come_from(letters
         assert (
             "Groups come from the order of the rows: each 4 rollouts next to one another are a group" in said
         )
-        assert "The tokens in the loss of 8 rows were counted text by text" in said
+        assert "The tokens in the loss of 8 rows were encoded text by text" in said

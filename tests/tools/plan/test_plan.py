@@ -278,7 +278,7 @@ def test_the_table_of_three_groups_equals_one_by_hand(make_batch, tmp_path):
     assert re.search(r"all +3 +67% +≤67%", text)
     assert re.search(r"rollouts per informative group +6 +≤12", text)
     assert "There are no lines by the solve rate" in text  # half of two rollouts is no group
-    assert "They have 2 rollouts each." in text
+    assert "Groups have 2 rollouts each." in text
     assert "all numbers: plan.json. A plan has no page" in text
     assert "* upper bounds: a prompt has too few rollouts for an estimate." in text
     assert re.search(r"What to do: set the group size to 2\. .*\(6\)", text, re.S)

@@ -115,7 +115,7 @@ def test_one_line_says_why_lengths_cannot_be_compared(how, why):
     found = collected(steps, **how)
     (text,) = found.said
     assert text.startswith(f"{found.holes[0]:,} groups are not in this dump")
-    assert text.endswith(f"Whether they are groups with long rollouts cannot be told: {why}")
+    assert text.endswith(f"It is not known whether their rollouts are long: {why}")
     assert found.table is None
 
 

@@ -447,7 +447,7 @@ def test_an_advisory_names_a_penalty_that_no_response_reaches():
         assert bool(found) == said, (longest, max_length)
         if max_length == 20480:
             words = "overlong changed 0 rewards: the longest response has 6 tokens"
-            assert found[0].text == f"{words}, and it punishes those above 16,384."
+            assert found[0].text == f"{words}, and the stage punishes responses above 16,384."
 
 
 def test_an_advisory_names_a_divisor_that_no_response_reaches():

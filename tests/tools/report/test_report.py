@@ -276,11 +276,11 @@ def test_carried_rows_are_in_the_report_of_the_step_that_trains_them(make_batch)
 
 def test_a_report_without_a_run_is_refused(make_batch):
     pipeline = Pipeline(stages(gate=CompletenessGate(group_size=3)))
-    with pytest.raises(RuntimeError, match="run the pipeline over one"):
+    with pytest.raises(RuntimeError, match="run the pipeline on a batch"):
         make_report(pipeline)
     with pytest.raises(BatchError):
         pipeline(busy_batch(make_batch))
-    with pytest.raises(RuntimeError, match="one that was refused has none"):
+    with pytest.raises(RuntimeError, match="A refused batch has no report"):
         pipeline.report()
 
 

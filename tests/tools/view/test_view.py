@@ -508,7 +508,7 @@ def test_an_error_of_the_command_says_what_to_do(tmp_path, run):
             (["--path", str(run)], "unknown option '--path'; the only option is --port"),
             ([str(run), "--no-open"], "No browser is started: view prints the address"),
             ([str(run / "report.html")], f"is a file. headrace view {run}\n"),
-            (["many"], "many is no run, and holds some. The newest: headrace view many/1/b\n"),
+            (["many"], "many is no run, but has runs in it. The newest: headrace view many/1/b\n"),
             (["alone.jsonl"], "alone.jsonl is a file. Give the folder of a run, which has report.html"),
             (["empty"], "headrace task=replay source.path=empty hydra.run.dir=FOLDER"),
             ([str(run)] * 3, "two runs are shown side by side at most; got 3 folders"),

@@ -324,7 +324,7 @@ def test_weights_of_another_recipe_and_untrained_rows_are_detected():
     assert found.spread["1 micro-batch"][1] == math.inf
     for wrong, words in (
         (xray(through(does), says), "times the weight of the pipeline"),
-        (found, "^34 tokens to which the pipeline gives none have a weight, in 1 of 1 runs"),
+        (found, "^34 tokens have a weight, although the pipeline gives them none, in 1 of 1 runs"),
     ):
         with pytest.raises(AssertionError, match=words):
             wrong.assert_uniform()

@@ -5,7 +5,7 @@ Schema: NousResearch/atropos, ``ScoredDataGroup`` in ``atroposlib/envs/base.py``
 ``overrides``, which are lists or null.
 
 - A line is a group. Lines have no names, so a group that occurs twice looks like two groups.
-- At a token that trains, a mask has the token itself, and −100 elsewhere. It may also have 1 and 0.
+- A mask has the token itself at a token that trains, and −100 elsewhere. Or it has 1 and 0.
 - The response begins at the first token that trains; in messages, at the first message of the assistant.
 - Advantages are per token. If they differ within a rollout, its advantage is NaN.
 - A rollout with the override ``set_advantage_to_zero`` is out of the loss.
@@ -38,7 +38,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
         for name in ("advantages", "inference_logprobs", "messages", "overrides")
     }
     if not scores:
-        raise record.fail("'scores' must have one for each rollout", scores)
+        raise record.fail("'scores' must have a score for each rollout", scores)
     for name, values in {"tokens": tokens, "masks": masks, **more}.items():
         if values is not None and len(values) != len(scores):
             raise record.fail(f"{name!r} must have one entry for each score ({len(scores)})", len(values))

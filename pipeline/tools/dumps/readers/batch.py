@@ -26,9 +26,9 @@ MAX_TOKENS = 2**24  # tokens of a sample: a wrong length in a dump must not take
 MAX_ROWS = 2**22  # rows of a step
 MAX_CELLS = 2**31  # cells of a step's loss mask: rows × tokens of the longest row
 ZERO = 1e-6  # advantages up to this size count as 0: equal rewards give such values after rounding
-Label = str | int | tuple[str | int, ...]  # a tuple has parts that are ambiguous when joined
+Label = str | int | tuple[str | int, ...]  # the parts of a tuple would be ambiguous if joined
 BY_ORDER = ("by order",)  # the group of a sample, until group_by_order makes it from the order
-UNPADDED, PADDING = 2**26, 64  # most cells: UNPADDED, or PADDING × tokens
+UNPADDED, PADDING = 2**26, 64  # a step may have UNPADDED cells, or PADDING × its tokens if that is more
 
 
 @dataclass(slots=True)
@@ -48,8 +48,8 @@ class Sample:
         prompt: the prompt as text.
         response: the response as text.
         response_parts: pairs of a boolean, whether the policy sampled the text, and a text of the response's
-            messages, in order: contents, reasoning, names and arguments of tool calls. None if the response
-            is one text.
+            messages. The texts are contents, reasoning, names and arguments of tool calls, in order. None if
+            the response is one text.
         chat: pairs of a boolean, whether the policy sampled the message and it is in the loss, and a message
             of the prompt or response, for a tokenizer with a chat template; None if there are no messages.
         ground_truth: the text by which the response is graded.
@@ -155,9 +155,9 @@ class Sample:
 def to_batch(samples: Iterable[Sample]) -> TensorDict:
     """Make a dense batch of the samples of one step.
 
-    A column must be on all rows or on none, except that a lost row, whose rollout failed or was aborted, may
-    lack any value: it gets NaN, −1, no tokens or an empty text. Tokens are padded on the left, to the length
-    T of the longest row.
+    A column must be on all rows or on none. But a lost row, whose rollout failed or was aborted, may lack any
+    value, and has NaN, −1, no tokens or an empty text instead. Tokens are padded on the left, to the length T
+    of the longest row.
 
     ====================================== ================= =============================================
     column                                  shape, dtype      meaning; when it is there
@@ -167,10 +167,11 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     ``("next", "reward")``                  (N, 1) float64    NaN if a lost row has none; (N, K) for K rewards
     ``reward_names``                        K strings         names of K rewards, in order of the columns
     ``status``                              (N,) int64        :class:`~headrace.transforms.Status`, −1 where
-                                                              it is not known; absent: of no row is
+                                                              it is not known; a row has it
     ``("masks", "all_assistant_mask")``     (N, T) bool       tokens that train; rows have tokens or lengths
-    ``("headrace", "no_lengths")``          (N,) bool         rows have neither: True on every row
-    ``("headrace", "in_loss")``             (N,) bool         rows have neither, and a row is out of the loss
+    ``("headrace", "no_lengths")``          (N,) bool         True on every row; rows have neither
+    ``("headrace", "in_loss")``             (N,) bool         rows in the loss; rows have neither, and one is
+                                                              out of the loss
     ``("tokens", "full")``                  (N, T) int64      rows have tokens; 0 is padding
     ``("masks", "all_attention_mask")``     (N, T) bool       rows have tokens
     ``("log_probs", "full")``               (N, T) float32    rows have them; NaN outside of the response
@@ -178,18 +179,18 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     ``expected_rollouts``                   (N,) int64        rows have it
     ``logged_advantage``                    (N,) float32      rows have it
     ``prompt_text``, ``response_text``      N strings         rows have them
-    ``response_parts``                      N strings         a row has any, and none has a length: what of
-                                                              the response was sampled, as JSON; or empty
+    ``response_parts``                      N strings         JSON of :attr:`Sample.response_parts`, or empty;
+                                                              a row has any, and no row has a length
     ``ground_truth``                        N strings         all rows have it
-    ``other_columns``                       N strings         a row has any: a JSON object, or empty
+    ``other_columns``                       N strings         a JSON object, or empty; a row has any
     ====================================== ================= =============================================
 
     Args:
         samples: the samples of one step, at least one.
 
     Raises:
-        SourceError: there are no samples; a column is on some rows only; a rollout is in two groups; a group
-            has more rollouts than expected; or :meth:`Sample.check` raised. The message names the rows.
+        SourceError: there are no samples, or too many; a column is on some rows only; a rollout is in two
+            groups; a group has more rollouts than expected; or :meth:`Sample.check` raised.
 
     Example:
         >>> batch = to_batch([Sample(3, 0, 1.0, response="yes"), Sample(5, 1, 0.0, response="no")])
@@ -313,7 +314,7 @@ def check_groups(rows: Sequence[Sample]) -> None:
 def group_by_order(samples: Sequence[Sample], size: int) -> list[Sample]:
     """Make a group of every `size` consecutive rollouts, in the order of the file.
 
-    The label of a group is that of ``group_by="prompt"``, with the number of the group added.
+    The label of a group has what the user asked, and the number of the group.
 
     Args:
         samples: the samples of one step. All must have the group :data:`BY_ORDER`.
@@ -361,15 +362,15 @@ def separate_draws(
 ) -> tuple[list[Sample], Draws]:
     """Split groups that contain several draws of one prompt.
 
-    A group is too large if its prompt was drawn twice in a step and the dump has only the prompt: for
-    example, 16 rollouts, of which 8 were dispatched for each draw. Then each run of 8 consecutive rollouts
-    may be a draw. The first draw keeps the label of the group, and the others get their number added to it. A
-    group is split if
+    A group is too large if its prompt was drawn twice in a step and the dump has only the prompt. For
+    example, it has 16 rollouts, and 8 were dispatched for each draw. Then each run of 8 consecutive rollouts
+    may be a draw. The first draw keeps the label of the group. The labels of the others also have their
+    number. A group is split if
 
     1. its logged advantages were computed within the runs (:func:`draws_by_advantages`), in any format; or
     2. groups were made from prompts, not all groups of the step are too large, the dump has the order of
-       arrival, and each run has 8 consecutive places. Other groups are left out. A group whose advantages
-       were computed over all of its rollouts is not a group of several draws, so it is left out, too.
+       arrival, and each run has 8 consecutive indices of arrival. Other groups are left out. If the
+       advantages of a group were computed over all of its rollouts, it has one draw, and is left out, too.
 
     If all groups of a step are too large, and advantages confirm no split, `expected_rollouts` may be wrong.
     Then nothing is split, and :func:`to_batch` raises an error.
@@ -438,13 +439,13 @@ def consecutive(rollouts: Sequence[list[Sample]]) -> bool:
 
 
 def draws_by_advantages(rollouts: Sequence[list[Sample]], size: int) -> list[list[list[Sample]]]:
-    """Cut a group into runs of rollouts that explain their own logged advantages; empty if no cut does.
+    """Cut a group into runs of rollouts that explain their own logged advantages; empty if no cut is right.
 
-    A run explains advantages if they were computed within it (:func:`fits_advantages`). A cut is right if
-    each run has `size` rollouts, one run explains its advantages, and the whole group does not. Then the
-    advantages of another run may have a fault, which an audit finds. A cut is also right if every run
-    explains its advantages. Then one run may have fewer rollouts, if some are missing. If all rewards are
-    equal and all advantages are 0, every cut fits.
+    A run explains its advantages if they were computed within the run (:func:`fits_advantages`). A cut is
+    right if each run has `size` rollouts, at least one run explains its advantages, and the whole group does
+    not. Then the advantages of another run may have a fault, which an audit finds. A cut is also right if
+    every run explains its advantages. Then one run may have fewer rollouts, if some are missing. If all
+    rewards are equal and all advantages are 0, every cut into runs of `size` is right.
 
     Args:
         rollouts: the rollouts of a group, in the order of arrival. Each is a list of samples.
@@ -494,7 +495,7 @@ def fits_advantages(rollouts: Sequence[list[Sample]]) -> bool | None:
     has = np.array([bool(each) for each in known], bool)
     if not has.any():
         return None
-    if not np.isfinite(rewards).all():  # unknown how rollouts without a reward were counted
+    if not np.isfinite(rewards).all():  # how these were counted is not known
         return False
     logged = np.array([each[0] for each in known if each])
     far = np.abs(logged).max()
@@ -573,7 +574,7 @@ def put_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:
 
     Raises:
         SourceError: some rows have a length, and a row that is not lost has none; or the padded batch would
-            have more than :data:`MAX_CELLS` tokens, or more than :data:`PADDING` times its tokens.
+            have more than :data:`MAX_CELLS` cells, or more than :data:`PADDING` times its tokens.
     """
     column(rows, "response_length", default=0)
     tokens = column(rows, "tokens", default=[])
@@ -592,8 +593,8 @@ def put_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:
     most = MAX_CELLS if tokens is None else min(MAX_CELLS, max(UNPADDED, PADDING * sum(map(len, tokens))))
     if len(rows) * width > most:
         raise SourceError(
-            f"a step has at most {most} tokens in rows × the longest, padding included; found {len(rows)} "
-            f"rows and {width} tokens in the longest"
+            f"a step has at most {most} tokens with padding (rows × tokens of the longest row); found "
+            f"{len(rows)} rows, and {width} tokens in the longest"
         )
     masks = [
         ([1] * response if row.loss_mask is None else row.loss_mask) if row.in_loss and response else []

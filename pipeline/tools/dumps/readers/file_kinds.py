@@ -31,14 +31,12 @@ from .batch import BY_ORDER, MAX_ROWS, Label, Sample
 from .record import Record, SourceError, as_whole, first_line, quote
 from .tokenizing import Counted, Tokenizer, add_tokens
 
-LFS = (
-    b"version https://git-lfs.github.com/spec/"  # how a pointer of Git LFS begins; it has at most 1,024 bytes
-)
+LFS = b"version https://git-lfs.github.com/spec/"  # begins a Git LFS pointer, which has at most 1,024 bytes
 MAX_LINE = 2**28  # bytes; one line is in memory at a time
 ROWS = 256  # rows of a Parquet file in memory at a time
 MESSAGES_KEPT = 8
-STEPS_KEPT = 4096  # most steps whose first errors are kept until the steps are read
-MAX_VALUES = 2**28  # most values of a table that is read as a whole
+STEPS_KEPT = 4096  # the first errors of at most this many steps are kept until the steps are read
+MAX_VALUES = 2**28  # a table that is read as a whole has at most this many values
 # The calls that plain data and tensors need in a pickle. torch allows more calls, and some of these let a
 # small file claim much memory: bytearray(2**40), torch.LongTensor(2**40), nested hexadecimal encodings.
 CALLED = re.compile(rb"c(?=((?:__builtin__|builtins|_?codecs|collections|torch[\w.]*)\n\w+)\n)")
@@ -64,8 +62,8 @@ def refuse_pointers(files: Sequence[Path]) -> None:
     small = (file for file in files if file.stat().st_size <= 1024)
     if pointers := [file for file in small if file.read_bytes().startswith(LFS)]:
         raise SourceError(
-            f"{pointers[0]}: a dump is required; found a pointer of Git LFS, whose file was not fetched. It "
-            f"is so for {len(pointers)} of {len(files)} files. Run git lfs pull, or download the files"
+            f"{pointers[0]}: a dump is required; found a pointer of Git LFS, whose file was not fetched. "
+            f"Pointers: {len(pointers)} of {len(files)} files. Run git lfs pull, or download the files"
         )
 
 
@@ -182,7 +180,7 @@ class Reading:
         whole = json.dumps(text if prompt is None else prompt, sort_keys=True, default=repr)
         asked = asked_line(text or (prompt if isinstance(prompt, str) else quote(prompt)))
         digest = hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
-        return (f"{asked} #{digest}",)  # a tuple, because no id of a dump is one
+        return (f"{asked} #{digest}",)  # a tuple, so that it equals no id of the dump
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +247,8 @@ def parse_records(
             for label in dict.fromkeys(each.record for each in samples if each.record is not None):
                 if label in places:
                     raise SourceError(
-                        f"{samples[0].where}: a record is there once in a step; found {quote(label)}, which "
-                        f"is already at {places[label]}"
+                        f"{samples[0].where}: a record must occur once in a step; found {quote(label)}, "
+                        f"which is already at {places[label]}"
                     )
                 places[label] = samples[0].where
         except SourceError as err:
@@ -273,7 +271,7 @@ def read_jsonl(
 def read_lines(path: Path, reading: Reading) -> Iterator[Record]:
     """Yield the records of a file. Blank lines are skipped.
 
-    A line that is not a JSON object, and a file that is cut off or has no records, is counted as an error.
+    Lines that are not JSON objects, and files that are cut off or have no records, are counted as errors.
     """
     empty = True
     try:
@@ -376,7 +374,7 @@ def read_table(path: Path) -> pa.Table:
 
     Raises:
         SourceError: the file is damaged, or has more than :data:`MAX_ROWS` rows or :data:`MAX_VALUES` values.
-            A small file can have many, because equal values are stored once.
+            A small file can have many values, because equal values are stored once.
     """
     metadata = _decode(pq.read_metadata, path)
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
@@ -397,7 +395,7 @@ def _decode(decoder: Callable[[Path], Decoded], path: Path) -> Decoded:
 
 
 def _not_parquet(path: Path, err: Exception) -> str:
-    """What there is instead of a Parquet file."""
+    """Say what the file is instead of a Parquet file."""
     with suppress(OSError), path.open("rb") as file:
         if file.read(1) == b"{":
             return "JSON Lines. For a file of your own, set source.columns in place of source.format"
@@ -405,7 +403,7 @@ def _not_parquet(path: Path, err: Exception) -> str:
 
 
 def read_rows(path: Path, reading: Reading) -> Iterator[Record]:
-    """Yield the rows of a Parquet file. A few are read at a time.
+    """Yield the rows of a Parquet file, of which :data:`ROWS` are read at a time.
 
     Raises:
         SourceError: the file is damaged, or has no rows.

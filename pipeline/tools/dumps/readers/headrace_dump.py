@@ -11,8 +11,8 @@ Schema: :func:`headrace.pipeline.tools.report.report_table`, version 1.
 - A null status, or no column of statuses, means that the status is not known.
 - The advantage and the weight with which a row was trained become ``logged_advantage`` and
   ``logged_weight``.
-- The minibatch of a row becomes ``logged_minibatch``. It is −1 for a row in no minibatch. It is −1 for all
-  rows of a step into which rows were carried, because these are not read and its minibatches lack them.
+- The minibatch of a row becomes ``logged_minibatch``, and is −1 for a row in no minibatch. If rows were
+  carried into a step, it is −1 for all rows: the carried rows are in its minibatches, and are not read.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TEXTS |= {name: name for name in ("group_label", "rollout_label", "ground_truth"
 TEXTS |= {"response_parts": "response_parts"}
 STATUSES = {status.name.lower(): status for status in Status}
 VERSION = "1"
-UNFINISHED = "/unfinished"  # how a gate's reason ends; in a replay, rows with it are absent
+UNFINISHED = "/unfinished"  # the end of a gate's reason for rows of a rollout that did not end in the step
 
 
 def read_headrace_dump(path: Path, reading: Reading) -> Iterator[tuple[int, TensorDict]]:
@@ -71,7 +71,7 @@ def read_headrace_dump(path: Path, reading: Reading) -> Iterator[tuple[int, Tens
         version = ", ".join(map(str, found))
     if version != VERSION:
         raise SourceError(
-            f"{path}: headrace.schema must be {VERSION}, the one that is known; found {version!r}"
+            f"{path}: headrace.schema must be {VERSION}, the only known version; found {version!r}"
         )
     if lacking := [name for name in REQUIRED if name not in table.column_names]:
         raise SourceError(
@@ -110,7 +110,7 @@ def table_of_lines(records: Sequence[dict[str, Any]], path: Path) -> pa.Table:
         values = [record.get(name) for record in records]
         try:
             kind = pa.array(values).type
-            if pa.types.is_null(kind):  # no row has a reward
+            if pa.types.is_null(kind):  # for example, no row has a reward
                 kind = pa.float64()
             if pa.types.is_list(kind):
                 kind = pa.list_(kind.value_type, len(values[0] or ()))
@@ -131,7 +131,7 @@ def check_no_gaps(rows: np.ndarray, path: Path) -> None:
     numbers, counts = np.unique(rows, return_counts=True)
     if (counts > 1).any():
         raise SourceError(
-            f"{path}: a row's number is there once; found twice {quote_some(numbers[counts > 1].tolist())}"
+            f"{path}: a row's number must occur once; found twice: {quote_some(numbers[counts > 1].tolist())}"
         )
     if len(numbers) and (gaps := int(numbers[-1]) + 1 - len(numbers)):
         missing_before = numbers - np.arange(len(numbers))
@@ -161,7 +161,7 @@ def _batch(table: pa.Table, path: Path, reading: Reading) -> TensorDict:
         left = np.array([word not in (None, "trained") for word in table["reason"].to_pylist()])
     if (status >= 0).any():
         batch["status"] = torch.from_numpy(status)
-    # A filter may have removed rows because they, or their trained rollouts, had no reward.
+    # These rows may lack a reward: they failed, they left, or their rollout has none.
     unscored = np.isin(status, (Status.ABORTED, Status.FAILED)) | left
     if "rollout_reward" in table.column_names:
         unscored |= np.isnan(_floats(table, "rollout_reward", path))
@@ -175,8 +175,8 @@ def _batch(table: pa.Table, path: Path, reading: Reading) -> TensorDict:
         tokens = _integers(table, "tokens", path)
         if tokens.max() > MAX_TOKENS or tokens.max() * len(table) > MAX_CELLS:
             raise SourceError(
-                f"{path}: a row has at most {MAX_TOKENS} tokens, and a step {MAX_CELLS} in rows × the "
-                f"longest; found {tokens.max()} tokens in one of {len(table)} rows"
+                f"{path}: a row has at most {MAX_TOKENS} tokens, and a step {MAX_CELLS} with padding; "
+                f"found {tokens.max()} tokens in one of {len(table)} rows"
             )
         width = int(max(tokens.max(), 1))
         in_loss = torch.arange(width) >= width - torch.from_numpy(tokens).unsqueeze(1)
@@ -219,7 +219,7 @@ def _samples_of_texts(table: pa.Table, path: Path, reading: Reading) -> list[Sam
 
 
 def _parts(text: str | None, path: Path) -> list[tuple[bool, str]] | None:
-    """Pairs of a response's parts: whether it was sampled, and its text (:func:`~readers.batch.to_batch`)."""
+    """The parts of a response: pairs of a boolean, whether the part was sampled, and its text."""
     if not text:
         return None
     parts = json.loads(text)

@@ -6,13 +6,13 @@ Schema: NVIDIA-NeMo/Gym, ``nemo_gym/rollout_collection.py``: ``responses_create_
 
 - A group is a task. Rows are in the order in which rollouts ended. Two rows of a task with the same
   ``_ng_rollout_index`` are an error.
-- The items of ``output`` are the response: messages, reasoning and function calls are the policy's,
+- The items of ``output`` are the response. Messages, reasoning and function calls are the policy's.
   ``function_call_output`` and messages of other roles are not.
 - Items that carry ``prompt_token_ids`` and ``generation_token_ids``, as NeMo Gym writes them for training,
   are read as tokens. If the prompt of a call does not begin with all tokens before it, the call begins
   another segment of the rollout.
-- A response with ``incomplete_details`` was truncated, and one with an ``error`` failed. Without these keys,
-  the status is not known.
+- A response with ``incomplete_details`` was truncated, and one with an ``error`` failed. Otherwise, its
+  ``status`` decides. Without these keys, the status is not known.
 - In a folder, the files of inputs, failures and metrics are ignored. So the rollouts that failed are missing,
   which ``group_size`` detects.
 - Steps are not saved. Each file is one step, numbered in the order of the files.

@@ -1,8 +1,8 @@
 """Read training data that NeMo RL logs: one ``train_data_step<N>.jsonl`` per step.
 
 Schema: NVIDIA-NeMo/RL, ``nemo_rl/algorithms/grpo.py`` (``grpo_train``), and ``log_batched_dict_as_jsonl``
-in ``nemo_rl/utils/logger.py``. It was read in forks of the main branch of late 2026, because the wheel on
-PyPI is empty. Each line is one sample, a slice of the batch: every value except ``idx`` is a list of one.
+in ``nemo_rl/utils/logger.py``. The schema is from forks of the main branch of late 2026, because the wheel on
+PyPI is empty. Each line is one sample, a slice of the batch. Every value except ``idx`` is a list of one.
 The reader uses ``token_ids``, ``input_lengths``, ``token_loss_mask``, ``sample_loss_mask``, ``advantages``,
 ``generation_logprobs``, ``content``, and ``filtered_rewards``, which dynamic sampling writes, or else
 ``rewards``. Releases that do not log the masks cannot be read. A ``content`` that is not a string is ignored.

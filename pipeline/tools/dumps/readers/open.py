@@ -27,7 +27,7 @@ from .regrading import Grade, Regraded, regrade
 from .table_dump import check_columns, said_of_columns
 from .tokenizing import load_tokenizer
 
-LARGE_GROUP = 128  # rollouts; a step that is one larger group may have prompts that look equal
+LARGE_GROUP = 128  # rollouts; if a step is one larger group, its prompts may only look equal
 SUFFIXES = (".pt", ".parquet", ".jsonl", ".jsonl.gz")
 NO_FILE = "no file of JSON Lines (.jsonl, .jsonl.gz), Parquet (.parquet) or torch.save (.pt)"
 OWN_FILE = "'source.columns={group: ID, reward: NUMBER, response: TEXT}' source.group_size=ROLLOUTS"
@@ -42,7 +42,7 @@ USUAL = {  # common names of the columns that OWN_FILE asks for
 }
 
 
-# A module of this package that has a FORMAT reads the format with the name of the module.
+# A module of this package that has a FORMAT reads the format with the name of the module, without `_dump`.
 READERS: dict[str, Format] = {
     name.removesuffix("_dump"): module.FORMAT
     for _, name, _ in pkgutil.iter_modules([str(Path(__file__).parent)])
@@ -137,7 +137,7 @@ def open_dump(
         )
     if group_by == "order" and skip_bad:
         raise ValueError(
-            "group_by='order' needs every record, because the groups after a skipped one would be wrong; got "
+            "group_by='order' needs every record, because groups after a skipped record would be wrong; got "
             "skip_bad=True"
         )
     options = Reading(
@@ -164,10 +164,10 @@ class Source:
         format: name of the format.
         files: the files, in the order of reading.
         total_bytes: size of all files on disk.
-        regraded: the changes by `regrade` in this pass; None without it.
+        regraded: the changes by `regrade` in this pass; None without `regrade`.
         draws: for each step of this pass, the prompts that were drawn several times in it.
-        one_group: for each step of this pass that is one group of more than :data:`LARGE_GROUP` rollouts:
-            their number.
+        one_group: the steps of this pass that are one group of more than :data:`LARGE_GROUP` rollouts, each
+            with the number of its rollouts.
         keeps_oversized: whether groups that are too large stay if their draws cannot be told apart, as the
             audit needs. False: they are left out or refused.
         skipped_steps: the steps of this pass that `skip_bad` has skipped, and the reasons.
@@ -196,7 +196,7 @@ class Source:
 
     @property
     def read_bytes(self) -> int:
-        """Number of bytes on disk that were read in this pass. A ``.pt`` file counts when it is read."""
+        """Number of bytes on disk that were read in this pass. A ``.pt`` file counts after it is read."""
         return self._pass.done_bytes + self._pass.position
 
     @property
@@ -223,9 +223,9 @@ class Source:
         """The options that the first step needs and that are not set, with values that fit it.
 
         ``group_by`` is lacking if a record has no group. ``group_size`` is lacking if the dump does not have
-        it; its value is the most frequent number of rollouts of a group. ``reward_key`` is lacking if there
-        are several rewards, which few recipes take; its value is all of their names. The result is empty if
-        nothing is lacking, or if the step cannot be read.
+        it. Its value is the most frequent number of rollouts of a group. ``reward_key`` is lacking if there
+        are several rewards, which few recipes take. Its value is the list of their names. The result is empty
+        if nothing is lacking, or if the step cannot be read.
         """
         found: dict[str, Any] = {}
         rows, first = self._first_step(self._options)
@@ -253,7 +253,7 @@ class Source:
         return rows, None
 
     def __iter__(self) -> Iterator[tuple[int, TensorDictBase]]:
-        """Yield ``(step, batch)``, steps ascending, one step in memory.
+        """Yield ``(step, batch)``. The steps ascend, and one step is in memory at a time.
 
         Raises:
             SourceError: without `skip_bad`, a record is malformed or a step cannot be read; or
@@ -275,8 +275,8 @@ class Source:
         if a file does not name it.
 
         Raises:
-            SourceError: the number of a step is smaller than the one before; a step continues in another
-                file; or there are no records.
+            SourceError: steps do not ascend; a step continues in another file, or has too many rows; or there
+                are no records.
         """
         self.regraded = None if self._grade is None else Regraded()
         self._pass, self.draws, self.one_group = self._options.restarted(), {}, {}
@@ -347,7 +347,7 @@ class Source:
                 rows, draws = separate_draws(rows, by_prompt=by_prompt, leave_out=not self.keeps_oversized)
                 if draws.drawn:
                     self.draws[step] = draws
-                if self.keeps_oversized and self._options.group_size:  # a size would refuse such groups
+                if self.keeps_oversized and self._options.group_size:  # `to_batch` would refuse them
                     rows = [replace(row, expected_rollouts=None) for row in rows]
                 if self._options.group_by and len({row.rollout for row in rows}) > LARGE_GROUP:
                     self._note_one_prompt(step, rows)
@@ -362,7 +362,7 @@ class Source:
         return batch
 
     def _note_one_prompt(self, step: int, rows: list[Sample]) -> None:
-        """Record a step if all of its rollouts have one group and, if the dump has prompts, one prompt."""
+        """Record a step if all of its rollouts have one group."""
         if len({row.group for row in rows}) == 1:
             self.one_group.setdefault(step, len({row.rollout for row in rows}))
 
@@ -461,7 +461,7 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
             fitting.append(name)
         elif format.keys & keys_of[first]:
             nearest[name] = set(format.keys - keys_of[first])
-    # If a format needs all keys of another and more keys, it is the more exact one.
+    # If a format needs all keys of another format and more keys, it fits better.
     needed = {name: READERS[name].keys or frozenset() for name in fitting}
     fitting = [name for name in fitting if not any(needed[name] < keys for keys in needed.values())]
     if not (fitting or seen) and (newest := newest_run(path)):

@@ -1,4 +1,4 @@
-"""Read rollouts of open-instruct (``--save_traces``): ``<run>_rollouts_<shard>.jsonl``, one per line.
+"""Read rollouts of open-instruct (``--save_traces``), one in each line of ``<run>_rollouts_<shard>.jsonl``.
 
 Schema: allenai/open-instruct at 00feb3a, ``open_instruct/rl_utils.py`` (``RolloutRecord``,
 ``save_rollouts_to_disk``): ``step``, ``sample_idx``, ``prompt_idx``, ``prompt_tokens``,
@@ -44,9 +44,9 @@ def read_open_instruct(path: Path, reading: Reading) -> Iterator[Sample]:
         first, where = prompts.setdefault(record.data["prompt_idx"], (tokens, record.where))
         if first != tokens:
             raise record.fail(
-                f"samples of one prompt_idx have the same prompt_tokens, as at {where}; were rows removed "
-                "before it was dumped (mask_truncated_completions)? The prompt_idx",
-                record.data["prompt_idx"],
+                f"prompt_tokens must be those at {where}, which has the same prompt_idx (did "
+                "mask_truncated_completions remove rows before the dump?)",
+                tokens,
             )
         return samples
 

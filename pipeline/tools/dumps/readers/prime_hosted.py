@@ -1,6 +1,6 @@
 """Read samples of Prime Intellect's hosted training: a Parquet or JSON Lines file of rollouts.
 
-Schema: prime-rl, ``SAMPLE_SCHEMA`` in ``monitors/prime.py``, which it uploads: ``run_id``, ``step``, ``tag``,
+Schema: prime-rl, ``SAMPLE_SCHEMA`` in ``monitors/prime.py`` (the monitor): ``run_id``, ``step``, ``tag``,
 ``problem_id``, ``sample_id``, ``prompt``, ``completion``, ``trajectory``, ``answer``, ``env_name``, ``task``,
 ``info``, ``reward``, ``advantage``, ``metrics``, ``timing``, ``num_input_tokens``, ``num_output_tokens`` and
 ``created_at``, in some releases also ``is_truncated`` and ``error``.
@@ -8,8 +8,8 @@ Schema: prime-rl, ``SAMPLE_SCHEMA`` in ``monitors/prime.py``, which it uploads: 
 - Prompts and completions are messages, even if they are written as JSON.
 - A group is a problem of an environment in a step. Two samples of a step with the same ``sample_id`` are an
   error.
-- A sample with an ``error`` failed. One with ``is_truncated`` was truncated. In releases without these,
-  statuses are not known.
+- A sample with an ``error`` failed. A sample with ``is_truncated`` was truncated. In releases without these
+  columns, statuses are not known.
 - The monitor uploads the samples of some steps, and perhaps only a part of a step. ``group_size`` detects
   this.
 - Tokens are not saved.

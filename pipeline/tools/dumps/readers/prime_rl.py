@@ -8,14 +8,14 @@ pull requests 3329 and 3444). The reader uses ``group.id``, ``run.work`` (``step
 
 - An episode is a rollout of one trainable agent. Two episodes of a step with the same ``id`` are an error.
   An episode with several trainable agents is refused, because it is not settled how their rewards compare.
-- The samples of an episode are the branches of its graph of messages, from a root to a leaf. Each has the
-  tokens that the policy sampled on it. If several branches share tokens, these are in the loss of the first
-  branch, and are context in the others. A branch without tokens of its own is not a sample (prime-rl at
-  559b44772, ``iter_trainable_branches``). A compaction from which the harness did not continue is out of the
-  loss, and shares no tokens.
+- The samples of an episode are the branches of its graph of messages, from a root to a leaf. A sample has the
+  tokens that the policy sampled on the branch. If several branches share tokens, these are in the loss of the
+  first branch, and are context in the others. A branch without tokens of its own is not a sample (prime-rl
+  at 559b44772, ``iter_trainable_branches``). A compaction from which the harness did not continue is out of
+  the loss, and shares no tokens.
 - The reward is the sum of score × weight, or that of `reward_key` alone. A null reward is missing.
 - The step is that of a folder ``step_<N>`` above the file. Without such a folder it is the step at which the
-  episode was dispatched. Annotations in other files are not read.
+  episode was dispatched, or else the number of the file. Annotations in other files are not read.
 - Episodes of evaluations have no group. For them ``group_by="prompt"`` groups by the ``key`` of the task.
 """
 
@@ -122,7 +122,7 @@ class _Node(NamedTuple):
 def _segments(trace: Record, row: Sample) -> list[Sample]:
     """The segments that prime-rl trains: branches with sampled messages, in the order of their leaves.
 
-    If some branches have tokens, branches without are omitted.
+    If some branches have tokens, branches without tokens are omitted.
 
     Raises:
         SourceError: a node is not as documented, or its parent does not come before it.
@@ -171,7 +171,7 @@ def _segment(row: Sample, path: list[tuple[_Node, bool]], *, in_loss: bool) -> S
 
     Args:
         row: a sample with the fields that all branches of the episode share.
-        path: the nodes of the branch, each with whether this branch trains its sampled tokens.
+        path: the nodes of the branch, each with a boolean: whether this branch trains its sampled tokens.
         in_loss: whether the branch is in the loss.
     """
     first = next(at for at, (node, _) in enumerate(path) if node.sampled or 1 in node.mask)

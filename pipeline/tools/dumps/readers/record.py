@@ -62,7 +62,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 class _Short(reprlib.Repr):
-    """Makes short reprs without formatting the whole value."""
+    """Make short reprs without formatting the whole value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,10 +310,11 @@ class Record:
 
 
 def read_messages(record: Record, key: str, *, optional: bool = False) -> list[Mapping[str, Any]] | None:
-    """The messages of a conversation (:func:`~headrace.pipeline.conversations.as_messages`); None: a string.
+    """The messages of a conversation (:func:`~headrace.pipeline.conversations.as_messages`); None for text.
 
     Raises:
-        SourceError: the value is neither, or a message does not show which parts of it were sampled.
+        SourceError: the value is neither a string nor messages, or a message does not show which of its parts
+            were sampled.
 
     Example:
         >>> read_messages(Record({"prompt": [{"role": "user", "content": "2+2?"}]}, "a:1"), "prompt")
@@ -335,7 +336,7 @@ def read_messages(record: Record, key: str, *, optional: bool = False) -> list[M
 
 
 def with_decoded_messages(record: Record, *keys: str) -> Record:
-    """Return the record with messages under those of `keys` whose text is messages as JSON.
+    """Return the record. If the text under one of `keys` is messages as JSON, they are decoded.
 
     Example:
         >>> text = '[{"role": "user", "content": "2+2?"}]'
@@ -366,7 +367,7 @@ def read_text(record: Record, key: str, *, optional: bool = False) -> str | None
     """Return a string unchanged, and messages as lines of ``role: text``.
 
     Raises:
-        SourceError: the value is neither.
+        SourceError: the value is neither a string nor messages.
 
     Example:
         >>> read_text(Record({"prompt": [{"role": "user", "content": "2+2?"}]}, "a:1"), "prompt")
@@ -377,7 +378,7 @@ def read_text(record: Record, key: str, *, optional: bool = False) -> str | None
 
 
 def sampled_texts(message: Mapping[str, Any], *, sampled: bool) -> list[tuple[bool, str]]:
-    """The texts of a message, each as a pair with whether the policy sampled it.
+    """The texts of a message, as pairs of a boolean, whether the policy sampled the text, and the text.
 
     Args:
         message: a message of a conversation.
@@ -426,8 +427,7 @@ def conversation(
     """The fields `response_parts` and `chat` of a sample whose response is messages.
 
     Args:
-        asked: the messages of the prompt. None of them was sampled in this rollout. None: the prompt is a
-            text.
+        asked: the messages of the prompt, which were not sampled in this rollout. None: the prompt is a text.
         answered: the messages of the response.
     """
     own = [(each["role"] == "assistant", each) for each in answered]

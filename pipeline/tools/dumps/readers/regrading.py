@@ -85,11 +85,11 @@ def regrade(batch: TensorDictBase, grade: Grade) -> tuple[TensorDictBase, Regrad
         ([1.0, 0.0], 1, 1)
     """
     if not has_key(batch, "response_text"):
-        raise SourceError("to grade again takes the texts of the responses, and this dump has none")
+        raise SourceError("re-grading needs the texts of the responses, and this dump has none")
     ids, status = Ids(batch.get("rollout_id")), batch.get("status", None)
     rollout = ids.spread(ids.first)
     lost = torch.zeros(len(batch), dtype=torch.bool)
-    if status is not None:  # one row is enough
+    if status is not None:  # one lost row is enough
         lost = ids.spread(ids.any(torch.isin(status, torch.tensor([Status.FAILED, Status.ABORTED]))))
     heads = (ids.is_first & ~lost).nonzero().flatten()
     changed = shallow_copy(batch).exclude(*STALE)

@@ -86,7 +86,7 @@ def trained_advantages(path: Path, samples: int) -> dict[int, float] | None:
     """Read the advantages, by index of the sample, from the file of trained data; None without such a file.
 
     Raises:
-        SourceError: the file has another format, or does not have each index of a sample at most once.
+        SourceError: the file has another format, or an index of a sample is unknown or occurs twice.
     """
     beside = path.parent.parent / "train_data" / path.name
     if path.parent.name != "rollout_data" or not beside.is_file():
@@ -95,7 +95,7 @@ def trained_advantages(path: Path, samples: int) -> dict[int, float] | None:
     rows = dump.get("samples") if isinstance(dump, dict) and dump.get("format_version") == 2 else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise SourceError(
-            f"{beside}: what was trained must have format_version 2 and a list of samples; found "
+            f"{beside}: trained data must have format_version 2 and a list of samples; found "
             f"{quote(dump)}. To read the rollouts without their advantages, move train_data away"
         )
     found: dict[int, float] = {}
@@ -110,8 +110,8 @@ def trained_advantages(path: Path, samples: int) -> dict[int, float] | None:
         items += len(advantages) + len(mask)
         if place in found or place >= samples or len(mask) != len(advantages) or items > most:
             raise record.fail(
-                f"a place of one of the {samples} samples that is there once, and as many advantages as "
-                "loss_masks are required",
+                f"rollout_position must be below {samples} and occur once, and advantages and loss_masks "
+                "must have equal lengths",
                 [place, len(advantages), len(mask)],
             )
         found[place] = common_advantage(advantages, mask)

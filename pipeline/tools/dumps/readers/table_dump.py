@@ -28,12 +28,12 @@ name             value                                                 if it is 
                  ``aborted``, or a finish reason: ``stop``,
                  ``length``, ...
 ``truncated``    true or false                                         not known
-``length``       number of sampled tokens of the response, or a list   not known, or by a tokenizer
-                 of them
+``length``       number of sampled tokens of the response, or a list   not known without a tokenizer
+                 of these tokens
 ================ ===================================================== ===================================
 
-A name with dots is a path: ``reward: metrics.score``. If a line has a list of rollouts, a column that none of
-them has is taken from the line. A line has lists of values if its reward is a list. Then the response, and
+A name with dots is a path: ``reward: metrics.score``. If a line has a list of rollouts, a column that no
+rollout has is taken from the line. A line has lists of values if its reward is a list. Then the response, and
 each of rollout, advantage, status, truncated and length, is a list of that length. All rollouts of the line
 share the other values.
 """
@@ -65,7 +65,7 @@ from .record import (
     with_decoded_messages,
 )
 
-MAX_PATHS = 1000  # most paths of a record that are compared with a misspelt one
+MAX_PATHS = 1000  # at most this many paths of a record are compared with a misspelt path
 REQUIRED = ("reward", "response")
 OF_ROLLOUT = (*REQUIRED, "rollout", "advantage", "status", "truncated", "length")
 NAMES = (*OF_ROLLOUT, "rollouts", "group", "prompt", "step", "ground_truth")
@@ -158,7 +158,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
     samples = [_sample(record, reading, values, at, more, own) for at, (values, more, own) in enumerate(rows)]
     labels = [sample.rollout for sample in samples]
     if twice := [label for at, label in enumerate(labels) if label in labels[:at]]:
-        raise record.fail("a rollout is there once in its group", twice[0])
+        raise record.fail("a rollout must occur once in its group", twice[0])
     return samples
 
 
@@ -168,7 +168,7 @@ def _value(record: Record, key: str) -> Any:
 
 
 def _find(record: Record, key: str) -> tuple[bool, Any]:
-    """Whether a column, or a path with dots, exists; and its value."""
+    """Whether a column, or a path with dots, exists, and its value."""
     if key in record.data or "." not in key:
         return key in record.data, record.get(key, optional=True)
     record.read.add(key.split(".")[0])
@@ -184,7 +184,7 @@ def _fail(
     found: Any,
     rollout: Mapping[Any, Any] | None = None,
 ) -> SourceError:
-    """An error about a column, with the option that names it; `rollout`: its object in a list of rollouts."""
+    """An error about a column, with the option that names it. `rollout`: its object in a list, if any."""
     key, of = columns[name], f"{columns[name]!r} (source.columns.{name})"
     if found is not None:
         return record.fail(f"{of} must be {required}", found)
@@ -231,7 +231,7 @@ def _sample(
     others: str | None,
     own: Mapping[Any, Any] | None = None,
 ) -> Sample:
-    """Make a rollout of its columns. `at`: its position, if the line has several; `own`: its object."""
+    """Make a rollout of its columns. `at`: its position in a line with several; `own`: its object."""
     columns = reading.columns
     reading.first = reading.first or record.data
     reading.found.update(name for name, value in values.items() if value is not None)

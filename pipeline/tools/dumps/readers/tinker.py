@@ -1,4 +1,4 @@
-"""Read rollout summaries of tinker-cookbook: ``train_rollout_summaries.jsonl``, one per line.
+"""Read rollout summaries of tinker-cookbook, one in each line of ``train_rollout_summaries.jsonl``.
 
 Schema: tinker-cookbook 0.6.1, ``tinker_cookbook/rl/rollout_logging.py`` (``serialize_rollout_summaries``,
 schema_version 1): ``iteration``, ``group_idx``, ``traj_idx``, ``sampling_client_step``, ``total_reward``,
@@ -30,7 +30,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
     """
     version = record.whole("schema_version")
     if version != 1:
-        raise record.fail("'schema_version' must be 1, the one that is known", version)
+        raise record.fail("'schema_version' must be 1, the only known version", version)
     group, steps = record.whole("group_idx"), record.records("steps")
     rollout = (group, record.whole("traj_idx"))
     ended = steps[-1].flag("episode_done") if steps else True

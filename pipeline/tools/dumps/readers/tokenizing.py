@@ -1,14 +1,14 @@
 """Encode the texts of a dump with the tokenizer of its model (``source.tokenizer``).
 
 Rows whose prompt and response are messages are encoded by the tokenizer's chat template, if it marks the
-assistant's tokens with ``{% generation %}``. The marked tokens are in the loss. The template decides which
-these are.
+assistant's tokens with ``{% generation %}``. Marked tokens are in the loss if the policy sampled their
+message in this row.
 
 Otherwise texts are encoded one by one. Prompt and response are encoded separately, without special tokens.
-So is each text of a message: contents, reasoning, and names and arguments of tool calls. Texts of
-an assistant are in the loss, texts of tools and users are not. The tokens of a chat template around the texts
-are missing. The result may differ from the sampled tokens by a few: frameworks may drop special tokens when
-they decode, and a text may have several encodings.
+So is each text of a message: contents, reasoning, and names and arguments of tool calls. Texts that the
+policy sampled in this row are in the loss. The tokens of a chat template around the texts are missing. The
+result may differ from the sampled tokens by a few: frameworks may drop special tokens when they decode, and a
+text may have several encodings.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ class Tokenizer(NamedTuple):
     encode: Callable[[list[str]], list[list[int]]]
     """Turns texts into token ids, without special tokens."""
     chat: Callable[[list[Mapping[str, Any]]], tuple[list[int], list[int]]] | None = None
-    """Turns messages into token ids, and 1 for each token that the template marks as the assistant's, or 0.
-    """
+    """Turns messages into token ids and a mask: 1 for each token that the template marks, else 0."""
 
 
 class Counted(NamedTuple):
@@ -53,11 +52,11 @@ class Counted(NamedTuple):
 
         Example:
             >>> Counted(by_template=8).said
-            ["The tokens in the loss of 8 rows are those that the tokenizer's chat template marks."]
+            ["The tokens in the loss of 8 rows were marked by the tokenizer's chat template."]
         """
         said = {
-            "are those that the tokenizer's chat template marks": self.by_template,
-            "were counted text by text: contents, reasoning, names and arguments of tool calls, without the "
+            "were marked by the tokenizer's chat template": self.by_template,
+            "were encoded text by text: contents, reasoning, names and arguments of tool calls, without the "
             "tokens of a chat template": self.by_text,
         }
         return [
@@ -70,8 +69,8 @@ class Counted(NamedTuple):
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a tokenizer from a ``tokenizer.json``, or from a folder of ``transformers``.
 
-    A folder may have a chat template; a ``tokenizer.json`` has none. Nothing is downloaded, and no code of
-    the folder is run.
+    A folder may have a chat template, and a ``tokenizer.json`` has none. Nothing is downloaded, and no code
+    of the folder is run.
 
     Raises:
         ValueError: there is no such file or folder, it cannot be read, or a package is missing.
@@ -104,7 +103,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         ) from err
     except Exception as err:  # a damaged file makes the packages raise anything
         raise ValueError(
-            f"tokenizer must be a {FILE}, or a folder of transformers; {path} cannot be read as one: "
+            f"tokenizer must be a {FILE}, or a folder of transformers; {path} cannot be read: "
             f"{first_line(err)}"
         ) from err
 
@@ -126,7 +125,7 @@ def _has_marks(folder: Path) -> bool:
 
 
 def add_tokens(samples: Sequence[Sample], tokenizer: Tokenizer) -> Counted:
-    """Write the tokens of samples, in place. Does nothing if a sample has tokens or a length already.
+    """Write the tokens of samples, in place. Do nothing if a sample has tokens or a length already.
 
     Returns:
         The number of rows that were encoded in each way.
@@ -167,17 +166,17 @@ def add_tokens(samples: Sequence[Sample], tokenizer: Tokenizer) -> Counted:
 
 
 def _add_tokens_of_chat(sample: Sample, chat: Sequence[tuple[bool, Any]], template: Any) -> None:
-    """Add the tokens of messages. Tokens that the chat template marks as the assistant's are in the loss.
+    """Add the tokens of messages. Marked tokens are in the loss if the row trains their message.
 
-    The template also marks the assistant's messages in the prompt, and messages that another row trains. The
-    order of the marked runs of tokens shows which these are.
+    It does not train the assistant's messages in the prompt, nor messages that another row trains. The
+    template marks one run of tokens for each message of the assistant, in order.
     """
     try:
         tokens, marked = template([sampled_once(message) for _, message in chat])
     except Exception as err:  # a template may raise any error, such as that roles must alternate
         raise SourceError(
             f"{sample.where}: the tokenizer's chat template must take the messages; found {first_line(err)}. "
-            "To count their texts one by one, set source.tokenizer to the file tokenizer.json"
+            "To encode their texts one by one, set source.tokenizer to the file tokenizer.json"
         ) from err
     own = [trains for trains, message in chat if message["role"] == "assistant"]
     if not all(own):
@@ -189,9 +188,9 @@ def _add_tokens_of_chat(sample: Sample, chat: Sequence[tuple[bool, Any]], templa
                 runs[-1].append(place)
         if len(runs) != len(own):
             raise SourceError(
-                f"{sample.where}: the chat template marks a run of tokens for each message of the assistant "
-                f"({len(own)}), of which some were not sampled in this row; found {len(runs)} runs. To count "
-                "the texts one by one, set source.tokenizer to the file tokenizer.json"
+                f"{sample.where}: the chat template must mark a run of tokens for each message of the "
+                f"assistant ({len(own)}), because this row did not sample all messages; found {len(runs)} "
+                "runs. To encode the texts one by one, set source.tokenizer to the file tokenizer.json"
             )
         train = {place for run, trains in zip(runs, own, strict=True) if trains for place in run}
         marked = [int(place in train) for place in range(len(tokens))]
@@ -200,7 +199,7 @@ def _add_tokens_of_chat(sample: Sample, chat: Sequence[tuple[bool, Any]], templa
 
 
 def _joined(parts: Iterable[tuple[bool, list[int]]]) -> tuple[list[int], list[int]]:
-    """The tokens of a response, and for each of them 1 if the policy wrote it, else 0."""
+    """The tokens of a response, and a mask: 1 for each token that the policy sampled, else 0."""
     tokens: list[int] = []
     mask: list[int] = []
     for trains, ids in parts:

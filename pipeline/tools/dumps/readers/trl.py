@@ -1,8 +1,8 @@
 """Read completions that TRL logs: one Parquet file per logging step.
 
 Schema: trl 1.16.0, ``trl/trainer/grpo_trainer.py`` (``log``), ``log_completions=True``: the columns
-``step``, ``prompt``, ``completion``, one for each reward function, those that reward functions logged
-themselves (``log_extra``), and ``advantage`` last. Prompts and completions are strings or chat messages.
+``step``, ``prompt``, ``completion``, one for each reward function, others that reward functions logged
+(``log_extra``), and ``advantage`` last. Prompts and completions are strings or chat messages.
 
 - Columns of rewards are not marked. Columns of numbers between ``completion`` and ``advantage`` are read as
   rewards. If reward functions logged other numbers, too, name the rewards with ``reward_key``.
@@ -12,7 +12,7 @@ themselves (``log_extra``), and ``advantage`` last. Prompts and completions are 
   before TRL shuffles them. So the rollouts of one draw are next to one another.
 - A file holds the last generated batch. If TRL logs more often than it generates, two files hold the same
   rollouts. Rows have no names, so a row that occurs twice looks like two equal rollouts. ``group_size`` may
-  detect it.
+  detect this.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def reward_columns(schema: pa.Schema, keys: Sequence[str], path: Path) -> list[s
     if lacking := [name for name in (*FIXED, *keys) if name not in schema.names]:
         raise SourceError(f"{path}: the columns {lacking} are required; found {schema.names}")
     if len(set(schema.names)) < len(schema.names):
-        raise SourceError(f"{path}: each column's name is there once; found {schema.names}")
+        raise SourceError(f"{path}: each column's name must occur once; found {schema.names}")
     names = list(keys)
     if not names:
         types = {field.name: field.type for field in schema}

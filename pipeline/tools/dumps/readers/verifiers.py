@@ -7,8 +7,8 @@ line also has the metrics. Later releases (0.4.0) save episodes in ``traces.json
 ``prime_rl`` reads. Earlier releases, and some environments, write ``id`` instead of ``example_id``.
 
 - A group is an example of a task. An evaluation draws each example once.
-- A rollout with an ``error`` failed. One with ``is_truncated`` was truncated. In releases that do not write
-  these, statuses are not known.
+- A rollout with an ``error`` failed. A rollout with ``is_truncated`` was truncated. In releases that do not
+  write these keys, statuses are not known.
 - Steps are not saved. Each file is one step, numbered in the order of the files. Tokens are not saved.
 - Rollouts have no names, but their times are measured (``timing`` or ``generation_ms``). Two lines that are
   equal in everything, times included, are one rollout that was written twice. This is an error.

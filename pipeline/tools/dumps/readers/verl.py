@@ -4,12 +4,12 @@ Schema: verl 0.9.1, ``_write_generations`` in ``verl/trainer/ppo/ray_trainer.py`
 ``verl/trainer/ppo/v1/trainer_base.py``. Each line has ``input``, ``output``, ``gts``, ``score``, ``step``
 and the keys that the reward function added.
 
-- The trainer of ``v1`` adds ``uid``, a key ``{uid}_{session}_{index}`` (``v1/replay_buffer.py``): prompt,
-  rollout, segment. The key is split from the right, because a uid may have underscores. Two rows with the
-  same key are an error. The trainer fills its batch with rows of the uid ``pad`` + 32 hexadecimal digits.
-  These are not rollouts and are left out.
+- The trainer of ``v1`` adds ``uid``, a key ``{uid}_{session}_{index}`` (``v1/replay_buffer.py``). It names
+  prompt, rollout and segment. The key is split from the right, because a uid may have underscores. Two rows
+  with the same key are an error. The trainer fills its batch with rows of the uid ``pad`` + 32 hexadecimal
+  digits. These rows are not rollouts, and are left out.
 - The other trainer writes no uid: set ``group_by="prompt"``. Without keys, a row that occurs twice looks like
-  two equal rollouts. ``group_size`` may detect it.
+  two equal rollouts. ``group_size`` may detect this.
 - If ``uid`` is the id of the group, set ``group_by="uid"``. Then each row is a rollout.
 - ``v1``, and a trainer without ``trainer.balance_batch``, write the rollouts of one draw next to one another.
   Under ``balance_batch`` rows are permuted before they are dumped. So with ``group_by="prompt"`` a prompt
@@ -78,8 +78,8 @@ def split_key(record: Record, key: str) -> tuple[str, str]:
     uid, *numbers = key.rsplit("_", 2)
     if len(numbers) != 2 or not uid or not all(n.isascii() and n.isdecimal() for n in numbers):
         raise record.fail(
-            "'uid' must be a key {uid}_{session}_{index} with two numbers at its end; if it is the group's "
-            "own, on each of its rows, set source.group_by=uid",
+            "'uid' must be a key {uid}_{session}_{index} with two numbers at its end; if it is the id of the "
+            "group, set source.group_by=uid",
             key,
         )
     return uid, f"{uid}_{numbers[0]}"
