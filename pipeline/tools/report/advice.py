@@ -382,7 +382,7 @@ class Remedy(NamedTuple):
     """The overrides to type after ``headrace``; empty: the remedy needs none."""
 
     def under(self, setup: Setup | None) -> Remedy | None:
-        """Leave the overrides out if the run lacks their options. None: the run has all their values or parts.
+        """Leave the overrides out if the run lacks their options. None: the run has all values or parts.
 
         Args:
             setup: the setup of the run. None (in Python): the remedy stays unchanged.
