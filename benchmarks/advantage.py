@@ -79,7 +79,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     sizes = QUICK if options.quick else SIZES
     for group_size, uniform in UNIFORM.items():
         times = {}
-        for size in sizes[:2]:  # these take little time, so they need more rounds, and can have them
+        for size in sizes[:2]:  # short times need more rounds
             times |= measure(candidates(size, group_size), 10 * options.rounds)
         # Both sizes are measured together, for the growth from one to the other.
         large, largest = (candidates(size, group_size) for size in sizes[2:])

@@ -20,7 +20,7 @@ def collected(rows: int, tokens: int, *, texts: bool = False) -> TensorDict:
     number = torch.arange(rows)
     reward = torch.rand(rows, generator=generator)
     reward.view(-1, GROUP_SIZE)[::10] = 1.0
-    length = torch.randint(max(tokens // 4, 1), tokens, (rows, 1), generator=generator)  # none is empty
+    length = torch.randint(max(tokens // 4, 1), tokens, (rows, 1), generator=generator)  # no row is empty
     mask = torch.arange(tokens, 0, -1) <= length
     columns = {
         "group_id": number // GROUP_SIZE,

@@ -1,10 +1,10 @@
-"""Measure rows per second to a trainer on Ray and TransferQueue, and bytes through the deciding process.
+"""Measure the rows per second to a trainer, and the bytes of the deciding process, on Ray and TransferQueue.
 
     python benchmarks/engines.py [--rounds 5] [--rows 4096] [--writers 2]
 
 Writers send the same pieces of 32 rows (four whole groups of 8) through RayAssembler and a plain Ray queue,
 and through RolloutQueue and plain puts and gets of TransferQueue. The plain ways return rows as they were
-put: they form no groups, count nothing, and refuse nothing.
+put. They form no groups, count nothing, and refuse nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ process that runs assembler and pipeline and sends two ranks their rows, {PIECE 
 
 
 def collected(count: int, writer: int, tokens: int, *, ragged: bool) -> TensorDictBase:
-    """Finished rollouts with one row each, which has its origin."""
+    """Finished rollouts with one row each. Each row has an origin."""
     ids = torch.arange(writer * count, (writer + 1) * count)
     zeros = torch.zeros_like(ids)
     columns = {
@@ -61,7 +61,7 @@ def collected(count: int, writer: int, tokens: int, *, ragged: bool) -> TensorDi
 
 
 class Writer:
-    """A process that collects. It makes its rows before it is asked to send them."""
+    """A process that makes rows, and later sends them."""
 
     def collect(self, count: int, writer: int, tokens: int, ragged: bool) -> None:
         """Make rows, in pieces."""
@@ -77,7 +77,7 @@ class Writer:
 
 
 class Counting(RayAssembler):
-    """Counts the bytes that go to the assembler's actor and come from it."""
+    """Counts the bytes that go to the assembler's actor and come from the actor."""
 
     sent = 0
 

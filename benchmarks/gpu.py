@@ -35,7 +35,7 @@ def gathered(batch: TensorDict) -> TensorDict:
 
 
 def differing(first: TensorDict, second: TensorDict) -> int:
-    """The number of columns that are not equal bit for bit. NaN equals NaN."""
+    """The number of columns that differ in a bit. NaN equals NaN."""
     keys = first.keys(include_nested=True, leaves_only=True)
     pairs = [[td[key].flatten().view(torch.uint8) for td in (first, second)] for key in keys]
     return sum(not torch.equal(a, b) for a, b in pairs)

@@ -82,7 +82,7 @@ def decide(rows: Rows, minibatches: int, incomplete: str = "raise", drawn: int =
     votes_U = np.bincount(rollout_N, rows.tokens) > 0
     votes_P = np.bincount(group_U, votes_U)
     votes_N = votes_U[rollout_N]
-    if not votes_U.all():  # the reward that a group is compared with is that of its first voting rollout
+    if not votes_U.all():  # a group's reference reward is that of its first voting rollout
         voters = np.flatnonzero(votes_U)[::-1]
         first_P[group_U[voters]] = voters
 
@@ -159,8 +159,8 @@ def gather(batch: TensorDict, steps: Steps) -> Iterator[TensorDict]:
 
 
 def number(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Number the n ids from 0 to n - 1: the number for each row, and the first row of each id."""
-    if (ids[1:] >= ids[:-1]).all():  # ascending: no sort
+    """Number the n ids from 0 to n - 1. Return the number of each row, and the first row of each id."""
+    if (ids[1:] >= ids[:-1]).all():  # ascending ids need no sort
         begins = np.concatenate([[True], ids[1:] != ids[:-1]])
         return np.cumsum(begins) - 1, np.flatnonzero(begins)
     _, first, numbers = np.unique(ids, return_index=True, return_inverse=True)

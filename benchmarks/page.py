@@ -37,7 +37,7 @@ HOW = """## How it was measured
 - "(≤ 2)" is a target. A number that misses its target is bold.
 """
 Number = Callable[[str, str, str, str], float]
-"""A function that returns a cell by benchmark, table, row and column; KeyError if it was not measured."""
+"""A function that returns a cell by benchmark, table, row and column. A missing cell is a KeyError."""
 
 
 def page(results: Mapping[str, dict]) -> str:

@@ -101,7 +101,7 @@ class Trajectory:
 
 
 def rllm(trajectories: list[Trajectory], tasks: list[str]) -> list[float]:
-    """Do this in NumPy, with trajectories by task, and with a std that has the divisor n."""
+    """Subtract the mean and divide by the std with the divisor n, in NumPy, with trajectories by task."""
     by_task: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory, task in zip(trajectories, tasks, strict=True):
         by_task[task].append(trajectory)

@@ -78,7 +78,7 @@ def replay(source: Path, output: Path, results: multiprocessing.SimpleQueue) -> 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     """Make the table."""
-    # In a quick run, a fork of this process need not import anything.
+    # A fork of this process need not import anything, which saves time in a quick run.
     context = multiprocessing.get_context("fork" if options.quick else "spawn")
     with tempfile.TemporaryDirectory() as folder:
         size = write(Path(folder) / "dump", options.rows)

@@ -109,7 +109,7 @@ def run_control(rank: int, options: argparse.Namespace, processes: int, port: in
 
 
 class OneOfMany(Ranks):
-    """One of many ranks of equal size, in one process. It has the data that the other ranks would send."""
+    """One of many ranks of equal size, in one process. The data that the other ranks would send are given."""
 
     def __init__(self, size: int, columns: dict[Any, torch.Tensor]):
         self.group, self.shared_ids, self.size, self.rank = None, "same", size, 0

@@ -32,7 +32,7 @@ def sequence_stages(rounds: int, quick: bool) -> list[Row]:
 
     Args:
         rounds: number of rounds. The table shows their median.
-        quick: whether to use tiny sizes, to see that it runs.
+        quick: whether to use tiny sizes, to see that the measures run.
     """
     torch.manual_seed(0)
     return [
@@ -160,7 +160,7 @@ def packing_little(rows: int, tokens: int, rounds: int) -> list[Row]:
 
 
 def merged_turns(rollouts: int, turns: int, tokens: int, rounds: int) -> Row:
-    """Measure rollouts whose turns are rows. Each row has all earlier turns as its prompt."""
+    """Measure rollouts with a row for each turn. The prompt of a row has all earlier turns."""
     rows, width = rollouts * turns, turns * tokens
     batch = collected(rows, width)
     words = torch.randint(0, 30_000, (rollouts, width)).repeat_interleave(turns, 0)

@@ -71,7 +71,7 @@ def gather(batch: TensorDict, order: Tensor) -> list[Tensor]:
 
 
 def reports(rounds: int, *, quick: bool) -> list[Row]:
-    """Measure reports: with shared tokens, relative to a gather; and of a small step, in ms."""
+    """Measure a report with shared tokens, relative to a gather, and a report of a small step, in ms."""
 
     def processed(rows: int, tokens: int) -> tuple[TensorDict, object]:
         batch = collected(rows, tokens)
@@ -172,7 +172,7 @@ def checkpoints(rounds: int, *, quick: bool) -> list[Row]:
 
 
 def step_costs(rounds: int, quick: bool) -> list[Row]:
-    """Make all lines: the formula in ms, if there is one; and headrace over it, or as the name says."""
+    """Make all lines: the formula in ms, if there is one, and headrace relative to it or as named."""
     return [
         *split_under_a_budget(rounds, quick=quick),
         *more_bins_than_first_fit(quick=quick),

@@ -3,8 +3,8 @@
     python benchmarks/stream.py [--rounds 1] [--rows 100000]
 
 Rows arrive in pieces of 1,000, each row within 4,000 rows of its original position, and leave in groups of 8.
-The rows are dense batches. A second line has a tenth of them as lazy stacks of ragged rows, like
-LLMCollector's. MCAdvantage also computes an advantage, which costs little. It does not handle failed, late,
+The rows are dense batches. A second line has a tenth of the rows as lazy stacks of ragged rows, like those of
+LLMCollector. MCAdvantage also computes an advantage, which costs little. It does not handle failed, late,
 repeated or missing rollouts, and has no saved state.
 """
 

@@ -49,7 +49,7 @@ def numbers_of(
     options, paced, announces = POLICIES[policy]
     world = replace(WORLDS[title], seed=seed, prompts=groups, ticks=10**9, tokens=tokens)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", StreamWarning)  # it warns that there is no slack
+        warnings.simplefilter("ignore", StreamWarning)  # this warns of missing slack
         return Run(world, dict(options), paced=paced, announces=announces).go().assembler.survivors.numbers()
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 @dataclass(frozen=True)
 class Cell:
-    """A number; None if it could not be measured on this machine.
+    """A number, or None if the number could not be measured on this machine.
 
     Args:
         value: the number, from one run.

@@ -42,7 +42,7 @@ def ratio(times: Times, what: Any, over: Any) -> float:
 
 
 def without_page_faults() -> None:
-    """Restart with an allocator that keeps its memory. Otherwise a copy takes 15 or 85 ms by chance."""
+    """Restart with an allocator that keeps its memory. Without it, a copy takes 15 or 85 ms by chance."""
     settings = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
     if os.environ.keys() & settings.keys() != settings.keys():
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **settings})

@@ -91,7 +91,7 @@ def distilled(batch: TensorDict) -> Tensor:
 
 
 def of_turns(batch: TensorDict) -> Tensor:
-    """Give each token its turn's return minus the mean of the others at that turn. Rows have all turns."""
+    """Give each token its turn's return minus the other rollouts' mean at that turn. Rows have all turns."""
     reward = batch["turn_reward"].clone()
     reward[:, -1] += batch[REWARD]
     returns = reward.flip(1).cumsum(1).flip(1).view(-1, GROUP_SIZE, reward.shape[1])

@@ -39,7 +39,7 @@ Each number is the least of {ROUNDS} starts. Times are wall times, except for "C
 
 
 def write(folder: Path, steps: int) -> int:
-    """Write the rows of a run; returns the bytes of the files."""
+    """Write the rows of a run. Return the bytes of the files."""
     rng = np.random.default_rng(0)
     words = np.array(WORDS.split())
     prompts = [f"Problem {i}: {' '.join(rng.choice(words, 40))}" for i in range(PROMPTS)]
@@ -90,7 +90,7 @@ def seconds_of(folders: list[Path], step: int) -> list[float]:
             ask(question)
             found.append(time.perf_counter() - before)
         status = Path(f"/proc/{started.pid}/status").read_text()
-        started.terminate()  # SIGINT is ignored if a shell runs this in the background
+        started.terminate()  # a background job of a shell ignores SIGINT
     peak = re.search(r"VmHWM:\s+(\d+) kB", status)
     return [*found, int(peak[1]) / 1024 if peak else float("nan")]
 

@@ -42,7 +42,7 @@ class World:
     """Number of ticks of a step."""
     ticks: int = 3000
     spread: float = 0.9
-    """Deviation of log(latency) between prompts; 0: half of the prompts take 1 tick, the others 100."""
+    """Deviation of log(latency) between prompts. With 0, half of the prompts take 1 tick, the others 100."""
     noise: float = 0.3
     """Deviation of log(latency) between the rollouts of a prompt."""
     failing: float = 0.0
@@ -62,7 +62,7 @@ class World:
     tokens: bool = False
     """Whether a rollout has a token for each tick, at most `TOKENS`. If not, rows have no loss mask."""
     takers: tuple[int, ...] = ()
-    """Number of groups that each taker takes for a step; empty: one taker takes all groups."""
+    """Number of groups that each taker takes for a step. Without numbers, one taker takes all groups."""
 
     def group(self, number: int) -> Group:
         """Make a prompt with its latencies."""
@@ -77,7 +77,7 @@ class World:
         return Group(number, int(10 * hard), ticks, fails, dice.random() >= self.equal)
 
     def most_steps(self) -> float:
-        """An upper bound of the number of steps: the trainer is always busy, or no slot is ever free."""
+        """An upper bound of the number of steps, for a trainer or for slots that are always busy."""
         some = [self.group(number) for number in range(2000)]
         useful = fmean(group.varied and not any(group.fails) for group in some)
         work = fmean(sum(group.ticks) for group in some) / useful
@@ -104,9 +104,9 @@ class Group:
     wasted: int = 0
     """Ticks of ended rollouts that were dispatched again."""
     fate: str = ""
-    """``trained``, ``masked``, ``rejected``, ``failed`` or ``stale``; empty while it is outstanding."""
+    """``trained``, ``masked``, ``rejected``, ``failed`` or ``stale``. Empty if it is outstanding."""
     oldest: int = 10**9
-    """The policy version of its oldest row."""
+    """The policy version of the group's oldest row."""
     age: int = 0
     """Number of steps since that version was replaced."""
 
@@ -209,7 +209,7 @@ class Run:
     # -- the trainer --------------------------------------------------------------------------------
 
     def take(self) -> bool:
-        """Take the missing groups of a step. Return True once it is complete."""
+        """Take the missing groups of a step. Return True once the step has all its groups."""
         world, assembler = self.world, self.assembler
         ends = list(accumulate(world.takers))
         while (have := len(self.batch)) < world.groups:
@@ -302,7 +302,7 @@ def columns(**numbers: list[int]) -> TensorDict:
 
 
 def side_by_side(function: Callable[..., Any], runs: Sequence[Sequence[Any]], *, quick: bool) -> list[Any]:
-    """Call a function for each run, in one process per core; if `quick`, in this process."""
+    """Call a function for each run, in one process per core or, if `quick`, in this process."""
     if quick:
         return [function(*run) for run in runs]
     with ProcessPoolExecutor(os.cpu_count()) as pool:

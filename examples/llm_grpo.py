@@ -1,7 +1,7 @@
 """GRPO on a language model behind TorchRL's LLMCollector: python examples/llm_grpo.py --steps 60
 
-A Llama of 133,000 weights learns to reverse strings of one to three digits from a graded reward: on one CPU
-thread its mean rises from below 0.1 to about 0.7 in a minute. `draws()` stamps ids where prompts are drawn.
+A Llama of 133,000 weights learns to reverse strings of one to three digits from a graded reward. On one CPU
+thread, the mean reward rises from below 0.1 to about 0.7 in a minute. `draws()` gives ids to drawn prompts.
 """
 
 import argparse

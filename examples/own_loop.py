@@ -3,7 +3,7 @@
 A thread generates rollouts with a copy of the policy that may be some steps old. The loop trains on
 complete groups whose rewards differ, corrects for the age of the copy, and writes a report and numbers. If it
 is killed, the same command goes on after the last saved step. A network of 8,400 weights learns to repeat a
-digit, as in pytorch_grpo.py: in a minute on one CPU thread, the mean reward of its batches rises from below
+digit, as in pytorch_grpo.py. In a minute on one CPU thread, the mean reward of the batches rises from below
 0.2 to 0.8.
 """
 

@@ -25,7 +25,7 @@ GROUP_SIZE, PROMPTS = 8, 8  # rollouts of a group, groups of a step
 
 @ray.remote(max_retries=0)  # a restarted task would send its rows twice, and they are refused
 def generate(assembler: RayAssembler, draws: TensorDict, weights: dict[str, torch.Tensor]) -> None:
-    """Generate the rollouts of a group: one or two turns each."""
+    """Generate the rollouts of a group. A rollout has one or two turns."""
     torch.set_num_threads(1)
     torch.manual_seed(int(draws["group_id"][0]))
     env = ReverseEnv(RepeatSampler(1, group_size=GROUP_SIZE), draws=iter([draws]))
@@ -35,7 +35,7 @@ def generate(assembler: RayAssembler, draws: TensorDict, weights: dict[str, torc
 
 
 def main(steps: int = 60) -> list[float]:
-    """Train and print; returns the mean reward of each step."""
+    """Train and print. Return the mean reward of each step."""
     torch.manual_seed(0)
     policy = DigitPolicy()
     loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, aggregation="none")

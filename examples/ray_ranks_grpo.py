@@ -74,7 +74,7 @@ def collect(
 def train(
     rank: int, ranks: int, store: str, assembler: RayAssembler, writers: list[Any], weights: Any
 ) -> tuple[list[TensorDict], dict[str, torch.Tensor]]:
-    """One rank; returns its rows of each step, with their advantages, and its weights."""
+    """Train one rank. Return the rank's rows of each step, with their advantages, and the weights."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     policy = DigitPolicy()

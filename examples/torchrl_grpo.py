@@ -1,6 +1,6 @@
 """TorchRL's GRPO recipe with headrace in it: python examples/torchrl_grpo.py --turns 2
 
-Five lines differ from torchrl_mcadvantage.py, which has MCAdvantage: two imports, the ids of rollouts, the
+Five lines differ from torchrl_mcadvantage.py, which uses MCAdvantage: two imports, the ids of rollouts, the
 transform of the buffer, and the assembler around the collector.
 """
 

@@ -1,9 +1,9 @@
 """GRPO with TorchRL's own parts: python examples/torchrl_mcadvantage.py --turns 2
 
 The structure is that of TorchRL's recipe (sota-implementations/grpo): LLMCollector with its own copy of the
-policy, a replay buffer that compares the rollouts of a group as they are written, GRPOLoss, and weight
+policy, a replay buffer that compares the rollouts of a group when they are written, GRPOLoss, and weight
 updates. The task is that of llm_grpo.py, asked `turns` times in a rollout. torchrl_grpo.py has headrace in
-place of MCAdvantage; a test counts the lines in which the two differ.
+place of MCAdvantage. A test counts the lines in which the two programs differ.
 """
 
 import argparse

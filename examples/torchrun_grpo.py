@@ -1,4 +1,4 @@
-"""GRPO on several processes, with the same weights as on one.
+"""GRPO on several processes, with the same weights as on one process.
 
     torchrun --nproc-per-node 2 examples/torchrun_grpo.py
     python examples/torchrun_grpo.py

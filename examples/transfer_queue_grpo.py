@@ -4,8 +4,9 @@
     python examples/transfer_queue_grpo.py --batches 20
 
 Producers put rows as they finish. One process gets only the few columns that it needs to make whole groups
-and run the pipeline. It tells each rank its rows of each optimiser step, and the rank fetches them from the
-queue's storage. Gradients are summed over the ranks. The first rank publishes the weights for the producers.
+and run the pipeline. It tells each rank its rows of each optimiser step, and the rank fetches these rows from
+the queue's storage. Gradients are summed over the ranks. The first rank publishes the weights for the
+producers.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def produce(producer: int, producers: int, queue: RolloutQueue, weights: Any, ba
 
 @ray.remote(max_retries=0)
 def train(rank: int, queue: StepQueue, weights: Any, port: int) -> tuple[int, int]:
-    """Train on this rank's rows of each step; returns the numbers of its steps and rows."""
+    """Train on this rank's rows of each step. Return the numbers of the rank's steps and rows."""
     policy, rows = initial_policy(), 0
     store = dist.TCPStore("127.0.0.1", port, RANKS, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
@@ -98,7 +99,7 @@ def train(rank: int, queue: StepQueue, weights: Any, port: int) -> tuple[int, in
 
 
 def main(batches: int = 20, producers: int = 2) -> tuple[list[float], list[tuple[int, int]]]:
-    """Run all processes; returns each batch's mean reward, and each rank's numbers of steps and rows."""
+    """Run all processes. Return each batch's mean reward, and each rank's numbers of steps and rows."""
     weights, assembler = Weights.remote(), GroupAssembler(groups=PROMPTS)
     pipeline = load_pipeline(
         "pipeline=grpo",

@@ -1,7 +1,7 @@
 """Train a Llama that computes each shared token of a group once: python examples/tree_llama.py --turns 6
 
-Rollouts of four groups have a row for each turn, with all earlier turns in its prompt. One model trains on
-these rows and another on trees of them. The optimiser steps are the same, and so are the final weights.
+Rollouts of four groups have a row for each turn, with all earlier turns in the prompt. One model trains on
+these rows, and another on trees of the same rows. Both models take the same steps to the same weights.
 """
 
 import argparse

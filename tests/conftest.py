@@ -1,4 +1,4 @@
-"""Fixtures and hooks of all tests. Only functions import torch: pytest's main process does not need it."""
+"""Fixtures and hooks of all tests. Only functions import torch, because pytest's main process does not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ready_python import ready_python, ready_ray
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-# Threads that wait for work spin. So this is set before torch is imported, here and in started processes.
+# torch's threads spin while they wait for work. The variable also limits the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The time of a test depends on what else the machine does, so a slow test is not a failure.
@@ -47,7 +47,7 @@ def is_quick(config: pytest.Config) -> bool:
 
 @cache
 def has_torchrl() -> bool:
-    """Whether TorchRL can be imported: it may be installed beside a tensordict that it does not fit."""
+    """Whether TorchRL can be imported. It may be installed beside a tensordict that does not fit."""
     try:
         import torchrl.envs  # noqa: F401
     except ImportError:
@@ -56,10 +56,9 @@ def has_torchrl() -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let property tests try fewer examples in the quick run."""
+    """Let property tests try fewer examples in the quick run, and let Ctrl-C end the tests."""
     settings.load_profile("quick" if is_quick(config) else "headrace")
-    # A shell may start background jobs with Ctrl-C ignored, and all processes of the tests would inherit
-    # this.
+    # A shell may start background jobs with Ctrl-C ignored, and all processes of the tests would ignore it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("HEADRACE_KEPT", mkdtemp())  # workers inherit the folder
@@ -78,7 +77,7 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not even import files of another shard, or files whose tests are all left out or skipped."""
+    """Do not import files of another shard, or files whose tests are all left out or skipped."""
     if collection_path.suffix != ".py":
         return None
     if shard := config.getoption("--shard"):
@@ -108,7 +107,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave imported modules out of garbage collection: each full collection would take half a second."""
+    """Leave imported modules out of garbage collection, which would take half a second more each time."""
     gc.freeze()
 
 
@@ -128,7 +127,7 @@ def clocks_stand_still() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def texts_are_parsed_once() -> Iterator[None]:
-    """Parse each YAML file and interpolation once: parsing takes most of the time of composing."""
+    """Parse each YAML file and interpolation once, because parsing takes most of the time of composing."""
     import omegaconf._utils
     import omegaconf.base
     import yaml
@@ -142,11 +141,11 @@ def texts_are_parsed_once() -> Iterator[None]:
             return load(stream, Loader)
         try:
             return pickle.loads(parsed(stream.read(), Loader))
-        except yaml.YAMLError:  # the error of `load` names the file
+        except yaml.YAMLError:  # `load` raises an error that names the file
             stream.seek(0)
             return load(stream, Loader)
 
-    trees = lru_cache(4096)(omegaconf.base.parse)  # no test writes to them
+    trees = lru_cache(4096)(omegaconf.base.parse)  # no test changes the parsed trees
     with (
         patch("yaml.load", loaded),
         patch("omegaconf.base.parse", trees),
@@ -157,7 +156,7 @@ def texts_are_parsed_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def files_are_merged_once(texts_are_parsed_once: None) -> Iterator[None]:
-    """Merge each choice of the package's files once: Hydra spends most of its time on this.
+    """Merge each choice of the package's files once, because Hydra spends most of its time on merging.
 
     Only the choice of files decides what is merged; Hydra sets each test's own options afterwards. A command
     composes twice, first for `hydra.mode`, which nothing here sets. Then Hydra writes three files that
@@ -216,7 +215,7 @@ def recipes(quick: bool) -> tuple[str, ...]:
 
 @pytest.fixture
 def make_batch() -> Callable[..., TensorDict]:
-    """A factory of dense batches in the shape that GRPOLoss takes."""
+    """A factory of dense batches in the layout that GRPOLoss takes."""
     from batches import batch_of
 
     return batch_of
@@ -254,7 +253,7 @@ def cluster() -> Iterator[None]:
         patch.syspath_prepend(examples)
         there = [*tests, examples, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, there)))
-        patch.setenv("RAY_worker_niceness", "0")  # else Ray's processes wait for those of other tests
+        patch.setenv("RAY_worker_niceness", "0")  # by default Ray's processes let other processes run first
         if hasattr(os, "pidfd_open"):
             patch.setattr("ray._private.ray_constants.SETUP_WORKER_FILENAME", ready_ray())
         # More CPUs than the machine has: Ray counts the CPUs that actors might take.

@@ -36,7 +36,7 @@ class Beside(NamedTuple):
 
     title: str
     packages: str
-    """Arguments of the `pip install` that runs before headrace's. After ``;`` are those of a second call."""
+    """Arguments of the `pip install` before headrace's. After ``;`` come the arguments of a second call."""
     runs: tuple[str, ...] = ()
     """Commands for the environment's Python, run in the clone. Each must end with status 0."""
     extra: str = ""
@@ -167,7 +167,7 @@ def outcomes(python: Path, package: str, folder: Path, log: Path) -> dict[str, s
     command = f"{python} -m pytest -q -c /dev/null --rootdir . --junitxml={report} {files}"
     try:
         run(command, log, cwd=source, timeout=1800)
-    except RunError:  # some tests fail in any environment; what matters is that no result changes
+    except RunError:  # some tests fail in any environment; only a changed result matters
         if not report.exists():
             raise
     cases = ElementTree.parse(report).iter("testcase")

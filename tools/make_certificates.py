@@ -35,13 +35,13 @@ def rounded(value: Any) -> Any:
 
 
 def certificates(named: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Compute certificates, and return all. A recipe that refuses the rows of a task has none for it.
+    """Compute certificates, and return all. A recipe that refuses a task has no certificate.
 
     Args:
-        named: the recipes to compute; other recipes keep their stored certificates. Empty: all recipes.
+        named: the recipes to compute, or none for all recipes. Other recipes keep their certificates.
 
     Raises:
-        SystemExit: there is no such recipe.
+        SystemExit: a named recipe does not exist.
     """
     if unknown := set(named) - set(recipes()):
         sys.exit(f"unknown recipes: {', '.join(sorted(unknown))}. The recipes are {', '.join(recipes())}")

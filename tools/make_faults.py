@@ -17,7 +17,7 @@ BEGIN, END = "<!-- faults: written by tools/make_faults.py -->\n", "<!-- end of 
 
 
 def seconds(after: float) -> str:
-    """Rounded."""
+    """The seconds as text, rounded."""
     return "under 1 s" if after < 1 else f"{after:.0f} s"
 
 
@@ -47,7 +47,7 @@ def table() -> str:
 if __name__ == "__main__":
     folders = [str(ROOT / name) for name in ("src", "tests/support", "examples")]
     sys.path[:0] = folders
-    # Worker processes, such as those of Ray, import from these folders, too.
+    # Worker processes, such as those of Ray, also import from these folders.
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}")

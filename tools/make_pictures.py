@@ -58,7 +58,7 @@ def take(
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     driver.get(page.resolve().as_uri())
-    if opened:  # first the group, because it adds its rollouts to the page when it is opened
+    if opened:  # the group first: an opened group adds its rollouts to the page
         for kind in ("group", "rollout"):
             driver.execute_script(f"document.querySelector('details.{kind} > summary')?.click()")
     of = "document.getElementById(arguments[0])" if panel else "document.documentElement"

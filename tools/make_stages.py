@@ -40,9 +40,9 @@ NAMES = {
     "TreeAdvantage": "tree",
     "TurnAdvantage": "turns",
 }
-# Options that the pipeline has too: set there, they rename a column for all stages.
+# The pipeline has these options, too. Set in the pipeline, they rename a column for all stages.
 SHARED = ("loss_mask_key", "log_prob_key", "group_key", "rollout_key")
-OWN = {(transforms.DenseRows, "log_prob_key")}  # of the policy that sampled, always
+OWN = {(transforms.DenseRows, "log_prob_key")}  # always the log-probabilities of the sampling policy
 WIDTH = 110
 # For each folder of conf/: base classes of its classes, and levels from an option up to the pipeline's node.
 KINDS: dict[str, tuple[tuple[type, ...], int]] = {

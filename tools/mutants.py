@@ -8,8 +8,9 @@ The operators of cosmic-ray make the faults. At each place one operator is chose
 runner has one command for all modules, and changes the clone. mutmut leaves out functions with a decorator,
 and tests do not see its copies, because they import through `src/`.
 
-First all tests run once: coverage says which of them run which line, and the time of each is kept. A fault
-gets the tests that run its line: the tests of its module first, then those that run the fewest lines.
+First all tests run once, with coverage, which notes the tests that run each line. The time of each test is
+kept. A fault gets the tests that run its line: the tests of its module first, then the tests with the fewest
+lines.
 
 Faults that change nothing are listed with the reason in benchmarks/equivalent_mutants.json. The status is 1
 if any other fault survives. `--sample` without paths writes benchmarks/results/mutation.json and the page.
@@ -47,13 +48,13 @@ from nearest import nearest_tests  # noqa: E402
 FOLDERS = ("transforms", "pipeline", "adapters")
 EQUIVALENT = ROOT / "benchmarks" / "equivalent_mutants.json"
 OTHERS = "not (long or browser or gpu)"  # tests that a fault may get
-# Most seconds without a fault: for a quick test; and for all quick, or all slow, tests that a fault gets.
+# Limits in seconds without a fault: of one quick test, and of all quick or all slow tests of a fault.
 QUICK, TOGETHER = 1.0, 300.0
-NEAREST = 100  # this many tests kill most faults, and are in few files
+NEAREST = 100  # so many tests kill most faults, and are in few files
 BY_NAME = "tests/house/test_house.py::test_an_argument_may_be_given_by_its_name"  # reads all signatures
 NO_SOURCE = (".*", "build", "dist", "site", "outputs", "multirun", "__pycache__", "*.egg-info")
 CHOSEN, TAKEN = "chosen.json", "taken.json"
-MOST_FAILED = 20  # of thousands of tests; on a busy machine, some time out
+MOST_FAILED = 20  # number of tests that may fail without a fault: on a busy machine, some time out
 START, SLOWER = 60, 4  # time limit with a fault: START seconds + SLOWER × the time of its tests without it
 FATES = ("killed", "timed out", "survived", "equivalent")
 
@@ -80,7 +81,7 @@ def equivalent() -> set[tuple[str, ...]]:
 
 
 def unseen_by_tests(node: ast.AST) -> ast.AST | None:
-    """Code whose faults no test sees: `strict=` matters if lengths differ, `TYPE_CHECKING` never runs."""
+    """Code whose faults no test sees: `strict=` of equal lengths, and code that only type checkers read."""
     if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
         return node
     return node.value if isinstance(node, ast.keyword) and node.arg == "strict" else None
@@ -88,7 +89,7 @@ def unseen_by_tests(node: ast.AST) -> ast.AST | None:
 
 @cache
 def places_of(file: str) -> dict[Any, list[tuple[Any, int]]]:
-    """The places of a file that operators change, each with its operators, and its number for each of them.
+    """The places of a file that operators change. Each has its operators, and its number for each operator.
 
     Annotations are left out, because nothing reads them.
     """
@@ -113,7 +114,7 @@ def places_of(file: str) -> dict[Any, list[tuple[Any, int]]]:
 
 
 def mutant_at(file: str, place: Any, rng: random.Random) -> Mutant | None:
-    """A random mutant of a place; None if no mutant of it changes the program."""
+    """A random mutant of a place, or None if no mutant of the place changes the program."""
     from cosmic_ray.mutating import mutate_code
 
     source, ways = (ROOT / file).read_text(), places_of(file)[place]
@@ -165,7 +166,7 @@ def chosen_mutants(paths: list[str], base: str, sample: int | None, seed: int) -
 
 
 def lines_of(mutant: Mutant) -> tuple[range, bool]:
-    """The lines of a mutant's statement, or of the head of a compound one, and whether they run at import.
+    """The lines of a mutant's statement, or of a compound statement's head, and whether they run at import.
 
     Coverage may name any of these lines.
     """
@@ -193,7 +194,7 @@ class Runner:
         self.lines = Counter(test for tests in self.tests.values() for test in tests)
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        """The tests that run a mutant's line, nearest first; if none are known, the tests of its file."""
+        """The tests that run a mutant's line, nearest first. If none is known, the tests of the file."""
         near, (lines, at_import) = tuple(nearest_tests(mutant.file)), lines_of(mutant)
         found = {test for line in lines for test in self.tests.get((mutant.file, line), ())}
         if at_import:
@@ -241,7 +242,7 @@ class Runner:
 def tests_by_line(copy: Path) -> tuple[dict[tuple[str, int], set[str]], Counter[str]]:
     """The tests that run each line, by file and line, and the seconds that each test takes.
 
-    A test that fails without a fault tells nothing, and is left out.
+    Tests that fail without a fault are left out, because their failure says nothing about a fault.
     """
     from coverage import CoverageData
 
@@ -269,7 +270,7 @@ class Taken:
         self.failed, self.seconds = set[str](), Counter[str]()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the outcome and the time of a test, its setup or its teardown."""
+        """Keep the outcome and the time of a test, a setup or a teardown."""
         self.seconds[report.nodeid] += report.duration
         if report.failed:
             self.failed.add(report.nodeid)
@@ -293,18 +294,18 @@ class Chosen:
 
 
 def run_tests(words: list[str]) -> int:
-    """Run pytest in this process, on the tests that the file `CHOSEN` lists, or on all without this file."""
+    """Run pytest in this process, on the tests in the file `CHOSEN` or, without this file, on all tests."""
     tests = json.loads(Path(CHOSEN).read_text())
     files = dict.fromkeys(test.partition("::")[0] for test in tests)
     return pytest.main([*words, *files], plugins=[Chosen(tests) if tests else Taken()])
 
 
 def status_of(copy: Path, words: list[str], tests: Iterable[str], seconds: float) -> int | None:
-    """The status of pytest; None if it takes longer. Then it is killed, with all that it has started."""
+    """The status of pytest, or None after the time limit, when pytest and its processes are killed."""
     paths = os.pathsep.join([str(copy / folder) for folder in ("src", "tests/support", "tools")])
     variables = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE")}
     variables |= {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-    (copy / CHOSEN).write_text(json.dumps([*tests]))  # too long for a command
+    (copy / CHOSEN).write_text(json.dumps([*tests]))  # the list is too long for a command
     code = f"import mutants; raise SystemExit(mutants.run_tests({words!r}))"
     with subprocess.Popen(
         [sys.executable, "-c", code],

@@ -3,7 +3,7 @@
     python benchmarks/field_bugs [--only headrace verl] [--render]
 
 Each peer gets its own environment in `build/field_bugs`: the pinned packages without their requirements.
-torch and all other packages come from the environment that runs this, through a .pth file. Peers that are not
+torch and all other packages come from the environment that runs this, through a .pth file. Peers that do not
 run again keep their results in `benchmarks/results/field_bugs.json`. The page lists peers that cannot be
 installed.
 """
@@ -26,7 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "field_bugs.json"
 
 
 def environment(name: str, peer: Peer) -> str:
-    """The Python of a peer's environment, which is made if it does not exist.
+    """The Python of a peer's environment. A missing environment is made.
 
     Raises:
         CalledProcessError: the packages cannot be installed.

@@ -1,9 +1,9 @@
 """Bugs that recur in trainers: the rows, the correct answer computed by hand, and the threads of each.
 
-A row is one training sample. An answer has a number for each row. It is GRPO's advantage, (R − mean) / std of
-the group, with the divisor n − 1; or the weight of each token of the row in the loss; or the number of times
-that the tokens of a turn train. None: the row does not train. Answers are compared to two thousandths, since
-peers add 0 to 1e-4 to the std. If there are several correct answers, all are listed.
+A row is one training sample. An answer has a number for each row, or None if the row does not train. The
+number is GRPO's advantage, (R − mean) / std of the group with the divisor n − 1; or the weight of each token
+of the row in the loss; or the number of times that the tokens of a turn train. Answers may differ by two
+thousandths, because peers add 0 to 1e-4 to the std. If there are several correct answers, all are listed.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ WRONG = {
 
 
 def near(found: Answer, expected: Answer) -> bool:
-    """Whether two answers are nearly equal. None and 0 are equal; NaN (the text `nan`) equals nothing."""
+    """Whether two answers are nearly equal. None and 0 are equal. NaN, the text `nan`, equals nothing."""
 
     def same(one: float | None, other: float | None) -> bool:
         one, other = float(one or 0.0), float(other or 0.0)
@@ -198,7 +198,7 @@ def judge(peer: str, case: Case, answer: dict[str, Any]) -> tuple[Verdict, str]:
 
 
 def number(case: Case, answer: dict[str, Any]) -> str:
-    """The number that shows why an answer is not right: all weights, or the first of the worst numbers."""
+    """The text that shows why an answer is not right: all weights, or the first of the worst numbers."""
     found = [None if value is None else float(value) for value in answer["found"]]
     if any(value is not None and value != value for value in found):
         return "NaN"

@@ -117,7 +117,7 @@ PROMPTS = 2400  # ten runs of 240 prompts, each killed once
 
 
 def cell(peer: str, case: Case, result: dict[str, Any]) -> str:
-    """The cell of the table: a verdict, with a number if the answer is not right."""
+    """A cell of the table: a verdict, with a number if the answer is not right."""
     if "cases" not in result:
         return "not run"
     answer = result["cases"][case.name]
@@ -129,7 +129,7 @@ def cell(peer: str, case: Case, result: dict[str, Any]) -> str:
 
 
 def runs() -> list[str]:
-    """The results of the simulation of whole runs, for the systems that it also restarts."""
+    """The results of the simulation of whole runs, for systems that the simulation also restarts."""
     stored = json.loads(RUNS.read_text())
     lines = []
     for system, restart in stored["restarts"].items():

@@ -106,7 +106,7 @@ def mask_of(case: Case) -> Any:
 
 
 def of_rows(values: Any, case: Case) -> list:
-    """The advantage of each row, from (N, T); None for a row without a token in the loss."""
+    """The advantage of each row, from (N, T). It is None for a row without a token in the loss."""
     return [
         float(row[0]) if tokens else None for row, tokens in zip(values, case.rows["tokens"], strict=True)
     ]
@@ -169,7 +169,7 @@ def turns(case: Case) -> list[tuple[list[int], list[int]]]:
 
 
 def times(case: Case, trained: list[tuple[list[int], list[int]]]) -> list:
-    """How often the sampled tokens of each turn are in the loss of `trained`, rows as (tokens, mask)."""
+    """How often the sampled tokens of each turn are in the loss. `trained` has rows as (tokens, mask)."""
     return [
         sum(
             sum(mask[len(prompt) : len(prompt) + len(sampled)])
@@ -316,7 +316,7 @@ def trl_trainer(case: Case, **options: Any) -> Any:
 
     class Given(trl.GRPOTrainer):
         def _generate_single_turn(self, prompt_ids, *_):
-            cut = case.name == "masked-row"  # no end token, because max_completion_length was reached
+            cut = case.name == "masked-row"  # completions that reach max_completion_length have no end token
             return [[2, 2, 2 if cut and not n else 1] for n in case.rows["tokens"]], None
 
     tokens = Tokenizer(models.WordLevel({token: i for i, token in enumerate("_$ab2+")}))
@@ -428,7 +428,7 @@ def trl_weights(case: Case) -> list:
             },
         )
 
-    # As accelerate does with this number of processes.
+    # accelerate does the same with this number of processes.
     with mock.patch.object(type(trainer.accelerator), "num_processes", ranks):
         return weights(case, loss_of)
 
@@ -537,7 +537,7 @@ def verl_estimator(case: Case, name: str) -> list:
 
 
 def scores_of(case: Case) -> Any:
-    """(N, T) rewards by token; the first token has the whole reward."""
+    """(N, T) rewards by token. The first token has the reward of the rollout."""
     import torch
 
     scores = torch.zeros(len(case.rows["group"]), 5)
@@ -848,7 +848,7 @@ def agentlightning_weights(case: Case) -> list:
 
 
 def agentlightning_times(case: Case) -> list:
-    """Count over the rows that its adapter makes of the turns of a rollout, by default one for each turn."""
+    """Count over the rows that its adapter makes from the turns of a rollout, by default one for each."""
     import torch
     from agentlightning.verl.agl_rollout_manager import CompletedRollout, Triplet
     from agentlightning.verl.rollout_adapter import RolloutAdapter

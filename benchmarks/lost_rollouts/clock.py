@@ -13,7 +13,7 @@ from typing import Any
 from lost_rollouts.world import Group, World
 
 Dispatched = Sequence[tuple[Group, Sequence[int]]]
-"""Groups, each with those of its rollouts that begin."""
+"""Groups, each with the indices of the rollouts that begin."""
 
 
 class RunEnds(Exception):
@@ -29,9 +29,9 @@ class System:
 
     def __init__(self, world: World, bound: int | None = 2):
         self.world, self.bound = world, bound
-        """The world; and by how many steps a group may be older than the policy (None: by any number)."""
+        """The world, and the number of versions that a group may be behind the policy (None: any number)."""
         self.version = self.now = 0
-        """The policy version; the current tick."""
+        """The policy version, and the current tick."""
         self.cursor = 0
         """Number of prompts that were read from the data."""
         self.again: list[int] = []
@@ -46,7 +46,7 @@ class System:
     # -- methods that the clock calls ---------------------------------------------------------------
 
     def dispatch(self, free: int) -> Dispatched:
-        """Return the rollouts that begin now, if `free` slots are free."""
+        """Return the rollouts that begin now in the `free` slots."""
         groups = self.draw(min(self.room(), ceil(free / self.world.size)))
         return [(group, range(self.world.size)) for group in groups]
 
@@ -60,7 +60,7 @@ class System:
                 self.whole(group)
 
     def take(self) -> Sequence[Group] | None:
-        """Return the groups of the next step; None: wait."""
+        """Return the groups of the next step, or None to wait."""
         if self.bound is not None:
             for group in [group for group in self.ready if self.version - group.born > self.bound]:
                 self.ready.remove(group)
@@ -69,7 +69,7 @@ class System:
         return self.first(self.ready)
 
     def pass_step(self) -> None:
-        """The policy was updated."""
+        """Called when the policy was updated."""
         self.version += 1
 
     def has(self, group: Group) -> bool:
@@ -86,7 +86,7 @@ class System:
     # -- parts that subclasses may use --------------------------------------------------------------
 
     def room(self) -> int:
-        """Number of groups that the system would dispatch if slots are free."""
+        """Number of groups that the system would dispatch with enough free slots."""
         return self.world.slots
 
     def draw(self, number: int) -> list[Group]:
@@ -102,7 +102,7 @@ class System:
         return groups
 
     def first(self, ready: list[Group]) -> list[Group] | None:
-        """The first groups of `ready` for a step, if there are enough."""
+        """The groups of `ready` that a step trains, or None if there are too few."""
         if len(ready) < self.world.groups:
             return None
         chosen, ready[:] = ready[: self.world.groups], ready[self.world.groups :]
@@ -146,7 +146,7 @@ class Account:
     groups: list[Group]
     steps: int
     busy: int
-    """Ticks of generation, over all slots."""
+    """Sum of the ticks in which slots generated."""
     started: int
     """Rollouts that the engine began."""
     ended: str
@@ -155,7 +155,7 @@ class Account:
     """Ticks at which a group became ``whole``, and a step began (``take``) and ended (``step``)."""
 
     def check(self) -> None:
-        """Check that each group has one fate, and that all rollouts and tokens are counted under a fate.
+        """Check that each group has one fate, and that each rollout and token counts in one fate.
 
         Raises:
             RuntimeError: a group, rollout or token is missing, or counts twice.
@@ -216,8 +216,8 @@ def simulate(
 
     Args:
         after_step: a function that is called with all groups when a step is over and the policy is updated.
-        until: the tick at which the run is killed; None: the world's last tick.
-        poll: ticks after which a waiting trainer asks again, even if nothing has happened; 0: never.
+        until: the tick at which the run is killed, or None for the world's last tick.
+        poll: ticks after which a waiting trainer asks again, even if nothing has happened. 0 is never.
 
     Raises:
         RuntimeError: :meth:`Account.check` raised; or a step trains a group that is not whole, or was trained
@@ -225,12 +225,12 @@ def simulate(
     """
     world, order, now, busy = system.world, count(), 0, 0
     until = world.ticks if until is None else until
-    events: list[tuple[int, int, Any]] = []  # tick, order, and a rollout; None: the end of a step
+    events: list[tuple[int, int, Any]] = []  # tick, order, and a rollout, or None for the end of a step
     queue: deque[tuple[Group, int]] = deque()  # dispatched rollouts without a slot
     running: dict[
         tuple[int, int], tuple[Group, int]
     ] = {}  # the tick at which a rollout began, by ids of group and rollout
-    groups: dict[int, Group] = {}  # by id
+    groups: dict[int, Group] = {}  # by id(), because a prompt may be drawn again
     open_groups: dict[int, Group] = {}
     log: list[tuple[int, str]] = []
     free, training, ended = world.slots, False, ""
@@ -287,7 +287,7 @@ def simulate(
         settle()
         return happened
 
-    for group in system.held.values():  # groups of a checkpoint
+    for group in system.held.values():  # groups that a checkpoint has restored
         know(group)
     try:
         while now < until:

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from headrace.pipeline import RepeatSampler, RolloutStream
 from headrace.transforms import Status
 
-ENDLESS = 100_000  # prompts
+ENDLESS = 100_000  # number of prompts
 
 
 class Headrace(System):
@@ -75,7 +75,7 @@ class Headrace(System):
         return group
 
     def forget(self) -> None:
-        """Drop from `held` the groups that the assembler has dropped. It only tells their number."""
+        """Drop from `held` the groups that the assembler has dropped. The assembler reports a number."""
         timeout = self.assembler.timeout_seconds
         for group in [*self.held.values()]:
             old = self.version - group.born > (self.bound or 0) and self.drops
@@ -96,7 +96,7 @@ class Headrace(System):
         self.stream.version = self.version
 
     def check(self) -> None:
-        """Check that the assembler's counts of lost groups equal those of the harness."""
+        """Check that the assembler's counts of lost groups equal the counts of the clock."""
         if (lost := self.assembler.lost_groups) != dict(self.gone):
             raise RuntimeError(f"the assembler lost {lost}, and the harness saw {dict(self.gone)}")
 
@@ -112,7 +112,7 @@ class Headrace(System):
 
 
 class Unannounced(Headrace):
-    """A collector that draws prompts by itself, whenever a slot is free. Nothing is announced."""
+    """A collector that draws a prompt whenever a slot is free. No group is announced."""
 
     def dispatch(self, free: int) -> Dispatched:
         self.flush()

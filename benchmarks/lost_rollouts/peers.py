@@ -1,4 +1,4 @@
-"""Run the buffers and samplers of other projects in the simulated clock: their code, in our loops.
+"""Run the code of other projects' buffers and samplers in the simulated clock, in our loops.
 
 The docstring of a class says which code is the project's. The loop around it follows the trainer of that
 project, at the same version.
@@ -56,7 +56,7 @@ class Verl(System):
 
     def __init__(self, world: World, bound: int | None = 2, strategy: str = "drop", warmup: int = 2):
         super().__init__(world, bound)
-        threshold = None if bound is None else bound + 1  # verl counts the step itself, too
+        threshold = None if bound is None else bound + 1  # verl also counts the step that trains
         self.store: dict[str, dict[str, Any]] = {}
         names = dict(verl_buffer())
         self.owed = warmup * world.groups
@@ -216,7 +216,7 @@ class TRL(System):
             try:
                 self.read.append(next(self.samples)["group_id"])
             except Blocks:
-                self.samples = iter(self.data)  # its generator has ended
+                self.samples = iter(self.data)  # the old iterator has ended
         waiting = {sample.group_id for sample in self.queue.queue} | {*self.read}
         for group in [
             group for group in self.held.values() if group.ended == size and group.number not in waiting
@@ -229,7 +229,7 @@ class TRL(System):
         return [self.held.pop(number) for number in chosen]
 
     def save(self) -> Any:
-        """The first prompt that was not trained, which `_save_checkpoint` of TRL's trainer finds."""
+        """The first prompt that was not trained, as in `_save_checkpoint` of TRL's trainer."""
         cursor = self.first_group
         while cursor in self.trained:
             cursor += 1
@@ -329,7 +329,7 @@ class Nemo(System):
         except Blocks:
             return False
         buffered = self.buffer.count_for_target_step(self.target) if self.target is not None else 0
-        skipped = self.draw(buffered)  # as many prompts of the batch are dropped
+        skipped = self.draw(buffered)  # so many prompts of the batch are skipped
         for group in skipped:
             del self.held[group.number]
         self.left = self.world.groups - buffered
@@ -457,7 +457,7 @@ class AReaL(System):
 
 
 class Condition:
-    """Stands for asyncio's class. To wait is to block."""
+    """Stands for asyncio's class. A wait raises Blocks."""
 
     async def __aenter__(self) -> Condition:
         return self

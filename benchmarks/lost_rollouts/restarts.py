@@ -1,4 +1,4 @@
-"""Kill a run and continue it from its last checkpoint: count the prompts that are skipped, or train twice."""
+"""Kill a run and continue it from its last checkpoint. Count prompts that are skipped or trained twice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KILLS = 10
 
 
 def restart(name: str, seed: int) -> dict[str, int]:
-    """Kill a run at a random tick, and continue from its last checkpoint. One is saved after each step.
+    """Kill a run at a random tick, and continue from the last checkpoint. Each step ends with a checkpoint.
 
     Returns:
         The number of prompts that are ``skipped``: they were never trained, and no reason was recorded; that

@@ -1,4 +1,4 @@
-"""Rewrite rules of other projects, because their code does not load without its servers."""
+"""Rewrite rules of other projects whose code does not load without servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PrimeRL(System):
 
 
 class Slime(System):
-    """As many groups are generated as there are slots, while fewer whole groups wait. No group is too old."""
+    """As many groups as slots are in flight, unless as many whole groups wait. No group is too old."""
 
     def __init__(self, world: World):
         super().__init__(world, None)

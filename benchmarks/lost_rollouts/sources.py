@@ -30,7 +30,7 @@ class Source:
     """The name of the project's folder and package."""
     version: str
     url: str = ""
-    """Address of the git repository; empty: the project is a package."""
+    """Address of the git repository, or empty if the project is a package."""
 
     @property
     def folder(self) -> Path:
@@ -64,7 +64,7 @@ class Source:
 
         Raises:
             FileNotFoundError: the package is not installed in the folder, or has another version.
-            CalledProcessError: the repository or the commit is not there.
+            CalledProcessError: the repository or the commit does not exist.
         """
         if self.url:
             command = ["git", "-C", str(self.folder), "show", f"{self.version}:{path}"]

@@ -44,7 +44,7 @@ def warns(system: Any, account: Account) -> list[tuple[int, bool]]:
 
 
 def watchdog(system: System, account: Account) -> list[tuple[int, bool]]:
-    """NeMo RL, rewritten: check every 30 s whether for 600 s no group was committed and no step ended."""
+    """NeMo RL, rewritten: every 30 s, report if for 600 s no group was committed and no step ended."""
     progress = [tick for tick, what in account.log if what != "take"] + [account.world.ticks]
     late = [(a // 30 + 1) * 30 + 600 for a, b in pairwise(progress) if b - a > 630]
     return [(tick, False) for tick in late]
@@ -117,7 +117,7 @@ def stall(name: str) -> dict[str, Any]:
     Returns:
         ``after``: seconds from the dispatch of the rollout until the first message that a healthy run does
         not have. ``names``: whether the message names the group. ``steps``: number of steps after the
-        dispatch. ``healthy``: this number in a healthy run.
+        dispatch. ``healthy``: number of these steps in a healthy run.
     """
     case, world = CASES[name], WORLDS["Published lengths"]
     steps, messages, begun = [], [], 0

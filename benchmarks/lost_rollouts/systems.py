@@ -105,5 +105,5 @@ OWN_LINES = {
     "slime *": ("624b824a898a", "none", "`rollout/fully_async_rollout.py`"),
     "tinker-cookbook *": ("9dfcc3a2cf44", "none", "`do_async_training` of `rl/train.py`"),
 }
-"""For each project: the version, if it is not in `peers.SOURCES`; the project's own code; our code."""
+"""By project: the version if `peers.SOURCES` lacks it, the code that is the project's, and our code."""
 OURS = [name for name, entry in SYSTEMS.items() if entry.project == "headrace"]

@@ -13,7 +13,7 @@ SEEN = 128
 LEAST, MEAN, MOST = 515, 14377, 242470
 """Tokens of the shortest, the mean and the longest of 128 trajectories of one training step."""
 TOKENS_PER_SECOND = 40.5
-"""Tokens of the longest trajectory of that step, divided by the 5,985 s that the trainer waited."""
+"""Tokens per second: the longest trajectory of that step, divided by the 5,985 s that the trainer waited."""
 BETWEEN = 0.75
 """Share of the variance of log(tokens) that is between prompts. The rest is within prompts."""
 
@@ -39,7 +39,7 @@ def published_tokens(z: float, dice: Random) -> float:
 
 
 def _deviations(median: float) -> tuple[float, float]:
-    """The deviations below and above the median for which 128 rollouts have the published extremes."""
+    """The deviations below and above the median with which 128 rollouts have the published extremes."""
     most = NORMAL.inv_cdf((SEEN - 0.375) / (SEEN + 0.25))  # Blom's approximation
     return log(median / LEAST) / most, log(MOST / median) / most
 
@@ -82,11 +82,11 @@ class Group:
     ended: int = 0
     """Number of rollouts that have ended or failed."""
     spent: int = 0
-    """Ticks of generation, and so tokens."""
+    """Ticks in which its rollouts were generated, each of which makes a token."""
     fate: str = ""
-    """``trained``, or the reason why it is not; empty while the group is outstanding."""
+    """``trained``, or the reason why the group is not trained. Empty while the group is outstanding."""
     age: int = -1
-    """Steps between the policy that generated it and the one that was trained."""
+    """Steps between the policy that generated the group and the policy that trained it."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class World:
         return Group(number, int(10 * quantile), ticks, fails)
 
     def most_steps(self) -> float:
-        """An upper bound of the number of steps: the trainer is always busy, or no slot is ever free."""
+        """An upper bound of the number of steps, for a trainer or for slots that are always busy."""
         some = [self.group(number) for number in range(2000)]
         useful = fmean(not any(group.fails) for group in some)
         work = fmean(sum(group.ticks) for group in some) / useful

@@ -14,7 +14,7 @@ from headrace.transforms import BatchError, GroupAssembler, StalledError
 
 
 def rows(groups: int, torn: int = 0) -> list:
-    """Batches of one row each: groups of two rollouts of two segments, and `torn` rollouts without an end."""
+    """Batches of one row: groups of two rollouts of two segments, and `torn` groups with half a rollout."""
     lines = [Line(g, 2 * g + r, s, s == 1) for g in range(groups) for s in (0, 1) for r in (0, 1)]
     lines += [Line(100 + g, 200 + g, 0, False) for g in range(torn)]
     return [batch_of_lines([line], number) for number, line in enumerate(lines)]
@@ -58,7 +58,7 @@ def test_a_source_that_only_yields_none_raises():
         list(assembled(source(), GroupAssembler(max_idle=7)))
 
 
-def test_under_patience_none_is_silence_and_not_a_put():
+def test_with_patience_none_counts_as_silence():
     def source(silent: int):
         for row in rows(2):
             yield from [None] * 150  # more puts than `max_idle` allows
@@ -121,13 +121,13 @@ def test_patience_changes_no_batch_and_passes_errors_on():
         assembled([], GroupAssembler(), patience=0)
 
 
-def test_the_state_of_a_source_needs_a_source_with_one():
+def test_a_saved_state_requires_a_source_with_a_state():
     stream = assembled(torch.nn.Identity(), GroupAssembler(groups=2))
     with pytest.raises(ValueError, match="has a source state"):
         assembled([], GroupAssembler(groups=2)).load_state_dict(stream.state_dict())
 
 
-def test_rows_that_are_only_late_survive_the_stall_error():
+def test_late_rows_survive_the_stall_error():
     may_go_on = Event()
 
     def source():

@@ -53,9 +53,9 @@ def expected() -> dict[tuple[int, float], float]:
     return by_rollout(make_pipeline()(collected()))
 
 
-def test_what_the_collector_yields_is_flattened_and_complete(expected):
+def test_batches_of_the_collector_are_flattened_and_complete(expected):
     batch = collected()
-    assert batch.shape == (9, 2)  # 3 prompts, 4 rollouts, 2 of them revised: 18 rows
+    assert batch.shape == (9, 2)  # 3 prompts of 4 rollouts, 2 of which have a second turn: 18 rows in 9 slots
     assert len(set(batch["rollout_id"].flatten().tolist())) == 12
     pipeline = make_pipeline()
     assert pipeline(batch).shape == (18,)
@@ -64,7 +64,7 @@ def test_what_the_collector_yields_is_flattened_and_complete(expected):
 
 @pytest.mark.parametrize("revised", [0.0, 1.0])
 def test_any_share_of_revisions_gives_complete_groups(revised):
-    """Without a revision all slots end after their first turn, and the batch is half full."""
+    """Without a revision, each rollout ends after its first turn, and the batch is half full."""
     sampler = RepeatSampler(1110, group_size=4, prompts_per_batch=2, remainder="drop")
     for at, batch in enumerate(make_collector(ReverseEnv(sampler, revised=revised), batches=2)):
         assert sorted({*batch["rollout_id"].flatten().tolist()}) == list(range(8 * at, 8 * at + 8))

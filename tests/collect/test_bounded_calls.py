@@ -1,4 +1,4 @@
-"""Calls of a source end in bounded time: a worker that has died or does not answer is named."""
+"""Calls of a source end in bounded time. The error names a worker that has died or does not answer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_copy_of_a_queue_or_pipe_of_workers_reads_the_same_one():
 
 @contextlib.contextmanager
 def collecting(kind: str, worker_patience: float = 30.0) -> Iterator[Any]:
-    """A collector with two workers, assembled, and its batches, of which the first is in the assembler."""
+    """An assembled collector with two workers, and its own iterator. The assembler has the first batch."""
     from torchrl import collectors
     from turns import OneAction, makers
 
@@ -61,7 +61,7 @@ def collecting(kind: str, worker_patience: float = 30.0) -> Iterator[Any]:
         yield stream, batches
     finally:
         for process in collector.procs:
-            with contextlib.suppress(ValueError):  # it is closed
+            with contextlib.suppress(ValueError):  # the process is closed
                 process.kill()  # TorchRL would wait for a stopped worker
         collector.shutdown(raise_on_error=False)
 
@@ -69,7 +69,7 @@ def collecting(kind: str, worker_patience: float = 30.0) -> Iterator[Any]:
 @torchrl
 @slow
 @pytest.mark.parametrize("kind", ["MultiSyncCollector", "MultiAsyncCollector"])
-def test_a_dead_worker_is_named_by_an_update_of_the_collector_itself(kind):
+def test_an_update_of_the_collector_names_a_dead_worker(kind):
     """The end of the worker is detected at once, not after a timeout."""
     with collecting(kind) as (stream, _):
         stream.procs[1].kill()
@@ -85,7 +85,7 @@ def test_a_dead_worker_is_named_by_an_update_of_the_collector_itself(kind):
 
 @torchrl
 @slow
-def test_a_worker_that_another_signal_ended_is_named_by_an_update():
+def test_an_update_names_a_worker_that_another_signal_ended():
     """One of the signals is SIGTERM, with which the collector itself ends workers."""
     with collecting("MultiSyncCollector") as (stream, _):
         stream.procs[0].terminate()
@@ -96,7 +96,7 @@ def test_a_worker_that_another_signal_ended_is_named_by_an_update():
 
 @torchrl
 @slow
-def test_a_stopped_worker_is_named_by_each_call_and_may_continue():
+def test_each_call_names_a_stopped_worker_until_it_continues():
     calls: dict[str, Callable[[Any], Any]] = {
         "update_policy_weights_": lambda stream: stream.source.update_policy_weights_(),
         "a message": lambda stream: stream.source.get_distant_attr("frames_per_batch"),
@@ -171,7 +171,7 @@ class Source:
         return {"threads": len(self.threads)}
 
 
-def test_a_call_that_does_not_return_raises_and_the_next_one_comes_after_it():
+def test_a_call_without_an_answer_raises_and_the_next_call_runs_after_it():
     may, done = threading.Event(), []
 
     def update(number: int) -> None:
@@ -182,7 +182,7 @@ def test_a_call_that_does_not_return_raises_and_the_next_one_comes_after_it():
     stream = assembled(Source(update), GroupAssembler(), patience=PATIENCE)
     with pytest.raises(StalledError, match=r"the source has not answered update_policy_weights_ for 0.5 s"):
         stream.update_policy_weights_(1)
-    assert stream.source.threads[0].daemon  # Python ends without it
+    assert stream.source.threads[0].daemon  # Python can end while this thread waits
     may.set()
     stream.update_policy_weights_(2)
     assert done == [1, 2]
@@ -208,7 +208,7 @@ def test_a_call_has_the_arguments_results_errors_and_settings_of_the_caller():
 
 
 def test_only_calls_that_may_wait_for_others_leave_the_callers_thread():
-    """A collector waits only for its weights; a collector with workers also waits for their answers."""
+    """The states of workers come from other processes, so `state_dict` of their collector may wait, too."""
     here, sampler = threading.current_thread(), RepeatSampler(4, group_size=2, prompts_per_batch=2)
     for more, stays in (({}, True), ({"num_workers": 2}, False)):
         source = Source(lambda: None, **more)
@@ -219,13 +219,13 @@ def test_only_calls_that_may_wait_for_others_leave_the_callers_thread():
             assert [thread is here for thread in source.threads] == [False, stays]
 
 
-def test_an_answer_that_comes_too_late_is_not_taken_for_a_later_one():
+def test_a_late_answer_does_not_count_for_the_next_call():
     scheme = SimpleNamespace(_ack_queues={0: Queue(), 1: Queue()})
     source = Source(
         lambda: scheme._wait_for_ack(), procs=(), num_workers=2, _weight_sync_schemes={"policy": scheme}
     )
     stream = assembled(source, GroupAssembler(), patience=PATIENCE)
-    for answers in ((0,), (0, 1)):  # worker 1 answers one of two calls
+    for answers in ((0,), (0, 1)):  # the answer of worker 1 to the first call comes during the second
         for worker in answers:
             scheme._ack_queues[worker].put("updated")
         with pytest.raises(StalledError, match="worker 1 has not answered"):
@@ -236,7 +236,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_a_later_one():
     assert all(queue.empty() for queue in scheme._ack_queues.values())
 
 
-def test_waits_for_worker_processes_are_bounded_where_they_are_known():
+def test_a_thread_bounds_the_waits_that_are_not_known():
     here = threading.current_thread()
     known, unknown = SimpleNamespace(_ack_queues={0: None}), SimpleNamespace()
     for schemes, in_a_thread in (({"policy": known}, False), ({"policy": unknown}, True), (None, True)):
@@ -248,8 +248,8 @@ def test_waits_for_worker_processes_are_bounded_where_they_are_known():
 
 
 @pytest.mark.ray
-def test_an_error_names_its_actor_or_else_the_dead_ones_but_none_if_a_task_raised_it():
-    """It names none either if the collector has ended its actors itself, as after an error of one actor."""
+def test_an_error_names_its_actor_or_the_dead_actors_but_none_for_a_failed_task():
+    """An error after the collector has ended its actors itself names no actor, either."""
     errors = pytest.importorskip("ray.exceptions", reason="the extra `ray` is not installed")
 
     def actor(name: str, answer: Stored) -> Any:

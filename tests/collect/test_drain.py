@@ -48,7 +48,7 @@ def read(drain) -> list[int]:
 @settings(max_examples=25)
 @given(size=st.integers(1, 6), writes=st.lists(st.one_of(st.none(), st.integers(1, 6)), max_size=20))
 def test_each_row_comes_out_once_in_order_or_is_reported_lost(kind, size, writes):
-    """`writes` has a number of rows for each write, and None for each read."""
+    """An integer in `writes` is a write of so many rows, and None is a read."""
     buffer_class = TensorDictReplayBuffer if kind == "tensor" else ReplayBuffer
     buffer = buffer_class(storage=STORAGES[kind](size))
     drain, written, seen = drained(buffer, wait=1e-6), 0, []
@@ -86,7 +86,7 @@ def test_a_state_resumes_behind_the_rows_read_and_refuses_another_buffer():
         read(second)
 
 
-def test_its_state_belongs_to_that_of_the_buffer():
+def test_the_state_of_a_drain_belongs_to_that_of_the_buffer():
     buffer = ReplayBuffer(storage=LazyTensorStorage(3))
     first = drained(buffer)
     for number in range(4):
@@ -112,7 +112,7 @@ def test_more_than_2_32_rows_can_be_read():
     assert drain.position == 2**31 + 4
 
 
-def test_rows_written_before_close_are_read_and_then_it_ends():
+def test_a_drain_reads_the_rows_written_before_close_and_ends():
     buffer = ReplayBuffer(storage=LazyTensorStorage(4))
     drain = drained(buffer)
     looks = iter(drain)
@@ -170,10 +170,10 @@ def test_a_failed_write_is_detected_and_never_read_as_rows(one):
         (
             rows.clone().set("tokens", torch.zeros(2, 1)),
             "have another width in tokens",
-        ),  # the write would be repeated
+        ),  # the storage would repeat the one column
         (rows.clone().set("tokens", torch.zeros(2, 4)), "have another width in tokens"),
         (rows.exclude("tokens"), "lack tokens"),
-        (rows.clone().set("status", torch.ones(2)), "also have status"),  # no other process has it
+        (rows.clone().set("status", torch.ones(2)), "also have status"),  # unknown elsewhere
     ):
         with pytest.raises(BatchError, match=f"the columns and widths of the storage; these rows {why}"):
             buffer.add(wrong[0]) if one else buffer.extend(wrong)
@@ -185,7 +185,7 @@ def test_a_failed_write_is_detected_and_never_read_as_rows(one):
 def test_a_buffer_of_two_dimensions_is_read_along_its_first(kind):
     buffer = kind(storage=LazyTensorStorage(8, ndim=2), writer=DrainWriter())
     drain, seen = drained(buffer), []
-    for start in range(0, 12, 3):  # two environments, three times
+    for start in range(0, 12, 3):  # three writes of two environments
         time_of = torch.arange(start, start + 3)
         rows = TensorDict({"n": torch.stack([time_of, 100 + time_of])}, batch_size=[2, 3])
         buffer.extend(rows)
@@ -217,7 +217,7 @@ def test_a_locked_buffer_raises_in_bounded_time():
 
 
 def rows_of(worker: int, workers: int, groups: int) -> TensorDict:
-    """The rows of one worker: one rollout of two segments in each group of `workers` rollouts; no strings."""
+    """The rows of a worker, which has one rollout of two segments in each group. They have no strings."""
     lines = [
         Line(g, workers * g + worker, s, s == 1, expected=workers) for g in range(groups) for s in (0, 1)
     ]

@@ -11,7 +11,7 @@ from troubles import CELLS, PATIENCE, PLACES, look_at_all
 pytestmark = [pytest.mark.torchrl, pytest.mark.slow]
 
 PAGE = Path(__file__).parents[2] / "docs" / "streams.md"
-SOON = 15.0  # seconds until a worker that hangs is reported; other faults are seen at once
+SOON = 15.0  # seconds until a hanging worker is reported; other faults are reported at once
 
 
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "Ray"])

@@ -45,7 +45,7 @@ def by_freshness(now: int, max_staleness: int = -1) -> StalenessAwareSampler:
 
 
 class ByPriority(RandomSampler):
-    """PrioritizedSampler in Python: the compiled part of TorchRL is not on every machine."""
+    """PrioritizedSampler in Python, because not every machine has the compiled part of TorchRL."""
 
     def __init__(self):
         self.priority = torch.ones(200, dtype=torch.float64)
@@ -59,7 +59,7 @@ class ByPriority(RandomSampler):
 
 
 def rows(sizes: list[int], *, first_group: int = 0, segments: int = 2, seed: int = 0) -> TensorDict:
-    """A group for each size, which is its number of rollouts; rollouts of one or more segments, shuffled."""
+    """Shuffled rows. `sizes` has the number of rollouts of each group. Rollouts have one or more segments."""
     lines = [
         {
             "group_id": first_group + g,
@@ -74,7 +74,7 @@ def rows(sizes: list[int], *, first_group: int = 0, segments: int = 2, seed: int
         for s in range(1 + r % segments)
     ]
     order = torch.randperm(len(lines), generator=torch.Generator().manual_seed(seed)).argsort().tolist()
-    # Segments keep their order.
+    # Segments of a rollout keep their order.
     shuffled = sorted(range(len(lines)), key=lambda i: (lines[i]["number"] % 10, order[i]))
     columns = {key: torch.tensor([lines[i][key] for i in shuffled]) for key in lines[0]}
     return TensorDict(columns, batch_size=[len(lines)])
@@ -102,7 +102,7 @@ def test_samples_are_complete_groups_for_any_sampler(sampler, storage):
         batch = buffer.sample()
         assert len(CompletenessGate()(batch.contiguous())) == len(batch)
         expected = [number for group in groups_in(batch) for number in of_group[group]]
-        assert batch["number"].tolist() == expected  # each group once, its rows in their order
+        assert batch["number"].tolist() == expected  # each group comes once, and its rows keep their order
 
 
 @example(sizes=[1, 2, 1], draws=[[0], [0, 3, 1]], anchors="any", uses=1, seed=0)
@@ -159,7 +159,7 @@ def test_without_replacement_each_group_comes_once_per_epoch():
     ],
 )
 def test_groups_are_drawn_by_the_priority_of_their_rows(sampler):
-    """For example informative groups, whose rewards vary."""
+    """So informative groups can be drawn more often, for example."""
     torch.manual_seed(0)
     data = rows([2] * 10, segments=1)
     buffer = filled(data, sampler(), size=2)
@@ -181,7 +181,7 @@ def test_a_group_is_as_stale_as_its_oldest_row(most):
     assert sorted(groups_in(buffer.sample())) == [
         2,
         3,
-    ]  # with 4, row 3 is fresh, and row 2 of its group is not
+    ]  # at most 4 versions old: version 3 is, version 2 in its group is not
     sampler.consumer_version = 7 + most
     with pytest.raises(BatchError, match=r"\[3\] can be used: .*too old for StalenessAwareSampler"):
         buffer.sample()
@@ -192,7 +192,7 @@ def test_an_incomplete_group_is_refused():
         filled(rows([2], segments=1)[:1]).sample()
 
 
-def test_samplers_that_split_groups_are_refused_with_what_to_do():
+def test_the_error_for_samplers_that_split_groups_says_what_to_do():
     with pytest.raises(TypeError, match=r"frees single rows.*GroupUnit\(max_uses=2\)"):
         filled(rows([2]), ConsumingSampler(max_sample_count=2)).sample()
     grid = ReplayBuffer(storage=LazyTensorStorage(50, ndim=2), batch_size=2, sample_unit=GroupUnit())
@@ -247,7 +247,7 @@ def test_a_full_buffer_returns_complete_rollouts_in_order(size, groups, columns,
     torch.manual_seed(seed)
     try:
         sampled = buffer.sample()
-    except BatchError as err:  # no drawn group is complete, or nothing says whether it is
+    except BatchError as err:  # no drawn group is complete, or the columns do not tell
         if "passes the gate" in str(err) or "append InitTracker" in str(err):
             return
         raise

@@ -56,11 +56,11 @@ FLAT, VARIED = {0: [1.0, 1.0]}, {0: [0.0, 1.0]}
 
 
 def many(kinds: str) -> list[TensorDict]:
-    """One batch of one group per letter: the rewards of v differ, those of f are equal."""
+    """A batch of one group for each letter. The rewards of a group v differ, those of a group f are equal."""
     return [batch_of({i: (VARIED if kind == "v" else FLAT)[0]}) for i, kind in enumerate(kinds)]
 
 
-def test_it_requests_groups_up_to_a_limit():
+def test_groups_are_requested_up_to_a_limit():
     asked = []
 
     def source():
@@ -74,13 +74,13 @@ def test_it_requests_groups_up_to_a_limit():
     assert len(asked) == 4
     short = informative(many("fvfffvff"), groups=2, max_batches=3, on_short="yield")
     assert [batch["group_id"].tolist() for batch in short] == [[1, 1], [5, 5]]
-    with pytest.raises(StalledError, match="and 0 wait"):  # no batch in, no batch out
+    with pytest.raises(StalledError, match="and 0 wait"):  # no group for a short batch
         next(iter(informative(many("ffff"), groups=2, max_batches=3, on_short="yield")))
 
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_source_may_write_each_batch_into_the_memory_of_the_last(lazy):
-    """Collectors reuse memory like this. Rows that wait for the next batch keep the values that were read."""
+    """Some collectors reuse memory. Rows that wait for the next batch keep the values that were read."""
     batches = [batch_of({g: [0.0, 1.0], g + 1: [0.5, 0.25 * g]}) for g in range(0, 8, 2)]
 
     def reusing():
@@ -101,7 +101,7 @@ def test_a_source_may_write_each_batch_into_the_memory_of_the_last(lazy):
 
 @pytest.mark.parametrize("assembler", [None, GroupAssembler()])
 def test_a_source_without_a_batch_is_asked_up_to_a_limit(assembler):
-    """A source that does not wait yields None if it has no batch."""
+    """A source that does not wait for rows yields None if it has no batch."""
     asked = []
 
     def nothing_yet():
@@ -113,7 +113,7 @@ def test_a_source_without_a_batch_is_asked_up_to_a_limit(assembler):
     assert len(asked) == 3
 
 
-def test_leftover_groups_wait_for_the_next_batch_also_over_a_restart():
+def test_leftover_groups_wait_for_the_next_batch_even_over_a_restart():
     varied, flat = {g: [0.0, 1.0] for g in range(5)}, {9: [1.0, 1.0]}
     stream = informative([batch_of(varied), batch_of(flat)], groups=2)
     batches = iter(stream)
@@ -126,7 +126,7 @@ def test_leftover_groups_wait_for_the_next_batch_also_over_a_restart():
 
 
 def assembled_of(kinds: str) -> tuple[GroupAssembler, Informative]:
-    """An assembler with whole groups, and batches of two groups. Rewards of v differ, those of f do not."""
+    """An assembler with whole groups, and a stream of batches of two groups. `kinds` is as in `many`."""
     assembler = GroupAssembler(groups=2, group_size=2)
     for rows in many(kinds):
         rows["next", "done"] = torch.ones(len(rows), 1, dtype=torch.bool)
@@ -134,7 +134,7 @@ def assembled_of(kinds: str) -> tuple[GroupAssembler, Informative]:
     return assembler, informative((), groups=2, max_batches=3, assembler=assembler)
 
 
-def test_an_assembler_is_asked_for_at_most_so_many_groups():
+def test_the_limit_on_requested_groups_holds_for_each_batch():
     """The limit holds for each batch."""
     assembler, stream = assembled_of("fffvfv" * 3)
     for first in (0, 6, 12):
@@ -155,7 +155,7 @@ def test_the_last_groups_of_an_assembler_are_a_batch_only_if_no_more_can_come(ki
     assert (None if found is None else found["group_id"].tolist()) == expected
 
 
-def test_a_group_of_before_a_restart_is_refused_as_one_of_two_batches():
+def test_a_group_that_comes_again_after_a_restart_is_refused():
     stream = informative([batch_of({0: [0.0, 1.0], 1: [1.0, 1.0]})], groups=1)
     next(iter(stream))
     for group in (0, 1):
@@ -184,7 +184,7 @@ def test_split_or_incomplete_groups_are_refused():
     keep_all = [stages["collapse"]]
     with pytest.raises(BatchError, match=r"in two batches: 1\. Put assembled\(\) between"):
         list(informative(cut, groups=3, stages=keep_all))
-    with pytest.raises(BatchError, match=r"in two batches: 1\."):  # although its loop has ended
+    with pytest.raises(BatchError, match=r"in two batches: 1\."):  # although the loop has ended
         list(informative(cut, groups=1, stages=keep_all))
     with pytest.raises(ValueError, match="groups must be an integer; got None"):
         informative([], groups=None)

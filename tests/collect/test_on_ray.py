@@ -61,7 +61,7 @@ ACTORS: dict[int, RayAssembler] = {}
 
 
 def fresh(number: int = 0, *, max_ready: int | None = None, **options: Any) -> RayAssembler:
-    """An empty assembler in an actor that tests share: to start a process takes seconds."""
+    """An empty assembler in an actor that tests share, because starting a process takes seconds."""
     if number not in ACTORS:
         ACTORS[number] = RayAssembler()
     begin = ACTORS[number]._actor.__ray_call__
@@ -119,7 +119,7 @@ def on_ray(cell: Cell, came: Path) -> Carried:
     return Carried(batches, assembler.counts, assembler.held, count + int(came.read_text()), error)
 
 
-# A writer that is killed is in the fault table, and no other one takes its place here.
+# Writers that are killed for good are tested in the fault table.
 HERE = [name for name in ELSEWHERE if not name.startswith("killed") or CELLS[name].resumed_at]
 
 
@@ -135,7 +135,7 @@ def test_a_writer_waits_only_while_complete_groups_are_not_taken():
     assembler = fresh(groups=1, max_ready=1)
     begun = [batch_of_lines([Line(100 + g, 100 + g, 0, False)]) for g in range(20)]
     whole = pieces(size=4)
-    for piece in [*begun, whole[0]]:  # twenty groups that wait for more, and one that is whole
+    for piece in [*begun, whole[0]]:  # twenty incomplete groups and a whole one
         assembler.put(piece, patience=LONGEST)
     with pytest.raises(StalledError, match=r"The trainer has taken no batch for 0.1 s.*24 arrived, 24 held"):
         assembler.put(whole[1], patience=0.1)
@@ -157,8 +157,8 @@ def test_a_refused_put_raises_the_same_error_at_its_writer():
             assembler.put(wrong)
         assert type(raised.value) is type(expected.value)
         assert str(raised.value) == str(expected.value)
-        if type(raised.value) is not MissingKeyError:  # which the writer sees before it sends anything
-            assert "AssemblerActor.put" in str(raised.value.__cause__)  # Ray's account of where
+        if type(raised.value) is not MissingKeyError:  # the writer raises it, before sending
+            assert "AssemblerActor.put" in str(raised.value.__cause__)  # Ray says where the error was raised
     assert assembler.held == 0
 
 
@@ -185,7 +185,7 @@ def test_versions_capacity_and_announcements_equal_those_of_the_assembler():
         assembler.announce(rows[:2])
     assembler.put(rows.set(("next", "reward"), torch.tensor([0.0, 0, 0, 1, 1, 0])))
     stream = informative(assembler.batches(patience=LONGEST), groups=2)
-    assert next(iter(stream))["group_id"].tolist() == [1, 1, 2, 2]  # group 0 uses no capacity
+    assert next(iter(stream))["group_id"].tolist() == [1, 1, 2, 2]  # group 0 does not use capacity
     assert (assembler.emitted, assembler.ready, assembler.capacity(2)) == (3, 0, 2)
     rows["group_id"], rows["rollout_id"] = rows["group_id"] + 10, rows["rollout_id"] + 20
     assembler.put(rows)
@@ -206,7 +206,7 @@ def test_a_stall_is_raised_at_the_writer_and_at_the_trainer():
     assert next(assembler.batches())["number"].tolist() == [0, 2, 1, 3]
 
 
-def test_a_view_is_sent_without_its_whole_batch(monkeypatch):
+def test_a_view_is_sent_without_the_rest_of_its_batch(monkeypatch):
     sent, assembler = [], fresh()
     assembler.put(None)
     for method in ("_ask", "_keep"):
@@ -254,7 +254,7 @@ def test_a_stream_trains_each_group_of_tasks_once():
 
 
 def ragged(rows: TensorDict, tokens: int = 8) -> TensorDictBase:
-    """The same rows in a lazy stack, each with 1 to `tokens` tokens that follow from its number."""
+    """The same rows in a lazy stack. Each gets 1 to `tokens` tokens, which follow from the row's number."""
     singles = [row.clone() for row in rows.unbind(0)]
     for row in singles:
         count = int(row["number"]) % tokens + 1
@@ -388,7 +388,7 @@ def test_a_missing_extra_is_reported(monkeypatch):
 
 
 def test_a_ray_collector_is_a_valid_source():
-    """It yields batches of one worker at a time, which end in the middle of rollouts. Here is one worker."""
+    """Each batch is from one worker, and ends in the middle of rollouts. This test has one worker."""
 
     def make() -> ReverseEnv:
         sampler = RepeatSampler(1110, group_size=4, prompts_per_batch=4, remainder="drop")
@@ -442,7 +442,7 @@ def test_errors_of_writers_and_counts_of_the_actor_reach_the_trainer():
     assert account.metrics["groups/trained"] == 3
     assert account.ledger.counts()["trained"] == 12
     with pytest.raises(Exception, match=r"end only once.*found again rollout 0"):
-        buffer.extend(collected()[:1])  # from another writer, with equal ids
+        buffer.extend(collected()[:1])  # another writer sends rows with equal ids
     with pytest.raises(
         Exception, match=r"refused when they were written into the buffer.*found again rollout 0"
     ):
@@ -459,7 +459,7 @@ def test_errors_of_writers_and_counts_of_the_actor_reach_the_trainer():
         each.close()
 
 
-def test_the_example_trains_on_what_tasks_generate():
+def test_the_example_trains_on_the_rollouts_of_tasks():
     rewards = importlib.import_module("ray_grpo").main(steps=3)
     assert len(rewards) == 3
     assert all(0 < reward < 1 for reward in rewards)
@@ -469,7 +469,7 @@ def test_ranks_that_take_from_one_assembler_train_as_one_process():
     example = importlib.import_module("ray_ranks_grpo")
     ranks = example.main(batches=4)
     pipeline, seen = composed("pipeline=grpo", "pipeline.stages.collapse.reward=sum"), []
-    for parts in zip(*(trained for trained, _ in ranks), strict=True):  # equal step counts
+    for parts in zip(*(trained for trained, _ in ranks), strict=True):  # all ranks take equally many steps
         parts = [part for part in parts if len(part)]
         seen += [group for part in parts for group in part["group_id"].unique().tolist()]
         together = torch.cat(parts)
@@ -477,8 +477,8 @@ def test_ranks_that_take_from_one_assembler_train_as_one_process():
         assert len(one) == len(together)
         for key in ("advantage", "loss_weight"):
             assert torch.equal(one[key], together[key][one["headrace", "row"]])  # bit by bit
-    assert sorted(seen) == sorted(set(seen))  # each group on one rank, once
-    assert len(seen) == 4 * example.PROMPTS  # two writers, four batches of half as many groups as a step has
+    assert sorted(seen) == sorted(set(seen))  # each group is trained once, on one rank
+    assert len(seen) == 4 * example.PROMPTS  # by both writers together
     for name, weight in ranks[0][1].items():
         assert torch.equal(weight, ranks[1][1][name])
 
@@ -502,8 +502,8 @@ def test_torchrls_recipe_on_ray_trains_with_only_the_marked_lines():
 # -- a journal without rows -------------------------------------------------------------------------------
 
 
-def test_after_its_actor_was_killed_each_group_is_once_in_the_saved_weights(tmp_path):
-    """Its process and all rows are gone, and the trainer starts again. test_ray_actor.py tries many kills."""
+def test_each_group_is_once_in_the_saved_weights_after_a_kill_of_the_actor(tmp_path):
+    """The actor and all its rows are gone, and the trainer restarts. test_ray_actor.py tries more kills."""
     made: list[RayAssembler] = []
 
     def make(**options: Any) -> RayAssembler:
@@ -520,7 +520,7 @@ def test_after_its_actor_was_killed_each_group_is_once_in_the_saved_weights(tmp_
     assert sorted(disk.weights["trained"]) == list(range(lives.PROMPTS))
 
 
-def test_a_journal_of_another_assembler_is_refused_by_the_one_that_is_made(tmp_path, monkeypatch):
+def test_a_new_actor_refuses_the_journal_of_another_assembler(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the actor runs in another folder
     first = RayAssembler(groups=1, journal="run")
     first.commit(3)

@@ -1,4 +1,4 @@
-"""A stream on Ray under load: no object of its store is lost, and each row is trained once."""
+"""A stream on Ray under load: no object of Ray's store is lost, and each row is trained once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WRITERS, TAKERS, SIZE, TOKENS = 3, 2, 4, 2000
 
 @ray.remote(num_cpus=0, max_retries=0)
 def write(assembler: RayAssembler, writer: int, ends: float) -> int:
-    """Put the ragged rows of many groups, some per put. Return the number of groups."""
+    """Put ragged rows of many groups, a few in each put. Return the number of groups."""
     torch.set_num_threads(1)
     group = writer
     while time.time() < ends:
@@ -62,7 +62,7 @@ def spin(over: Any) -> None:
 
 
 def under_load(seconds: float) -> tuple[Counter[int], int]:
-    """How often each rollout was taken while other processes kept all cores busy, and the number written."""
+    """How often each rollout was taken under load, and the number of rollouts that were written."""
     context = multiprocessing.get_context("spawn")
     over = context.Event()
     busy = [context.Process(target=spin, args=(over,)) for _ in range(2 * (os.cpu_count() or 1))]

@@ -62,7 +62,7 @@ def test_rows_are_in_the_buffer_once_their_group_is_complete(kind, frames):
     buffer = make_buffer(AssembleOnWrite(assembler), kind=kind)
     collect_into(buffer, frames, 72, sizes)
     rows = buffer[:]
-    for at in sizes:  # at any time, the first and the last row in the buffer are of whole groups
+    for at in sizes:  # after each write, the buffer has only rows of whole groups
         there = rows[:at]
         for group in there["group_id"].unique():
             of_group = there[(there["group_id"] == group).flatten()]
@@ -75,7 +75,7 @@ def test_rows_are_in_the_buffer_once_their_group_is_complete(kind, frames):
         assert torch.equal(order[0][key][: len(order[1])], order[1][key]), key
 
 
-def test_a_pipeline_after_it_gets_complete_groups_to_train_on():
+def test_a_pipeline_behind_the_transform_gets_complete_groups():
     first, second = load_pipeline(*RECIPE).halves()
     buffer = make_buffer(Compose(AssembleOnWrite(GroupAssembler()), first))
     for batch in of_one_process(240):
@@ -102,7 +102,7 @@ def test_waiting_rows_are_in_the_buffers_state(make):
     def run(at: int | None) -> list:
         buffer = make()
         for number, batch in enumerate(of_one_process(240)):
-            for piece in batch.split(1):  # a slot each, so that groups are cut
+            for piece in batch.split(1):  # one slot per write, so that writes cut groups
                 buffer.extend(piece)
             if number == at:
                 state, buffer = as_saved(buffer.state_dict()), make()
@@ -112,7 +112,7 @@ def test_waiting_rows_are_in_the_buffers_state(make):
     assert run(None) == run(0) == run(2)
 
 
-def test_a_wrong_attachment_is_refused_with_the_right_one():
+def test_the_error_for_a_wrong_attachment_names_the_right_one():
     transform = AssembleOnWrite(GroupAssembler())
     right = r"append_transform\(…, invert=True\); it got {}.*assembled\(drained\(buffer\), assembler\)"
     with pytest.raises(TypeError, match=right.format("an environment's steps")):

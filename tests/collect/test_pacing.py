@@ -9,7 +9,7 @@ from headrace.pipeline import RepeatSampler, paced
 from headrace.transforms import GroupAssembler, StalledError
 
 
-def test_a_sampler_that_is_ahead_or_behind_goes_on_at_the_first_group_that_was_never_announced():
+def test_a_sampler_ahead_or_behind_goes_on_at_the_first_unannounced_group():
     assembler = GroupAssembler(groups=2, max_staleness=3, steps_ahead=1, group_size=2)
     draws = paced(sampler := RepeatSampler(9, group_size=2, shuffle=False), assembler)
     announced = [next(draws)["group_id"].tolist() for _ in range(3)]
@@ -24,7 +24,7 @@ def test_a_sampler_that_is_ahead_or_behind_goes_on_at_the_first_group_that_was_n
         assert found == [*announced, [3, 3]]
 
 
-def test_a_draw_of_which_a_part_was_announced_goes_on_with_the_rest():
+def test_a_partly_announced_draw_goes_on_with_the_rest():
     options = {"groups": 2, "group_size": 1, "steps_ahead": 0}
     assembler, sampler = GroupAssembler(**options), RepeatSampler(6, group_size=1, prompts_per_batch=3)
     assert next(paced(sampler, assembler))["group_id"].tolist() == [0, 1]
@@ -37,7 +37,7 @@ def test_a_draw_of_which_a_part_was_announced_goes_on_with_the_rest():
 
 
 def test_a_draw_is_cut_only_if_nothing_is_pending():
-    """There is room for two groups. While one is pending, a draw of three waits as a whole."""
+    """There is room for two groups. While one is pending, a draw of three groups waits and is not cut."""
     draws = [TensorDict({"group_id": ids}, [len(ids)]) for ids in ([0], [1, 2, 3])]
     assembler = GroupAssembler(groups=2, group_size=1, steps_ahead=0)
     source = paced(iter(draws), assembler, patience=0.01)
@@ -51,8 +51,8 @@ def test_a_draw_is_cut_only_if_nothing_is_pending():
     assert next(source)["group_id"].tolist() == [1, 2]
 
 
-def test_without_room_nothing_is_drawn_and_with_room_for_one_group_only_this_one():
-    """This holds although no group is pending, because the only group is whole."""
+def test_a_draw_is_cut_to_the_capacity():
+    """A whole group that was not taken uses capacity, although it is not pending."""
     assembler = GroupAssembler(groups=1, group_size=1, steps_ahead=0)
     draws = paced(iter([TensorDict({"group_id": [0, 1]}, [2])]), assembler, patience=0.01)
     assert next(draws)["group_id"].tolist() == [0]
@@ -63,7 +63,7 @@ def test_without_room_nothing_is_drawn_and_with_room_for_one_group_only_this_one
         next(draws)
 
 
-def test_no_more_rollouts_run_than_may_if_the_groups_of_a_draw_have_several_sizes():
+def test_the_limit_on_running_rollouts_holds_for_groups_of_several_sizes():
     assembler = GroupAssembler(max_concurrent_rollouts=4)
     ids = [0, 0, 0, 1, 2]
     draw = TensorDict({"group_id": ids, "expected_rollouts": [ids.count(each) for each in ids]}, [5])
@@ -75,7 +75,7 @@ def test_no_more_rollouts_run_than_may_if_the_groups_of_a_draw_have_several_size
 
 @pytest.mark.parametrize("announced", [1, 2, 3])
 def test_after_a_restart_each_draw_of_an_iterator_comes_once(announced):
-    """A source without `go_on` begins anew."""
+    """After a restart, a source without `go_on` repeats the draws that were announced."""
 
     def draws_of(numbers):
         return (TensorDict({"group_id": [number]}, [1]) for number in numbers)

@@ -1,4 +1,4 @@
-"""The actor of an assembler on Ray, without Ray's processes: what it hands out, and what it repeats."""
+"""The actor of an assembler on Ray hands out each group once. These tests start no process of Ray."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def failing(here, monkeypatch):
     return fails
 
 
-def test_what_a_taker_could_not_fetch_comes_again_and_nobody_else_gets_it(failing):
+def test_groups_that_a_taker_could_not_fetch_come_again_only_to_it(failing):
     assembler = assembler_of(4)
     other = other_process(assembler)
     failing.set()
@@ -81,14 +81,14 @@ def test_what_a_taker_could_not_fetch_comes_again_and_nobody_else_gets_it(failin
     assert assembler.emitted == 4
 
 
-def test_groups_of_a_taker_that_is_gone_go_once_to_one_that_begins(failing, monkeypatch):
+def test_groups_of_a_lost_taker_go_once_to_a_taker_that_begins(failing, monkeypatch):
     assembler = assembler_of(3)
     other, third = other_process(assembler), other_process(assembler)
     failing.set()
     with pytest.raises(OSError, match="network"):
         assembler.take()
     failing.clear()
-    assert ids_of(next(other.batches())) == [1]  # the first may still be fetching
+    assert ids_of(next(other.batches())) == [1]  # the first taker may still be fetching group 0
     began, clock = time.monotonic(), time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 61)
     assert ids_of(next(other.batches())) == [0]
@@ -103,7 +103,7 @@ def test_threads_of_a_process_do_not_get_the_same_groups(here, monkeypatch):
     def fetch(what):
         if isinstance(what, list) and threading.current_thread() is threading.main_thread():
             other = threading.Thread(target=lambda: found.append(ids_of(assembler.take())))
-            other.start()  # between a question and its answer's rows
+            other.start()  # after the answer of the actor, before its rows are fetched
             other.join()
         return get(what)
 
@@ -125,7 +125,7 @@ def test_a_put_waits_until_groups_are_taken_and_no_longer_than_its_patience(pati
 
 
 async def taken_soon(assembler: RayAssembler) -> Any:
-    """What another process gets, while a put waits."""
+    """The rows that another process takes while a put waits."""
     await asyncio.sleep(0.01)
     return await assembler._actor.made.take(None, 0.0, "another", ())
 
@@ -155,7 +155,7 @@ def ended(draws: TensorDict, version: int = 0) -> TensorDict:
 
 @pytest.mark.parametrize(("at_its_end", "announced"), [(True, True), (False, True), (False, False)])
 def test_after_a_crash_a_group_is_as_it_was_announced(at_its_end, announced, tmp_path):
-    """This holds even if another rollout had replaced a failed one when the file was written."""
+    """The journal was written after another rollout had replaced a failed one."""
     asked: list[int] = []
     options = {"groups": 1, "group_size": 2, "on_failure": "refill", "max_pending_groups": 9}
     options |= {"refill": lambda group, rollouts: asked.append(group), "journal": tmp_path / "journal"}
@@ -181,7 +181,7 @@ def test_after_a_crash_a_group_is_as_it_was_announced(at_its_end, announced, tmp
     assert again.take()["rollout_id"].tolist() == [2, 3]
 
 
-def test_what_saved_weights_have_trained_is_not_owed_though_it_was_not_committed(tmp_path):
+def test_groups_in_saved_weights_are_not_owed_even_if_they_were_not_committed(tmp_path):
     options = {"groups": 1, "group_size": 2, "max_staleness": 4, "version_key": ("next", "policy_version")}
     assembler = RayAssembler(**options, max_ready=9, journal=tmp_path / "journal")
     assembler.announce(drawn(0, 1, 2))
@@ -204,7 +204,7 @@ def test_what_saved_weights_have_trained_is_not_owed_though_it_was_not_committed
 
 
 def test_a_crash_evicts_no_group(tmp_path):
-    """After it, more groups are owed than may wait at once, because complete groups are owed too."""
+    """Complete groups are owed too, so after a crash more groups are owed than may wait at once."""
     options = {"groups": 1, "group_size": 2, "max_pending_groups": 1, "journal": tmp_path / "journal"}
     assembler = RayAssembler(**options)
     for group in range(2):

@@ -40,7 +40,7 @@ def make(request: Any) -> Iterator[Callable[..., RolloutStream]]:
 
 
 def rows_of(draws: TensorDict, version: int = 0) -> list[TensorDict]:
-    """A row for each rollout; groups with an even id have equal rewards."""
+    """A row for each rollout. Groups with an even id have equal rewards."""
     rows = draws.clone()
     ids = rows["rollout_id"]
     rows["next", "done"] = torch.ones(len(rows), dtype=torch.bool)
@@ -154,7 +154,7 @@ def test_a_group_size_other_than_that_of_the_sampler_is_refused():
     assert RolloutStream(sampler(), group_size=2).assembler.group_size == 2
 
 
-def test_a_missing_version_says_where_it_is_from():
+def test_the_error_for_a_missing_version_says_what_writes_it():
     stream = RolloutStream(sampler(), max_staleness=4, steps_ahead=2)
     rows = next(iter(stream.draws()))
     rows["next", "done"] = torch.ones(len(rows), dtype=torch.bool)
@@ -166,7 +166,7 @@ def test_a_missing_version_says_where_it_is_from():
 
 @pytest.mark.parametrize("informative", [False, True])
 def test_a_state_goes_on_with_the_same_batches(make, informative):
-    """Saved between two steps, with rollouts in flight, and loaded into new objects."""
+    """The state is saved between two steps, with rollouts in flight, and loaded into new objects."""
     for steps in range(3):
         stream = make(sampler(), epochs=2, informative=informative, max_staleness=4)
         dice, flying, found = Random(steps), [], []
@@ -196,7 +196,7 @@ def test_ranks_share_the_prompts_of_each_batch():
 
 
 @pytest.mark.parametrize("leftovers", ["drop", "raise"])
-def test_groups_that_are_too_few_for_a_batch_end_the_stream_as_leftovers_says(make, leftovers):
+def test_leftovers_decides_how_a_stream_ends_with_too_few_groups(make, leftovers):
     stream = make(
         RepeatSampler(4, group_size=2, prompts_per_batch=1), groups=3, epochs=1, leftovers=leftovers
     )
@@ -238,7 +238,7 @@ def test_a_state_is_refused_after_a_call_of_draws():
 
 @pytest.mark.ray
 @pytest.mark.parametrize("dies", [False, True])
-def test_a_lost_task_ends_the_stream_once_no_whole_batch_is_left(dies):
+def test_a_lost_task_ends_the_stream_after_the_last_complete_batch(dies):
     ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
     lost = ray.exceptions.RayActorError() if dies else ray.exceptions.RayTaskError("f", "", OSError("out"))
     with ray_here():
@@ -268,7 +268,7 @@ def test_an_error_names_puts_that_were_refused_in_other_threads():
     stream = RolloutStream(RepeatSampler(2, group_size=2), max_staleness=4, epochs=1, patience=0.5)
     for draws in stream.draws():
         draws["next", "done"] = torch.ones(len(draws), dtype=torch.bool)
-        with suppress(MissingKeyError):  # as a thread pool keeps it
+        with suppress(MissingKeyError):  # a thread pool keeps the error of its thread
             stream.put(draws)
     with pytest.raises(
         StalledError, match=r"2 puts of rows were refused, the last by MissingKeyError.*version"

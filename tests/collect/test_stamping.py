@@ -1,4 +1,4 @@
-"""Ids if an environment samples its prompts itself."""
+"""StampIds gives ids to the rollouts of environments that sample their prompts themselves."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_an_environment_reset_before_is_refused_with_group_resets():
 
 
 class Repeating(Transform):
-    """A transform that says how often each prompt is repeated, as DataLoadingPrimer does."""
+    """A transform that has the number of repeats of each prompt, as DataLoadingPrimer does."""
 
     def __init__(self, repeats):
         super().__init__()
@@ -138,10 +138,10 @@ def test_each_group_is_announced_once_when_it_starts():
 def test_a_group_that_loses_a_rollout_before_its_first_step_is_not_announced():
     env = make_quiz(slots=3, repeats=2)
     stamp = env.transform[-1]
-    env.reset()  # 0 0 1
-    env.rollout(1)  # 1 2 2
+    env.reset()  # the groups of the three slots: 0 0 1
+    env.rollout(1)  # the next rollouts are of the groups 1 2 2
     assert sorted(set(stamp.draws()["group_id"].tolist())) == [2]
-    env.rollout(1)  # 3 3 4
+    env.rollout(1)  # then of the groups 3 3 4
     assert columns(stamp.draws(), *IDS) == [(3, 6, 2), (3, 7, 2), (4, 8, 2), (4, 9, 2)]
 
 
@@ -227,8 +227,8 @@ def collected(env) -> Collector:
 @pytest.mark.filterwarnings("ignore:.* rollouts were lost")
 @pytest.mark.parametrize("slots", [None, 3])
 @pytest.mark.parametrize("order", ["the stream", "the environment before", "environment and assembler"])
-def test_a_collector_goes_on_with_ids_that_were_never_used_in_any_order_of_loading(slots, order):
-    """A collector resets its environment when it is constructed, before a state can be loaded."""
+def test_a_collector_goes_on_with_unused_ids_for_any_order_of_loading(slots, order):
+    """The constructor of a collector resets the environment, before a state can be loaded."""
     env = make_quiz(slots=slots)
     stream = assembled(collected(env), GroupAssembler(groups=2), patience=60)
     before = list(islice(stream, 3))
@@ -247,7 +247,7 @@ def test_a_collector_goes_on_with_ids_that_were_never_used_in_any_order_of_loadi
 
 
 @pytest.mark.parametrize("slots", [3, 300])
-def test_a_state_that_is_loaded_while_rollouts_run_asks_for_a_reset_of_all_rows(slots):
+def test_a_state_loaded_while_rollouts_run_requires_a_reset_of_all_rows(slots):
     env, action = make_quiz(slots=slots), torch.zeros(slots, 1)
     state = env.state_dict()
     rows = env.reset()
@@ -259,7 +259,7 @@ def test_a_state_that_is_loaded_while_rollouts_run_asks_for_a_reset_of_all_rows(
     env.step(env.reset().set("action", action))
 
 
-def test_workers_with_equal_ids_are_refused_with_what_numbers_them():
+def test_the_error_for_workers_with_equal_ids_says_what_to_do():
     batch = next(iter(collect(SerialEnv(2, [make_quiz] * 2), 24, 1)))
     with pytest.raises(BatchError, match=r"Workers need their own ids: set StampIds\(worker=…\)"):
         CompletenessGate(on_incomplete="drop")(batch)

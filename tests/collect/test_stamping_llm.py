@@ -31,7 +31,7 @@ def tokenizer():
     ("mode", "yielded"), [("text", "turns"), ("history", "completed"), ("text", "last steps")]
 )
 def test_rows_of_an_llm_collector_make_complete_groups_of_one_prompt(tokenizer, mode, yielded):
-    """The first reset is dropped with two rollouts, and their group does not hold up others."""
+    """The collector drops the two rollouts of the first reset. No other group waits for their group."""
     env = make_countdown(tokenizer, slots=2, repeats=REPEATS, mode=mode, worker=1, workers=3)
     with set_list_to_stack(True):
         sizes = {"dialog_turns_per_batch": 4, "total_dialog_turns": 12}

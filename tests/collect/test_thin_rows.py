@@ -1,4 +1,4 @@
-"""Rows of TransferQueue are decided without tokens. The rank that trains on a row fetches them once."""
+"""Recipes decide rows of TransferQueue without tokens. The rank that trains a row fetches its tokens once."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def keys_in(partition: str) -> list[str]:
 
 
 def rows_of(lines: list[Line], start: int, *, tokens: int = 8, ragged: bool = False) -> TensorDictBase:
-    """Rows with masks, log-probabilities that are not all finite, and some without a token in the loss."""
+    """Rows with masks and log-probabilities, which are not all finite. Some rows do not train."""
     draw = torch.Generator().manual_seed(start)
     rows, size = batch_of_lines(lines, start), (len(lines), tokens)
     rows["next", "reward"] = (rows["rollout_id"] * 7 % 5).float().unsqueeze(-1)  # equal for all segments
@@ -84,7 +84,7 @@ def rows_of(lines: list[Line], start: int, *, tokens: int = 8, ragged: bool = Fa
 
 
 def stream_of(seed: int, **options: Any) -> list[TensorDictBase]:
-    """A stream in pieces: uneven groups with fan-out, and rows that are lost, fail or come twice."""
+    """A stream in pieces: groups of several sizes with fan-out. Rows are lost, failed or repeated."""
     pieces, start = [], 0
     for lines in faulty_stream(random.Random(seed), 1):
         if lines:
@@ -129,14 +129,14 @@ def part_of(step: TensorDictBase, rank: int) -> TensorDictBase:
 
 
 def test_rows_without_tokens_give_the_same_batches_metrics_and_steps(name):
-    """A stream for each recipe and option: uneven groups, and rows that are lost, fail or come twice."""
+    """Each recipe gets streams with several options. Rows are lost, failed or repeated."""
     steps_seen = masked = 0
     for seed in range(5):
         ragged = seed % 2 == 0
         options = {**OPTIONS[(2 * seed + ragged) % 5], "on_duplicate": "drop"}
         words, epochs = RECIPES[seed], 1 + seed % 2
         if "mask" in options.values() and any("keep" in word for word in words):
-            continue  # the assembler masks by NaN, which becomes 0; without tokens nothing changes
+            continue  # an assembler that masks writes NaN, which only rows with tokens have
         pieces, partition = stream_of(seed, ragged=ragged), f"{name}/{seed}"
         plain, assembler = GroupAssembler(**options), GroupAssembler(**options)
         plain.version = assembler.version = 2
@@ -151,7 +151,7 @@ def test_rows_without_tokens_give_the_same_batches_metrics_and_steps(name):
             assert MASK not in thin.keys(True)
             same_rows(source.fetch(thin), batch)
             run, refused = tried(whole, batch, epochs)
-            if run is None:  # rewards of a rollout differ, say
+            if run is None:  # for example because the rewards of a rollout differ
                 assert tried(pipeline, thin, epochs) == (None, refused)
                 continue
             decided = pipeline.run(thin, epochs=epochs)
@@ -206,7 +206,7 @@ def put_groups(source: RolloutQueue, *, groups: int = 32, tokens: int = 8) -> No
 
 
 def wire_of(patch: pytest.MonkeyPatch) -> list[int]:
-    """A list that grows by the bytes of each message of TransferQueue that this process sends or gets."""
+    """A list to which this process adds the bytes of each message of TransferQueue that it sends or gets."""
     sizes: list[int] = []
     message = importlib.import_module("transfer_queue.utils.zmq_utils").ZMQMessage
     serialize, deserialize = message.serialize, message.deserialize.__func__
@@ -226,7 +226,7 @@ def wire_of(patch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_at_most_200_bytes_per_row_reach_the_decider_for_any_number_of_tokens(name):
-    """All messages count: reads, polls, steps and clears. There are pieces of 32 rows, and two ranks."""
+    """All messages count: reads, polls, steps and clears. Pieces have 32 rows, and there are two ranks."""
     pipeline, assembler, sizes, rows = composed(*GRPO), GroupAssembler(groups=32), [], 0
     source = RolloutQueue(name, producers=1, decided_by=[assembler, pipeline])
     put_groups(RolloutQueue(name, decided_by=[assembler, pipeline]), groups=64, tokens=4096)
@@ -266,13 +266,13 @@ def test_a_rank_fetches_the_tokens_of_a_row_once_for_all_epochs(name, monkeypatc
 
 
 def test_rows_leave_the_queue_once_unused(name):
-    """Rows stay while they wait for their group, a rank or the next batch, as carried rows do."""
+    """Rows stay in the queue while they wait for their group or a rank, or are carried."""
     words = ("pipeline=grpo", "pipeline.stages.split.minibatches=null", f"{SPLIT}minibatch_size=24")
     pipeline = composed(*words, f"{SPLIT}remainder=carry")
     assembler = GroupAssembler(groups=2)
     source = RolloutQueue(name, decided_by=[assembler, pipeline])
     lines = [Line(g, 2 * g + r, 0, True) for g in range(30) for r in (0, 1)]
-    source.put(rows_of(lines[:1] + lines[2:51], 0))  # one of group 0 is missing, and one of group 25
+    source.put(rows_of(lines[:1] + lines[2:51], 0))  # a row of group 0 is missing, and one of group 25
     steps = StepQueue(f"{name}/steps", ranks=1, rollouts=name)
     assembler.put(next(iter(source)))
     batch = assembler.take(24)
@@ -333,7 +333,7 @@ def test_every_recipe_decides_equally_without_tokens_or_requires_them(name, make
         expected, partition = list(run.minibatches()), f"{name}/{number}"
         source = RolloutQueue(partition, decided_by=[pipeline])
         source.put(batch)
-        thin = next(iter(source)).exclude("turn_index", "turn_reward")  # more than four tokens are left out
+        thin = next(iter(source)).exclude("turn_index", "turn_reward")  # these are token columns
         steps = StepQueue(f"{partition}/steps", ranks=1, rollouts=partition)
         try:
             decided = pipeline.run(thin)

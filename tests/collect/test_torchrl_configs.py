@@ -55,7 +55,7 @@ def test_no_entry_has_the_name_of_one_of_torchrl():
 
 
 def test_an_entry_has_its_class_options_at_their_defaults():
-    """As in conf/stage, but without a pipeline that renames columns for all stages."""
+    """An entry has the defaults of conf/stage, except that no pipeline renames columns for all stages."""
     nodes = OmegaConf.to_container(composed_app(f"transform=[{','.join(STAGES)}]").transform)
     for name in STAGES:
         node, written = nodes[name], OmegaConf.load(CONF / "stage" / f"{name}.yaml")

@@ -96,7 +96,7 @@ def check_groups(batches: list[TensorDictBase]) -> dict[int, TensorDictBase]:
     return found
 
 
-def test_the_reference_equals_what_the_ids_imply():
+def test_the_reference_follows_from_the_ids():
     for rows in reference().values():
         rollout, turn = rows["rollout_id"], rows["turn"]
         assert torch.equal(rows["next", "reward"], reward_of(rollout, turn))
@@ -159,14 +159,14 @@ def test_new_weights_reach_the_workers_and_stale_rows_are_not_trained(kind):
     with collecting(kind, makers(2), **options) as collector:
         stream = assembled(Counting(collector), assembler, patience=PATIENCE)
         rows = torch.cat(take_groups(stream, 15, train))
-        assert collector.policy_version == 0  # in the main process: only the trainer counts versions
+        assert collector.policy_version == 0  # only the trainer counts versions
     assert torch.equal(rows["next", "reward"], reward_of(rows["rollout_id"], rows["turn"]) * rows["action"])
     assert len(rows["action"].unique()) > 1
     assert assembler.version > 3
     assert (assembler.counts["stale"] > 0) == bool(limit)
 
 
-def test_the_state_of_collecting_workers_is_refused_since_it_loses_rows():
+def test_the_state_of_collecting_workers_is_refused_because_it_loses_rows():
     with collecting("async", makers(2)) as collector:
         stream = assembled(collector, GroupAssembler(), patience=PATIENCE)
         next(iter(stream))
@@ -216,7 +216,7 @@ def test_workers_whose_rows_do_not_fit_the_buffer_are_detected():
             next(iter(assembled(drained(buffer), GroupAssembler(), patience=20)))
 
 
-def test_workers_stopped_near_their_end_return_what_they_have():
+def test_workers_stopped_near_their_end_return_their_rows():
     assembler = GroupAssembler(groups=2)
     options = {"preemptive_threshold": 0.5, "total_frames": -1}
     with collecting("sync", makers(2, sleep), **options) as collector:
@@ -242,7 +242,7 @@ def test_whole_trajectories_are_groups_without_padding(layout):
     assert check_groups(yielded[:1]).keys() == {0}  # a pipeline is enough if the batch has whole groups
 
 
-def test_a_group_has_the_number_of_a_worker_only_if_it_waits_for_one_and_all_are_known():
+def test_a_group_names_a_worker_only_if_it_waits_for_one_known_worker():
     rows = TensorDict(
         {"group_id": [5], "rollout_id": [6], ORIGIN: torch.tensor([Origin(0, 1, 2, 0, 3)])}, [1]
     )
@@ -258,8 +258,8 @@ def test_a_group_has_the_number_of_a_worker_only_if_it_waits_for_one_and_all_are
         assert other.numbered([1]) is None
 
 
-def test_a_worker_is_silent_for_too_long_by_its_own_pauses_and_the_rows_of_the_others(monkeypatch):
-    """By a loop over the times of all rows. A worker without any counts from the first row of another on."""
+def test_the_limit_of_silence_depends_on_a_workers_own_pauses_and_rows_of_others(monkeypatch):
+    """The reference is a loop over the times of all rows."""
     clock, assembler, raised = [0.0], GroupAssembler(), 0
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     for seed in range(300):

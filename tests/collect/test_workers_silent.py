@@ -1,4 +1,4 @@
-"""Workers of TorchRL lose no row that can be kept; other losses are counted, and silent workers named."""
+"""Workers of TorchRL lose no row that can be kept. Other losses are counted, and silent workers are named."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def collector(kind=MultiAsyncCollector, **troubles):
 
 def close(source) -> None:
     for process in source.procs:
-        with contextlib.suppress(ValueError):  # it is closed
+        with contextlib.suppress(ValueError):  # the process is closed
             process.kill()  # TorchRL would wait for a worker that hangs
     source.shutdown(raise_on_error=False)
 
@@ -83,7 +83,7 @@ def test_rows_a_collector_discards_are_counted_and_not_trained():
 
 
 def test_a_hanging_worker_is_named_while_another_continues():
-    """`patience` alone is enough; test_fault_table.py tests `worker_patience`."""
+    """This test sets only `patience`; test_fault_table.py tests `worker_patience`."""
     source, begun = collector(w1=functools.partial(hang, at=6)), time.monotonic()
     try:
         with pytest.raises(
@@ -110,7 +110,7 @@ def test_a_hanging_worker_is_named_despite_surplus_rows():
 
 
 def test_a_hanging_worker_is_named_though_each_batch_has_rows_of_all():
-    """Without `patience`, because the collector is silent as long as the worker is."""
+    """`patience` is not set, because the collector is silent as long as the worker is."""
     source = collector(MultiSyncCollector, w0=functools.partial(hang, at=6))
     try:
         with pytest.raises(StalledError, match=r"silent for 1.5 s: no rows of worker 0\..*Waiting: group"):
@@ -124,7 +124,7 @@ def test_a_worker_may_pause_ten_times_as_long_as_before():
     try:
         for batch in assembled(source, GroupAssembler(max_idle=10**6), patience=2):
             groups |= {group for group in batch["group_id"].flatten().tolist() if group % 2}
-            if len(groups) > 6:  # a row of the slow worker, after its long pause
+            if len(groups) > 6:  # the slow worker has sent a row after its long pause
                 break
     finally:
         close(source)

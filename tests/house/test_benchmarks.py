@@ -15,9 +15,9 @@ from command import Started
 ROOT = Path(__file__).parents[2]
 BENCHMARKS, PAGE = ROOT / "benchmarks", ROOT / "docs" / "benchmarks.md"
 RESULTS = {path.stem: json.loads(path.read_text()) for path in (BENCHMARKS / "results").glob("*.json")}
-del RESULTS["field_bugs"]  # these measure no time: tests/house/test_field_bugs.py
-del RESULTS["lost_rollouts"]  # its clock is simulated: tests/house/test_lost_rollouts.py
-RESULTS.pop("mutation", None)  # runs for hours: tests/house/test_mutants.py
+del RESULTS["field_bugs"]  # measures no time; tested in tests/house/test_field_bugs.py
+del RESULTS["lost_rollouts"]  # has a simulated clock; tested in tests/house/test_lost_rollouts.py
+RESULTS.pop("mutation", None)  # runs for hours; tested in tests/house/test_mutants.py
 
 
 def run(*words: object) -> None:
@@ -27,7 +27,7 @@ def run(*words: object) -> None:
 
 
 def cells(result: dict) -> dict[tuple[str, str, str], dict]:
-    """The cells of results, by table, row and column."""
+    """The cells of a result, by table, row and column."""
     return {
         (table["title"], row["name"], column): cell
         for table in result["tables"]
@@ -53,16 +53,16 @@ def quick(tmp_path_factory) -> tuple[dict[str, dict], str]:
 def test_every_benchmark_measures_every_cell(quick):
     results, page = quick
     texts = {path.stem: path.read_text() for path in BENCHMARKS.glob("*.py")}
-    # Benchmarks that need a Ray cluster are run by themselves.
+    # __main__.py does not run the benchmarks that need a Ray cluster.
     scripts = {name for name, text in texts.items() if "main(tables" in text and "import ray" not in text}
     scripts -= {"mutation"}
-    assert results.keys() == scripts, "what __main__.py runs is all there is"
+    assert results.keys() == scripts, "__main__.py does not run every benchmark"
     assert "these numbers mean nothing" in page
     for name, result in results.items():
         for place, cell in cells(result).items():
             waited = name != "gpu" or torch.cuda.is_available()
             given_up = place[1] == "MCAdvantage" and place[2] == result["tables"][0]["head"][-1]
-            if name != "tokens" or place[2] != "formula, ms":  # some measures have none
+            if name != "tokens" or place[2] != "formula, ms":  # some measures have no formula
                 assert (cell["value"] is not None) == (waited and not given_up), (name, place)
             assert place[0] in page
             assert place[1] in page
@@ -97,7 +97,7 @@ def test_every_cost_at_the_top_is_computed_from_the_results():
 def test_a_missed_target_is_reported(tmp_path):
     kept = RESULTS["advantage"]
     table = {"title": "T", "note": "N", "head": ["rows", "x"]}
-    # value, target, and whether more is better
+    # for each row: its value, its target, and whether a larger value is better
     numbers = {"a": (1.9, 1.9, False), "b": (1.91, 1.9, False), "c": (50, 50, True), "d": (49, 50, True)}
     table["rows"] = [
         {"name": name, "cells": [{"value": value, "target": target, "at_least": at_least, "form": ".2f"}]}

@@ -32,7 +32,7 @@ YOURS = re.compile(r"\b(my|your)\.module\.")  # such a module does not exist her
 
 
 def write_rollouts(folder: Path) -> None:
-    """Write a dump of two steps with whole groups of four."""
+    """Write a dump of two steps with complete groups of four rollouts."""
     for step in range(2):
         batch = TensorDict(
             {
@@ -55,7 +55,7 @@ def write_own(path: Path) -> None:
 
 
 def words_of(line: str) -> list[str]:
-    """The words after the command. Long runs are shortened, most if no later command reads their files."""
+    """The words after the command, and options that shorten a run."""
     words = shlex.split(line)
     if "task=certify" in words:
         less = {"certify.only=": "[stop_or_continue]", "certify.group_sizes=": "[2]"}
@@ -70,7 +70,7 @@ def words_of(line: str) -> list[str]:
 
 
 def run_example(line: str, folder: Path) -> subprocess.CompletedProcess:
-    """Check that a program of examples/ has these options; a test of its own runs it."""
+    """Check that a program of examples/ has these options. Another test runs the program."""
     pytest.importorskip("torchrl")
     words = shlex.split(line)
     place = next(place for place, word in enumerate(words) if word.startswith("examples/"))
@@ -90,7 +90,7 @@ def run_with_a_module(line: str, page: str, folder: Path) -> subprocess.Complete
         (folder / f"{module}.py").write_text("\n".join(blocks))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
-        for module in modules:  # from another page
+        for module in modules:  # another page may have a module of this name
             sys.modules.pop(module, None)
         return headrace_here(folder, *words_of(line.removeprefix("PYTHONPATH=. headrace")), check=False)
 

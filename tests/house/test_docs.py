@@ -27,13 +27,13 @@ MODULES = [
     name
     for package in (headrace.transforms, headrace.pipeline, headrace.adapters)
     for _, name, _ in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-    # Of the adapters only the modules that need no trainer's package.
+    # Of the adapters, only modules that import no trainer's package have examples that run here.
     if not name.endswith("__main__")
     and (not name.startswith("headrace.adapters.") or name.endswith((".attaching", ".environment")))
 ]
 NOW = [page for page in PAGES if page != "CHANGELOG.md"]  # a changelog names removed files
 LITERAL = re.compile(r"#  ?((?:[\[({'\"\d-]|Ledger\(|tensor\().*)$", re.MULTILINE)
-NOT_RUN = 6  # blocks in all pages
+NOT_RUN = 6  # the limit for all pages together
 
 
 @pytest.mark.torchrl
@@ -85,8 +85,8 @@ def test_the_readme_takes_five_minutes_to_read():
     assert max(len(line) for line in lines if not line.startswith("|")) <= 120
 
 
-def test_the_first_screen_names_the_two_commands_of_a_fresh_machine_which_install_and_run():
-    """A screen has 24 lines. `make -n` prints what a command would run, here without an environment."""
+def test_the_first_screen_names_two_commands_that_install_and_run():
+    """A screen has 24 lines. `make -n` prints the commands that a target would run on a fresh machine."""
     screen = (ROOT / "README.md").read_text().splitlines()[:24]
     for command, runs in (("make demo", "bin/headrace"), ("make test", "bin/python -m pytest -n auto")):
         assert [line for line in screen if line.startswith(f"{command} ")], command
@@ -95,7 +95,7 @@ def test_the_first_screen_names_the_two_commands_of_a_fresh_machine_which_instal
         assert 0 < said.index("-m venv") < said.index("pip install") < said.index(runs), said
 
 
-def test_the_page_of_losses_pairs_every_recipe_whose_text_names_a_loss():
+def test_the_page_of_losses_has_every_recipe_that_names_a_loss():
     page = (ROOT / "docs/losses.md").read_text()
     table = page.partition("## Which loss for which recipe")[2].partition("\n## ")[0]
     paired = {
@@ -112,7 +112,7 @@ def test_the_page_of_losses_pairs_every_recipe_whose_text_names_a_loss():
     assert named - paired == set()
 
 
-def test_contributing_says_its_rules_before_the_appendices_in_150_lines():
+def test_the_rules_of_contributing_have_at_most_150_lines():
     rules = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Appendices\n")[0]
     assert len(rules.splitlines()) <= 150
     assert "needs a recipe, an adapter or an issue that sets it" in rules
@@ -135,7 +135,7 @@ def test_files_and_targets_in_the_pages_exist():
             assert name in targets or page == "docs/recipes.md", (page, name)  # a tool writes it
 
 
-def test_a_decision_is_short_and_has_its_price():
+def test_a_decision_is_short_and_has_a_reason_and_a_price():
     sections = (ROOT / "docs/decisions.md").read_text().split("\n## ")[1:]
     assert sections
     for section in sections:

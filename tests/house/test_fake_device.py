@@ -9,7 +9,7 @@ import torch
 from fake_device import CPU, DEVICE, FakeDevice
 
 WHAT = {  # for each operator: reads, copies, asynchronous; x, mask and ids are on the device
-    # the host asks for a value
+    # the host reads a value
     "x.sum().item()": (1, 0, 0),
     "bool(mask.any())": (1, 0, 0),
     "x.tolist()": (1, 0, 0),
@@ -17,13 +17,13 @@ WHAT = {  # for each operator: reads, copies, asynchronous; x, mask and ids are 
     "torch.zeros(3, dtype=torch.int64).copy_(x)": (1, 0, 0),
     "torch.equal(x, x)": (1, 0, 0),
     "[1 for each in x if each > 0]": (3, 0, 0),
-    # a shape depends on values
+    # the host needs a shape that depends on values
     "mask.nonzero()": (1, 0, 0),
     "torch.unique(x, return_inverse=True)": (1, 0, 0),
     "x[mask] + x[mask]": (2, 0, 0),
     "x.__setitem__(mask, x[:2].clone())": (1, 0, 0),
     "x.repeat_interleave(x)": (1, 0, 0),
-    # no value, no shape
+    # the host reads no value and no shape
     "x.repeat_interleave(x, output_size=3)": (0, 0, 0),
     "x[ids]": (0, 0, 0),
     "x.__setitem__(mask, 7)": (0, 0, 0),
@@ -112,7 +112,7 @@ def test_mixing_devices_raises(fake):
             eval(words, made(fake, DEVICE))
 
 
-def test_it_leaves_nothing_behind(fake):
+def test_the_fake_device_leaves_nothing_behind(fake):
     x = fake.put(torch.ones(2))
     with pytest.raises(NotImplementedError, match="changes the shape of a tensor in place"):
         x.unsqueeze_(0)

@@ -101,7 +101,7 @@ def test_a_case_is_small_and_links_its_issues():
 
 
 def by_the_formula(case: Case) -> list[float | None]:
-    """(R − mean) / std of the rollouts of a group that have a token in the loss and a reward."""
+    """(R − mean) / std over those rollouts of the group that have a token in the loss and a reward."""
     rows = list(zip(*(case.rows[name] for name in ("group", "rollout", "reward", "tokens")), strict=True))
     rewards: dict[str, dict[str, float]] = {}
     for group, rollout, reward, tokens in rows:
@@ -121,7 +121,7 @@ def test_answers_by_hand_equal_the_formula(case):
     assert near(by_the_formula(case), case.accepted[0])
 
 
-def test_a_quarter_of_the_tokens_of_the_step_and_not_of_each_micro_batch_trains():
+def test_a_quarter_of_the_tokens_of_the_step_trains():
     case = BY_NAME["threshold"]
     score, micro = case.rows["score"], case.rows["micro"]
     assert [value**2 for value in case.rows["deviation"]] == score
@@ -130,11 +130,11 @@ def test_a_quarter_of_the_tokens_of_the_step_and_not_of_each_micro_batch_trains(
     largest = sorted(score)[-len(score) // 4 :]
     for answer, weight in zip(case.accepted, (1 / len(score), 1 / len(largest)), strict=True):
         assert answer == [weight if value in largest else 0.0 for value in score]
-    wrong = [1 / 8, 0.0, 0.0, 0.0, 1 / 8, 0.0, 0.0, 0.0]  # the largest of each micro-batch
+    wrong = [1 / 8, 0.0, 0.0, 0.0, 1 / 8, 0.0, 0.0, 0.0]  # trains the largest score of each micro-batch
     assert judge("x", case, {"found": wrong})[0] == "wrong"
 
 
-def test_half_of_a_sum_is_not_a_sum():
+def test_half_of_the_correct_weights_is_wrong():
     case = BY_NAME["sum-over-ranks"]
     rows, length = len(case.rows["group"]), 5
     assert [answer[0] for answer in case.accepted] == [1 / (rows * length), 1 / rows, 1 / length, 1.0]
@@ -143,12 +143,12 @@ def test_half_of_a_sum_is_not_a_sum():
         assert judge("x", case, {"found": [weight / 2 for weight in answer]})[0] == "wrong"
 
 
-def test_without_the_stage_the_tokens_that_branches_share_train_twice():
+def test_shared_tokens_of_branches_train_twice_without_the_stage():
     peers = peers_module()
     case = BY_NAME["shared-tokens"]
     branches = [([1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 1, 1]), ([1, 2, 3, 4, 7, 8], [0, 0, 1, 1, 1, 1])]
     assert peers.times(case, branches) == [2.0, 1.0, 1.0]
-    assert peers.times(case, branches[1:]) == [1.0, 0.0, 1.0]  # a branch was removed
+    assert peers.times(case, branches[1:]) == [1.0, 0.0, 1.0]  # without the first branch
     assert of_headrace()["shared-tokens"]["found"] == [1.0, 1.0, 1.0]
 
 

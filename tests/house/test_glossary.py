@@ -118,7 +118,7 @@ def in_words(name: str) -> str:
 
 
 def wrong_options(page: str) -> list[str]:
-    """Options that are missing in the table, listed twice or needlessly, or listed with another default.
+    """Options that the table lacks, lists twice, lists without need, or lists with another default.
 
     `...` stands for the default of the recipe.
     """
@@ -173,7 +173,7 @@ def missing_classes(page: str) -> list[str]:
 
 
 def unused_terms(page: str) -> list[str]:
-    """Words that only the glossary uses, and words that it has twice."""
+    """Words that only the glossary uses, and words that the glossary has twice."""
     terms = [row[0].strip("*") for heading in WORDS for row in table(page, heading)]
     unused = [term for term in terms if not re.search(rf"\b{plain(term)}s?\b", used())]
     return unused + [term for term in set(terms) if terms.count(term) > 1]

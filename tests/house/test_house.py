@@ -21,7 +21,7 @@ from headrace.transforms import BatchError, BatchTransform
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("transforms", "pipeline", "adapters")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-# Adapters are left out: adapters and readers of dumps have the names of trainers, and hooks share names.
+# Adapters are left out: an adapter and a reader share a trainer's name, and hooks share names.
 OURS = [path for path in SOURCES if not path.is_relative_to(ROOT / "adapters")]
 
 
@@ -180,7 +180,7 @@ def imports(path: Path) -> dict[str, bool]:
 
 
 def graph() -> dict[str, dict[str, bool]]:
-    """For each module, the modules of headrace that it imports, with their packages, except its own."""
+    """For each module, the modules of headrace that it imports, and their packages but its own."""
     edges: dict[str, dict[str, bool]] = {}
     for name, path in MODULES.items():
         inside, edges[name] = {name, *packages_of(name)}, {}
@@ -191,7 +191,7 @@ def graph() -> dict[str, dict[str, bool]]:
 
 
 def room(name: str) -> str | None:
-    """The stage that a module belongs to: the first name below `transforms.stages`. None: no stage."""
+    """The stage that a module belongs to: the first name below `transforms.stages`, or None."""
     parts = name.split(".")
     return parts[3] if parts[:3] == ["headrace", "transforms", "stages"] and len(parts) > 3 else None
 
@@ -277,7 +277,7 @@ def test_tests_benchmarks_and_examples_import_public_names():
 
 
 def test_imports_have_no_cycle():
-    """Listings of packages and imports in functions or for type checkers count; listed doors do not."""
+    """Imports in `__init__.py`, in functions and for type checkers count. Listed doors do not count."""
     ends = {(f"headrace.{inner}", f"headrace.{outer}") for inner, outer in DOORS}
     found = graph()
     behind = {
@@ -296,7 +296,7 @@ def test_a_door_is_an_import_in_a_function():
 def test_no_two_public_names_are_equal():
     """A class and its function in one folder may have equal names.
 
-    The other exceptions are `parse_row`, which every reader of dumps has, and `plan`, named as its task.
+    Other exceptions are `parse_row`, which every reader of dumps has, and `plan`, which is also a task.
     """
     homes = defaultdict(list)
     for path in OURS:
@@ -323,7 +323,7 @@ def test_no_two_files_have_the_same_name():
 
 
 def test_no_module_has_the_name_of_an_exported_function():
-    """Otherwise `package.name` depends on what was imported last. Listed modules are meant as modules."""
+    """With equal names, `package.name` depends on the order of imports. Two modules are exceptions."""
     packages = {NAMES[path] for path in FACES}
     found = {
         name
@@ -354,7 +354,7 @@ def test_the_pipeline_does_not_check_stage_types():
 
 
 def test_an_argument_may_be_given_by_its_name():
-    """Exceptions take keywords of any name. So an option that is only a keyword cannot become positional."""
+    """Functions that take keywords of any name may have positional-only arguments."""
     for path in SOURCES:
         for node in ast.walk(TREES[path]):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -380,7 +380,7 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
                 yield f"{path}:{node.lineno}", node
 
 
-def test_no_text_of_an_error_without_facts_has_a_field():
+def test_the_text_of_an_error_without_facts_has_no_field():
     field = re.compile(r"\{(\w+/)?\w+\}")
     for where, call in calls():
         if getattr(call.func, "id", "") in ERRORS and not call.keywords:
@@ -388,8 +388,8 @@ def test_no_text_of_an_error_without_facts_has_a_field():
             assert not [each for each in words if field.search(str(each))], where
 
 
-def test_no_text_with_facts_has_data_in_it_whose_braces_would_be_fields():
-    """A name in capitals is a constant."""
+def test_the_text_of_an_error_with_facts_contains_no_data():
+    """A name in capitals is allowed, because it is a constant."""
     for where, call in calls():
         is_verb = isinstance(call.func, ast.Attribute) and call.func.attr.startswith("require")
         if is_verb or (getattr(call.func, "id", "") in ERRORS and call.keywords):
@@ -400,7 +400,7 @@ def test_no_text_with_facts_has_data_in_it_whose_braces_would_be_fields():
 
 
 def test_every_folder_of_modules_is_a_package():
-    """Otherwise no wheel has it: setuptools finds packages by their `__init__.py`."""
+    """setuptools finds packages by their `__init__.py`, so a folder without this file is in no wheel."""
     folders = {path.parent for path in SOURCES}
     assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
 

@@ -41,7 +41,7 @@ def layer(module: str) -> int:
 OURS = {name: path for name, path in MODULES.items() if name not in LISTINGS}
 
 
-def test_no_inner_layer_imports_an_outer_one():
+def test_no_inner_layer_imports_an_outer_layer():
     """A door is an exception. Modules that list the names of all layers are not part of the core."""
     doors = {(f"headrace.{inner}", f"headrace.{outer}") for inner, outer in DOORS}
     found = {
@@ -55,7 +55,7 @@ def test_no_inner_layer_imports_an_outer_one():
     }
 
 
-def test_an_outer_layer_uses_public_names_of_an_inner_one():
+def test_an_outer_layer_uses_only_public_names_of_an_inner_layer():
     wrong = []
     for name, path in OURS.items():
         for node in ast.walk(TREES[path]):
@@ -68,7 +68,7 @@ def test_an_outer_layer_uses_public_names_of_an_inner_one():
 
 
 def test_public_names_are_the_same_after_every_module_is_imported():
-    """So no folder or module has the name of a public function of its package."""
+    """A folder or module with the name of a public function of its package would replace the function."""
     for name in MODULES:
         if not name.endswith("__main__") and not name.startswith("headrace.adapters."):
             try:
@@ -89,7 +89,7 @@ def test_public_names_are_the_same_after_every_module_is_imported():
 
 
 def test_each_package_has_a_face():
-    """The `__init__` of each package has a docstring and an `__all__`. The package of tools has no names."""
+    """The `__init__` of each package has an `__all__`. Only the package of tools has no names."""
     for path in FACES:
         names = getattr(importlib.import_module(NAMES[path]), "__all__", None)
         assert names or path.parent.name == "tools", path
@@ -111,8 +111,8 @@ PLAIN_NEEDS_NO = (
         (PLAIN, PLAIN_NEEDS_NO),
     ],
 )
-def test_what_is_not_needed_is_not_imported(code, without):
-    """Even a plain batch imports the memory of its split, so that a state can be saved after each batch."""
+def test_modules_that_are_not_needed_are_not_imported(code, without):
+    """Even a plain batch needs the memory of the split, so that a state can be saved after each batch."""
     program = [sys.executable, "-c", f"{code}; import sys; print(*sys.modules)"]
     loaded = subprocess.run(program, capture_output=True, text=True, check=True).stdout.split()
     assert not [name for name in loaded for each in without if f"{name}.".startswith(f"{each}.")]

@@ -31,22 +31,22 @@ CONSTANT = World(lambda z, dice: 5, size=1, groups=1, slots=1, step=10, ticks=10
 
 
 def test_the_clock_counts_as_by_hand():
-    """A rollout takes 5 ticks. A step, of one group of one rollout, takes 10: steps end at 15, 25, … 95."""
+    """A rollout takes 5 ticks, and a step on it 10. So rollout 0 ends at 5, and steps at 15, 25, … 95."""
     account = simulate(System(CONSTANT, bound=None))
     assert [tick for tick, what in account.log if what == "step"] == list(range(15, 100, 10))
     assert account.tokens() == {
         "trained": 10 * 5,
         "open": 10 * 5,
-    }  # the slot is never free; the tenth is trained
+    }  # 20 rollouts of 5 tokens end in 100 ticks: 10 are trained
     ages = [group.age for group in account.groups if group.fate == "trained"]
-    # Rollout n begins at tick 5 n, when version (5 n - 5) // 10 is there, and version n trains it.
+    # Rollout n begins at tick 5 n with version (5 n - 5) // 10 (at least 0), and is trained at version n.
     assert ages == [n - max(0, (5 * n - 5) // 10) for n in range(10)]
 
 
 @pytest.mark.parametrize("failing", [0.0, 0.02])
 @pytest.mark.parametrize("rule", [System, PrimeRL, Tinker, Slime])
 def test_all_rollouts_and_tokens_are_trained_or_have_a_reason(rule, failing):
-    """The clock compares them with the ticks in which slots were busy, and the rollouts that were begun."""
+    """The clock compares their numbers with the busy ticks of all slots and the rollouts that were begun."""
     account = simulate(rule(World(two_classes(5, 100), slots=64, ticks=1200, failing=failing)))
     fates = {"trained": True, "open": True, "stale": rule is not Slime, "failed": failing > 0}
     assert set(account.tokens()) == {fate for fate, found in fates.items() if found}
@@ -86,7 +86,7 @@ def test_a_group_that_is_lost_without_a_reason_or_trained_twice_is_found():
         simulate(Twice(World(ticks=300), bound=None))
 
 
-def test_a_rule_that_drops_the_slow_is_seen_to_drop_them():
+def test_a_rule_that_drops_slow_groups_is_detected():
     world = World(two_classes(5, 100), slots=128, ticks=1200)
     counts = {bound: simulate(System(world, bound)).counts() for bound in (2, None)}
     sent, trained = (counts[2][name] for name in ("sent_slow", "trained_slow"))
@@ -111,7 +111,7 @@ def test_the_numbers_of_a_run_are_those_of_its_groups():
     assert min(found["sent_slow"], found["sent"] - found["trained"], sum(account.rollouts().values())) > 10
 
 
-def test_the_latencies_of_a_prompt_depend_on_its_number_and_the_seed_alone():
+def test_the_latencies_of_a_prompt_depend_only_on_its_number_and_the_seed():
     world = World(failing=0.5)
     one, other = world.group(7), replace(world, slots=1).group(7)
     assert (one.ticks, one.fails, one.decile) == (other.ticks, other.fails, other.decile)
@@ -121,7 +121,7 @@ def test_the_latencies_of_a_prompt_depend_on_its_number_and_the_seed_alone():
 
 
 def test_published_lengths_have_the_published_mean_and_ends():
-    """These are the mean over many steps of 128 rollouts, and medians of a step's shortest and longest."""
+    """The ends are the medians of the shortest and the longest rollout of a step, over 400 steps."""
     dice = Random(0)
     steps = [[published_tokens(dice.gauss(0, 1), dice) for _ in range(SEEN)] for _ in range(400)]
     assert fmean(map(fmean, steps)) == pytest.approx(MEAN, rel=0.03)
@@ -141,7 +141,7 @@ def test_code_of_others_runs_with_stubs_and_does_not_wait():
     with pytest.raises(Blocks):
         result_of(names["A"]().ask())
     assert "far" not in sys.modules
-    assert "B" not in run_module(text, only="A")  # it imports nothing
+    assert "B" not in run_module(text, only="A")  # only class A was run, without any import
 
 
 def test_the_page_has_the_results():

@@ -41,7 +41,7 @@ def test_only_changed_lines_have_mutants(monkeypatch):
     assert {*mutants.chosen_mutants([], "main", None, 0)} == some
 
 
-def test_lines_of_new_files_and_of_changed_ones_differ_from_the_base(tmp_path, monkeypatch):
+def test_changed_lines_include_those_of_new_files(tmp_path, monkeypatch):
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
     for folder in mutants.FOLDERS:
         (tmp_path / folder).mkdir()
@@ -55,7 +55,7 @@ def test_lines_of_new_files_and_of_changed_ones_differ_from_the_base(tmp_path, m
     assert mutants.changed_lines("main") == {"adapters/old.py": {2, 4}, "pipeline/new.py": {1, 2}}
 
 
-def test_a_fault_has_the_lines_of_its_statement_and_a_head_those_of_no_body(tmp_path, monkeypatch):
+def test_a_fault_has_the_lines_of_its_statement_without_the_body(tmp_path, monkeypatch):
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
     head, body = "A = (\n    1,\n)\n\n\ndef f(\n    x=2,\n):\n", "    y = [\n        x,\n    ]\n"
     code = f"{head}{body}    if (\n        y\n    ):\n        return 3\n"
@@ -70,7 +70,7 @@ def test_a_fault_has_the_lines_of_its_statement_and_a_head_those_of_no_body(tmp_
     ]
 
 
-def test_a_line_has_the_tests_that_run_it_but_none_that_fails_without_a_fault(tmp_path):
+def test_a_line_has_the_passing_tests_that_run_it(tmp_path):
     for folder in (*mutants.FOLDERS, "tests/support", "tools"):
         (tmp_path / folder).mkdir(parents=True)
     for file in ("tools/mutants.py", "tests/support/nearest.py"):
@@ -101,7 +101,7 @@ def test_a_sample_has_its_size_and_follows_its_seed():
     assert len({*first}) == 5
 
 
-def test_a_fault_that_tests_see_is_killed_and_one_that_they_do_not_see_survives(monkeypatch):
+def test_a_fault_is_killed_if_a_test_fails_and_survives_otherwise(monkeypatch):
     source = (ROOT / FILE).read_text()
     tests = {"tests/house/test_mutants.py::test_a_file_that_a_fault_can_break"}
     monkeypatch.setattr(mutants, "tests_by_line", lambda copy: ({(FILE, 1): tests}, Counter()))
@@ -114,7 +114,7 @@ def test_a_fault_that_tests_see_is_killed_and_one_that_they_do_not_see_survives(
     assert (ROOT / FILE).read_text() == source
 
 
-def test_a_fault_gets_the_nearest_quick_tests_first_and_no_more_than_the_time_allows(monkeypatch):
+def test_a_fault_gets_the_nearest_quick_tests_first_within_the_time_limit(monkeypatch):
     seconds = Counter({f"quick{at}": 0.5 for at in range(800)} | {f"slow{at}": 100.0 for at in range(9)})
     runner = mutants.Runner.__new__(mutants.Runner)
     runner.seconds, runner.lines = seconds, Counter({name: int(name[-1]) for name in seconds})
@@ -141,7 +141,7 @@ def test_each_equivalent_mutant_has_a_reason_and_its_lines_are_in_the_file():
         assert each["was"].splitlines()[0] in lines, each
 
 
-def test_a_place_that_no_test_can_see_has_no_mutant(tmp_path, monkeypatch):
+def test_an_annotation_has_no_mutant(tmp_path, monkeypatch):
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
     (tmp_path / "some.py").write_text(
         "def f(x: int | None = 1 + 2) -> int | None:\n    y: int | None = 3 * x\n"

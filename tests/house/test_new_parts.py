@@ -1,4 +1,4 @@
-"""A new part is in every table; one failure lists the files that lack it, and what to do."""
+"""Every table must list a new part. One failure names all files that lack the part, and what to do."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def lacking_stages() -> list[str]:
 
 
 def lacking_pages_and_tests() -> list[str]:
-    """Stages, criteria and token terms without a word on a page, or without a test of their numbers."""
+    """Stages, criteria and token terms that a page does not name, or whose numbers have no test."""
     parts = sorted(
         part.__name__ for kind in (BatchTransform, Criterion, TokenTerm) for part in classes_of(kind)
     )
@@ -88,7 +88,7 @@ def lacking_pages_and_tests() -> list[str]:
 
 
 def file_of_test(name: str) -> str:
-    """The file for the test of a part's numbers: for criteria that of the filter, else that of its module."""
+    """The file for the test of a part's numbers: a criterion is tested with the filter."""
     part = getattr(headrace.transforms, name, None) or getattr(headrace.pipeline, name)
     file = "filter" if issubclass(part, Criterion) else part.__module__.rpartition(".")[2]
     return f"tests/stages/test_{file}.py, which imports the class"
@@ -194,7 +194,7 @@ def lacking_readers() -> list[str]:
 
 
 def outdated(*makers: ModuleType) -> list[str]:
-    """The files that `make generate` would write, or why it refuses."""
+    """The files that `make generate` would write, or the error that it raises."""
     try:
         files = [path for make in makers for path, text in make.files().items() if not holds(path, text)]
     except SystemExit as refusal:
@@ -217,7 +217,7 @@ def test_every_table_lists_a_new_part(monkeypatch):
     assert not lacking, "to be added:\n" + "\n".join(lacking)
 
 
-def test_the_tools_say_what_a_new_part_lacks(monkeypatch, tmp_path):
+def test_the_tools_name_what_a_new_part_lacks(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "tools")
     import make_recipes
     import make_stages
@@ -250,7 +250,7 @@ def test_the_tools_say_what_a_new_part_lacks(monkeypatch, tmp_path):
         make_recipes.table(tmp_path)
 
 
-def test_generate_writes_a_stage_before_it_reads_a_recipe_with_it(monkeypatch, tmp_path, capsys):
+def test_generate_writes_a_stage_before_it_reads_a_recipe_of_the_stage(monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(ROOT / "tools")
     import generate
 
@@ -270,7 +270,7 @@ def test_generate_writes_a_stage_before_it_reads_a_recipe_with_it(monkeypatch, t
     assert capsys.readouterr().out == "up to date\n"
 
 
-def test_certificates_of_named_recipes_leave_those_of_others(monkeypatch):
+def test_computing_certificates_of_named_recipes_keeps_the_others(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     import make_certificates
 

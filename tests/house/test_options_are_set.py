@@ -60,9 +60,9 @@ def kinds_by_place() -> dict[str, set[str]]:
             found[place].add(TARGETS[name].rpartition(".")[2])
     for page in PAGES:
         for place, name in re.findall(r"\bpipeline\.stages\.([\w.]+)=(\w+)", (ROOT / page).read_text()):
-            if name in TARGETS:  # not a value, or a file of one's own
+            if name in TARGETS:  # other names are values, or a user's own files
                 found[place].add(TARGETS[name].rpartition(".")[2])
-    for name, target in TARGETS.items():  # a user gives a stage the name of its file
+    for name, target in TARGETS.items():  # users name a stage after its file
         found[name].add(target.rpartition(".")[2])
     return found
 

@@ -50,7 +50,7 @@ ADDED = {"group": {"members"}}
 
 
 def listed_units() -> set[str]:
-    """The names in the constant UNITS of metrics.js, with which fields are looked up."""
+    """The names in the constant UNITS of metrics.js. The modules look up fields by these names."""
     return set(
         re.findall(r'"(\w+)"', re.search(r"^export const UNITS = \[(.*)\];$", MODULES["metrics.js"], re.M)[1])
     )
@@ -62,7 +62,7 @@ def accesses(word: str) -> set[str]:
 
 
 def test_modules_read_exactly_the_fields_of_the_schema():
-    """No module reads an unknown field, and some module uses each."""
+    """No module reads an unknown field, and each field is read by some module."""
     read = {word: accesses(word) for word in WORDS}
     for word, kinds in WORDS.items():
         assert read[word] <= set().union(*(SCHEMAS[kind] for kind in kinds), ADDED.get(word, ())), word
@@ -73,7 +73,7 @@ def test_modules_read_exactly_the_fields_of_the_schema():
 
 
 def test_each_called_function_of_another_module_is_imported():
-    """Without an import the call fails only when the page reaches it."""
+    """A call without an import fails only when the page reaches the call."""
     exports = {*re.findall(r"^export (?:function|const) (\w+)", "\n".join(MODULES.values()), re.M)}
     for name, text in MODULES.items():
         called = exports & {*re.findall(r"(?<![\w.])(\w+)\(", text)}
@@ -125,8 +125,8 @@ def test_numbers_have_four_digits_ticks_are_round_and_units_are_shown(node):
     ]
 
 
-def test_every_metric_has_a_title_of_its_own_and_a_line_that_tells(node, make_batch):
-    """A new metric must be listed. A metric of a user's loss or stage has its name as its title."""
+def test_every_metric_has_its_own_title_and_a_description(node, make_batch):
+    """A new metric of headrace must be listed. The title of a user's metric is the name of the metric."""
     batch = busy_batch(make_batch)
     batch["next", "policy_version"] = torch.arange(9)
     split = ShuffleSplit(minibatches=2, ranks=2, microbatches=2, balance="tokens", remainder="pad")
@@ -170,7 +170,7 @@ def test_every_metric_has_a_title_of_its_own_and_a_line_that_tells(node, make_ba
         assert not re.search(r"[_$]|undefined", each["title"] + each["tells"] + each["unit"]), name
 
 
-def test_bins_are_round_and_hold_each_rollout_once(node):
+def test_bins_have_round_bounds_and_hold_each_rollout_once(node):
     values = [0, 1, 99, 100, 101, 2399, 2400]
     data = json.dumps([{"value": value, "kind": "kept"} for value in values])
     bins = node(f"""
@@ -191,7 +191,7 @@ def test_bins_are_round_and_hold_each_rollout_once(node):
 
 
 def test_groups_are_sorted_by_spread(node):
-    """The widest spread is first, groups of one reward are last. Equal spreads are sorted by (large) ids."""
+    """The widest spread comes first, and groups of equal rewards last. Equal spreads are sorted by id."""
     ids, spread = [7, 2**60, 3, 2**60 + 1, 5, 9], [0.5, 0.25, 0.0, 0.25, None, 0.5]
     rows = [row for group in ids for row in pages.rollouts_of(group, [0.0, 1.0])]
     run = pages.run_of(pages.step_of(rows))

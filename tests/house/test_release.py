@@ -56,7 +56,7 @@ def test_the_changelog_can_be_released():
         assert len(set(kinds)) == len(kinds)
 
 
-def test_notes_are_those_of_the_tag_and_another_tag_is_refused():
+def test_release_notes_are_those_of_the_tag_and_an_unknown_tag_is_refused():
     notes_of = TOOL["notes_of"]
     changelog = (
         "# Changelog\n\n## Unreleased\n\n## 1.2.0 - 2026-02-01\n\n- new\n\n## 1.1.0 - 2026-01-01\n\n- old\n"

@@ -65,10 +65,10 @@ def test_a_navigation_pattern_takes_each_page_once_and_a_readme_first():
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """Build the pages without the search index and coloured source code, in half of the time."""
+    """Build the pages without the search index and coloured source code, which take half of the time."""
     folder = tmp_path_factory.mktemp("site")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # from its own imports
+        warnings.simplefilter("ignore")  # for warnings from the imports of mkdocs
         patch.chdir(ROOT)
         patch.setenv("NO_MKDOCS_2_WARNING", "1")
         config = load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(folder))

@@ -1,4 +1,4 @@
-"""The test of a module is found by its name, in the folder of tests that mirrors the module's."""
+"""A module's tests are in a file with its name, in the folder of tests that mirrors the module's folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODULES = [
 ]
 
 
-def test_each_module_has_a_file_of_tests_of_its_name():
+def test_each_module_has_a_test_file_with_its_name():
     lacking = {
         str(module.with_suffix("")): f"{place_of(module).relative_to(TESTS)}/{file_of(module)}*.py"
         for module in MODULES
@@ -24,8 +24,8 @@ def test_each_module_has_a_file_of_tests_of_its_name():
     assert lacking.keys() == TESTED_ELSEWHERE.keys(), lacking
 
 
-def test_a_module_that_is_tested_elsewhere_is_named_there():
-    """The file imports the module, or names that it defines."""
+def test_a_module_without_its_own_test_file_is_named_in_another():
+    """The listed file has the name of the module, or a name that the module defines."""
     wrong = []
     for name, file in TESTED_ELSEWHERE.items():
         tree, text = TREES[ROOT / f"{name}.py"], (TESTS / file).read_text()
@@ -44,7 +44,8 @@ def test_a_module_that_is_tested_elsewhere_is_named_there():
 
 
 def test_every_module_has_nearest_tests():
-    """These are files with the name of the module or its folder, else all tests in the mirroring folder."""
+    """Nearest tests have the name of the module or its folder. Without such a file, they are all tests of the
+    mirroring folder."""
     for path in OURS:
         tests = nearest_tests(str(path.relative_to(ROOT)))
         assert tests, path
@@ -54,7 +55,7 @@ def test_every_module_has_nearest_tests():
     assert "tests/tools/dumps/test_readers.py" in nearest_tests("pipeline/tools/dumps/readers/prime_rl.py")
 
 
-def test_no_two_files_of_tests_have_one_name():
+def test_no_two_test_files_have_the_same_name():
     """pytest imports test files by their names alone."""
     names = [path.name for path in TESTS.rglob("*.py")]
     assert not {name for name in names if names.count(name) > 1}

@@ -13,7 +13,7 @@ from headrace.pipeline.tools.report import json_text
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("transforms", "pipeline", "adapters", "conf", "tools", "benchmarks")
-INSIDE = {  # only the same code reads it again, or only its digest is kept
+INSIDE = {  # JSON that only headrace reads again, or of which only a digest is kept
     ("transforms/streams/journal.py", "_to_json"),
     ("pipeline/conversations.py", "_is_in"),
     ("tools/mutants.py", "pytest_sessionfinish"),

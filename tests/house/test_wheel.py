@@ -66,7 +66,8 @@ def environment(folder: Path, *what: str | Path) -> Path:
     """The Python of a new environment in which pip installs `what`, on top of the tested packages."""
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
-    # A path in a .pth file is searched, but .pth files in it, such as the editable headrace's, are not.
+    # Python searches a folder that a .pth file names, but reads no .pth file in that folder. So the editable
+    # headrace is not found.
     (site_of(python) / "tested.pth").write_text(sysconfig.get_path("purelib"))
     pip = (sys.executable, "-m", "pip", "--python", python)
     run(*pip, "install", "-q", "--no-deps", "--ignore-installed", *what)
@@ -118,7 +119,7 @@ def contents(wheel: Path) -> dict[str, bytes]:
 @pytest.mark.torchrl
 @pytest.mark.parametrize("kind", ["installed", "editable"])
 def test_type_checkers_find_the_installed_packages(kind, request, tmp_path, tmp_path_factory):
-    """An editable install has the same packages, which are found by a path in a .pth file."""
+    """An editable install has the same packages. Type checkers find them by a path in a .pth file."""
     python, follow = request.getfixturevalue(kind), {"installed": "normal", "editable": "skip"}[kind]
     (tmp_path / "use.py").write_text(
         "import headrace\n"
@@ -156,7 +157,7 @@ def test_a_wheel_uses_its_own_files_and_an_editable_install_the_root_folders(kin
 
 
 def test_every_adapter_attaches_as_its_page_says(tmp_path):
-    """All run in one process. TRL is installed. Other trainers are stand-ins with the real signatures."""
+    """All adapters run in one process. TRL is the real package. Other trainers have stand-ins."""
     if not find_spec("trl"):
         pytest.skip("TRL is not installed")
     script, pages = ROOT / "tests/support/attach_as_pages_say.py", ROOT / "docs" / "coming-from"
@@ -189,7 +190,7 @@ ATTACHED = [
 
 
 def test_the_command_runs_from_another_folder(installed, tmp_path):
-    """This covers the entry point and the YAML files of the wheel; another test looks for all modules."""
+    """The command needs the entry point and the YAML files of the wheel."""
     shown = run(installed.parent / "headrace", "--cfg", "job", "pipeline=dr_grpo", cwd=tmp_path)
     assert "scale: none" in shown
 

@@ -15,11 +15,11 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # after tests/su
 import numpy_grpo
 
 ROUNDED = ("advantage", "loss_weight")
-GROUP_SIZE = 4  # so that any number of groups makes 1, 2 or 4 minibatches
+GROUP_SIZE = 4  # divisible by 1, 2 and 4, so any number of groups can be cut into so many minibatches
 
 
 def random_batch(seed: int, *, incomplete: bool) -> TensorDict:
-    """Groups of 4 rollouts of 1 to 3 rows, whose ids have gaps, shuffled or in order."""
+    """Groups of 4 rollouts of 1 to 3 rows, shuffled or in order. The ids have gaps."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int, *shape: int) -> torch.Tensor:
@@ -58,7 +58,7 @@ def random_batch(seed: int, *, incomplete: bool) -> TensorDict:
 
 
 def assert_equal(found: TensorDict, expected: TensorDict, what: str) -> None:
-    """Check for equal columns and bits; a rounded number may differ by one unit in the last place."""
+    """Check for equal columns and bits. A rounded number may differ by one unit in the last place."""
     assert set(found.keys(True, True)) == set(expected.keys(True, True)), what
     for key, column in expected.items(True, True):
         other = found[key]
@@ -83,6 +83,6 @@ def test_the_yardstick_makes_the_minibatches_of_the_pipeline(minibatches):
         assert len(found) == len(expected), f"seed {seed}"
         for number, (ours, plain) in enumerate(zip(found, expected, strict=True)):
             assert_equal(ours, plain, f"seed {seed}, minibatch {number}")
-        drawn += len(found) > 0  # no order is drawn for a batch that has no rows left
+        drawn += len(found) > 0  # the pipeline draws no permutation for an empty batch
         trained += sum(int((each["loss_weight"] > 0).sum()) for each in found)
     assert trained > 100

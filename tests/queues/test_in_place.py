@@ -134,12 +134,12 @@ def test_verl_samples_complete_groups_and_requests_failed_ones_again():
     assert meta.keys[6:] == [f"new-1-{number}_{session}_0" for number in (0, 1) for session in range(3)]
     assert [tag["seq_len"] for tag in meta.tags[:2]] == [6, 8]
     assert (asked, metrics) == ([2], {"training/rollout_failure/evicted_samples": 2})
-    assert keys_in("train") == {*meta.keys, "slow", "slow_0_0"}  # the taken prompts and the failed ones
+    assert keys_in("train") == {*meta.keys, "slow", "slow_0_0"}  # the taken prompts and the slow prompt
     scores = transfer_queue.kv_batch_get(meta.keys, meta.partition_id, select_fields=["rm_scores"])
     assert len(scores) == 12
 
 
-def test_verl_samples_what_assembler_and_recipe_keep():
+def test_verl_samples_the_groups_that_assembler_and_recipe_keep():
     group("torn", [1.0, None, 3.0])
     group("same", [2.0, 2.0, 2.0])
     group("whole", [1.0, 2.0, 3.0])

@@ -63,7 +63,7 @@ def test_every_group_is_trained_once_or_failed_and_none_is_too_old(here, part):
 
 @pytest.mark.filterwarnings("ignore:no group may take longer")
 def test_slow_groups_are_trained_as_often_as_others(here):
-    """The slowest quarter of the dispatched groups, without groups that may still be outstanding."""
+    """Slow groups are the slowest quarter. Groups that may be outstanding at the end do not count."""
     trainer = here(Trainer(0, groups=4, warmup=1, bound=3, steps=60))
     over = [number for number, born in trainer.born.items() if born < trainer.steps - trainer.bound]
     slow = sorted(over, key=trainer.latency)[-len(over) // 4 :]
@@ -122,7 +122,7 @@ def test_a_loop_over_the_queue_waits_for_the_group_that_was_announced_first(monk
     assert assembler.ages == {0: 1, 1: 1}
 
 
-def test_what_waiting_needs_is_said_before_the_first_step(monkeypatch):
+def test_an_error_before_the_first_step_says_what_waiting_requires(monkeypatch):
     monkeypatch.setattr(in_place, "tq", Queue)
     given: dict[str, Any] = {"trainer_mode": "separate_async", "trainer_config": {"num_warmup_batches": 2}}
     given |= {"max_off_policy_threshold": 2, "max_off_policy_strategy": "wait", "refill_fn": Counter}

@@ -29,7 +29,7 @@ def tags_of(lines: Sequence[Line], assembler: GroupAssembler) -> dict[int, Any]:
     return dict(enumerate(group_tags(batch_of_lines(lines), assembler)))
 
 
-def test_with_consecutive_rows_it_equals_the_sampler_of_transfer_queue():
+def test_the_sampler_equals_that_of_transfer_queue_on_consecutive_rows():
     assembler = GroupAssembler(group_size=4)
     tags = tags_of([Line(n // 4, n, 0, True, expected=4) for n in range(40)], assembler)
     ours, theirs = group_sampler(assembler), transfer_queue.GRPOGroupNSampler(n_samples_per_prompt=4)
@@ -93,7 +93,7 @@ def test_a_failed_group_is_dropped_or_kept_by_the_assembler_option():
         assert sampler(range(4), len(expected), partition=partition_of(tags))[0] == expected
 
 
-def test_it_resumes_from_a_checkpoint_and_a_rank_gets_the_same_rows_again():
+def test_the_sampler_resumes_and_a_rank_gets_the_same_rows_again():
     assembler = GroupAssembler()
     tags = tags_of([Line(n // 2, n, 0, True) for n in range(8)], assembler)
     sampler, again = group_sampler(assembler), group_sampler(assembler)
@@ -104,7 +104,7 @@ def test_it_resumes_from_a_checkpoint_and_a_rank_gets_the_same_rows_again():
     again.load_checkpoint(sampler.save_checkpoint())
     assert again([2, 3], 2, **calls, dp_rank=0, batch_index=1)[0] == [2, 3]
     again.clear_cache("train")
-    assert again([0, 1], 2, **calls)[0] == [0, 1]  # numbers that are used again
+    assert again([0, 1], 2, **calls)[0] == [0, 1]  # the queue gives the numbers 0 and 1 to new rows
 
 
 def test_rows_without_ids_have_no_tags():

@@ -142,7 +142,7 @@ def test_keys_with_dots_are_refused(name):
     assert keys_in(name) == []
 
 
-def test_rows_are_read_up_to_a_limit_and_a_put_is_read_whole(name):
+def test_rows_are_read_in_complete_puts_up_to_a_limit(name):
     source = RolloutQueue(name, producers=1, max_rows=5)
     rows = batch_of_lines(LINES)
     send(RolloutQueue(name), rows[:12].split([3, 2, 4, 3]))
@@ -170,7 +170,7 @@ def test_a_reader_resumes_from_its_last_state_or_the_one_before(at, after, group
     send(RolloutQueue(name), rows.split(7))
     stream, states = read(), []
     batches, begun = iter(stream), []
-    for _ in range(at + 1):  # a state after each batch, except perhaps the last, which comes again
+    for _ in range(at + 1):  # a state is saved after each batch; a batch after the last state comes again
         begun += numbers([next(batches)])
         if len(states) < at + after:
             states.append(as_saved(stream.state_dict()))
@@ -260,7 +260,7 @@ def test_a_missing_extra_is_reported(monkeypatch):
 
 
 def test_a_stream_reads_a_queue_and_waits_for_slow_groups(name):
-    """`group_sampler` advises this if policy versions matter. Each group is trained once."""
+    """`group_sampler` advises such a stream if policy versions matter. Each group is trained once."""
     sampler = RepeatSampler(12, group_size=2, prompts_per_batch=2, shuffle=False)
     stream = RolloutStream(
         sampler,
@@ -276,7 +276,7 @@ def test_a_stream_reads_a_queue_and_waits_for_slow_groups(name):
             draws["next", "done"] = torch.ones(len(draws), dtype=torch.bool)
             draws["next", "policy_version"] = torch.full((len(draws),), stream.version)
             slow.append(draws)
-            if len(slow) > 1:  # the newest first: groups arrive in another order
+            if len(slow) > 1:  # groups arrive in reverse order
                 queue.put(slow.pop())
         for draws in slow:
             queue.put(draws)

@@ -58,7 +58,7 @@ def saved(assembler: GroupAssembler, by_segment: bool, **options) -> GroupAssemb
 @pytest.mark.parametrize("name", OPTIONS)
 @settings(max_examples=8)
 @given(seed=st.integers(0, 10**9), by_segment=st.booleans())
-def test_it_equals_a_slow_assembler_for_any_stream_and_resume(name, seed, by_segment):
+def test_the_assembler_equals_a_slow_one_for_any_stream_and_resume(name, seed, by_segment):
     options = OPTIONS[name]
     slow_options = {key: value for key, value in options.items() if key != "groups"}
     fast, slow = make(by_segment, **options), SlowAssembler(by_segment=by_segment, **slow_options)
@@ -100,7 +100,7 @@ def test_rows_share_no_memory_with_the_collector_the_state_and_taken_rows(lazy):
 
     assembler = GroupAssembler()
     batch = put(Line(0, 0, 0, True), Line(0, 1, 0, True), Line(1, 2, 0, True), Line(2, 4, 0, True))
-    batch["number"].fill_(-9)  # as collectors do that reuse their buffers
+    batch["number"].fill_(-9)  # some collectors reuse the memory of a batch
     state, out = assembler.state_dict(), assembler.take()
     assert out["number"].tolist() == [0, 1]
     out["mine"] = torch.zeros(len(out))
@@ -169,7 +169,7 @@ REFUSED = {
 
 
 def make_begun(**options) -> GroupAssembler:
-    """Groups: 9 was taken with rollouts 90 and 91, 8 was discarded, 0 has rollout 0 and half of 1."""
+    """Group 9 was taken with rollouts 90 and 91, and 8 was discarded. Group 0 has rollout 0 and half of 1."""
     assembler = GroupAssembler(**options)
     assembler.put(batch_of_lines([Line(9, 90, 0, True), Line(9, 91, 0, True)]))
     assert assembler.take() is not None
@@ -186,7 +186,7 @@ def state_of(assembler: GroupAssembler) -> str:
 
 
 @pytest.mark.parametrize("fault", REFUSED)
-def test_an_invalid_batch_is_refused_whole(fault):
+def test_a_refused_batch_changes_nothing(fault):
     lines, message = REFUSED[fault]
     assembler = make_begun(on_late="raise", segment_key="segment" if fault == "segment" else None)
     before = state_of(assembler)
@@ -332,7 +332,7 @@ def test_a_stall_names_waiting_groups_and_missing_rows():
         slow.put(batch_of_lines([Line(number // 2, number, 0, True)], number))
     assert slow.ready == 10
     patient = GroupAssembler(groups=2)
-    for number in range(101):  # eight batches of four rollouts are less than a hundred
+    for number in range(101):  # the limit: 100 puts are more than 8 batches of 4
         if number < 99:
             patient.put(batch_of_lines([Line(number, number, 0, True)]))
     with pytest.raises(StalledError, match="the last 100 puts"):
@@ -362,7 +362,7 @@ def test_stale_rows_are_masked_or_their_group_is_dropped(lazy):
 
 
 @pytest.mark.filterwarnings("ignore:no group may take longer")
-def test_capacity_is_what_may_be_dispatched_and_trained_in_time():
+def test_capacity_is_the_number_of_groups_that_can_be_trained_in_time():
     sampler = RepeatSampler(10, group_size=2, prompts_per_batch=3, remainder="drop")
     draws = sampler.draws()
     assembler = GroupAssembler(groups=2, max_staleness=1)
@@ -406,7 +406,7 @@ def test_a_rollout_that_restarts_before_its_end_is_refused(on_duplicate):
     assert assembler.counts["duplicate"] == 1
 
 
-def test_ids_may_be_text_also_in_errors():
+def test_text_ids_are_shown_in_errors():
     batch = batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, True)]).exclude("group_id", "rollout_id")
     batch["group_id"], batch["rollout_id"] = ["prompt a"] * 2, ["one", "two"]
     assembler = GroupAssembler()
@@ -437,7 +437,7 @@ IDS = ("closed_groups", "late_groups", "closed_rollouts")
 
 
 def held_bytes(assembler: GroupAssembler, ids: bool = False) -> int:
-    """The bytes of all tensors and numbers in an assembler, without closed ids; or of closed `ids` alone."""
+    """The bytes of an assembler's tensors and numbers without closed ids or, with `ids`, of closed ids."""
     storages, numbers = {}, 0
     state = assembler.state_dict()
     closed = [state["state"].pop(name) for name in IDS]
@@ -455,7 +455,7 @@ def held_bytes(assembler: GroupAssembler, ids: bool = False) -> int:
     return sum(storages.values()) + 8 * numbers
 
 
-def test_a_waiting_rollout_of_one_row_costs_the_garbage_collector_nothing():
+def test_a_waiting_rollout_of_one_row_adds_no_object_to_the_garbage_collector():
     """The garbage collector visits objects repeatedly. With one object per row, puts took twice as long."""
 
     def put(assembler: GroupAssembler, rows: int) -> int:
@@ -497,7 +497,7 @@ def test_taken_rows_are_not_kept():
 
 
 def test_each_row_of_a_rollout_that_was_taken_is_a_duplicate():
-    """This holds even for two such rows in one put."""
+    """Two such rows in one put are two duplicates."""
     row = {"group_id": [4], "rollout_id": [0], ("next", "done"): [True]}
     assembler = GroupAssembler(group_size=1, on_duplicate="drop")
     once = TensorDict(row, batch_size=[1])
@@ -518,10 +518,10 @@ def test_a_waiting_row_keeps_no_memory_of_its_batch():
 
 
 @pytest.mark.slow
-def test_a_long_faulty_stream_gives_each_faultless_group_once_and_leaks_nothing():
+def test_a_long_faulty_stream_gives_each_good_group_once_and_leaks_nothing():
     """Groups have four rollouts of two segments.
 
-    In every hundred rows one rollout breaks off, one fails and one row comes twice.
+    Of every hundred rows, about one is lost, one fails and one comes twice.
     """
     rng, size, groups = random.Random(3), 48, 400
     stream, clean = [], set()
@@ -548,7 +548,7 @@ def test_a_long_faulty_stream_gives_each_faultless_group_once_and_leaks_nothing(
     assert sorted(rows.tolist() for rows in out) == [[*range(8 * g, 8 * g + 8)] for g in sorted(clean)]
     assert 0.8 * groups < len(clean) < 0.9 * groups
     assert len(stream) == 8 * len(out) + sum(assembler.counts.values()) + assembler.held
-    # A group with a fault leaves two intervals: of its own id, and of the ids of its rollouts.
+    # Each group with a fault leaves two intervals of closed ids: its own id, and those of its rollouts.
     assert held_bytes(assembler, ids=True) <= 32 * (groups - len(clean)) + 200
     assert sum(held[-15:]) < 1.3 * sum(held[15:30])
 
@@ -584,7 +584,7 @@ def test_texts_numbers_and_non_tensors_come_out_unchanged(lazy, resumed):
     for number, value in enumerate(values):
         batch = batch_of_lines([Line(0, number, 0, True, expected=4)])
         batch["answer"] = NonTensorStack(NonTensorData(value))
-        if not lazy:  # the same text for all rows
+        if not lazy:  # a column may have one text for all rows
             batch["task"], batch["next", "source"] = "gsm8k", "web"
         assembler.put(lazy_stack(list(batch.unbind(0))) if lazy else batch)
         if resumed:
@@ -602,7 +602,7 @@ def test_texts_numbers_and_non_tensors_come_out_unchanged(lazy, resumed):
     ("columns", "trains"),
     [
         ({"done": [0, 0, 1], "is_init": [1, 0, 0]}, True),
-        ({"done": [0, 0, 1], "is_init": [0, 1, 0]}, False),  # a row before the first
+        ({"done": [0, 0, 1], "is_init": [0, 1, 0]}, False),  # a row comes before the first row of the rollout
         (
             {"done": [0, 1, 1], "is_init": [1, 0, 0], "expected_segments": [2] * 3},
             False,

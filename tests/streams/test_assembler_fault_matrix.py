@@ -46,7 +46,7 @@ def iterator(cell: Cell) -> Carried:
 
 
 class Written:
-    """Pieces that two processes write in turn to a shared buffer. Each is read before the next write."""
+    """Pieces that two processes write in turn to a shared buffer. A piece is read before the next write."""
 
     def __init__(self, cell: Cell, pieces: list[TensorDict], writers: Told, buffer: ReplayBuffer):
         from headrace.pipeline import drained
@@ -86,7 +86,7 @@ def drain(cell: Cell) -> Carried:
 
 
 def within(seconds: float, place: Place, cell: Cell) -> Carried:
-    """The result of a cell with one source, in bounded time."""
+    """The result of a cell with one source. A cell that takes too long is an error."""
     found: SimpleQueue[Callable[[], Carried]] = SimpleQueue()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""A slow trainer over asynchronous workers for a long time: rollouts are trained, counted or held."""
+"""A slow trainer runs over asynchronous workers for a long time. Each rollout is trained, counted or held."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ WORKERS, REPEATS = 2, 2
 
 
 def now_and_then(steps: int, *, rng: random.Random) -> None:
-    """Let a worker be slow for a moment in one of a hundred steps."""
+    """Make a worker slow for a moment in one of a hundred of its environment's steps."""
     if rng.random() < 0.01:
         time.sleep(3 * rng.random())
 
 
 class CountingAssembler(GroupAssembler):
-    """An assembler that counts the rows that come, and keeps the newest rollout of each worker."""
+    """An assembler that counts the rows that arrive, and remembers the newest rollout of each worker."""
 
     def __init__(self, **options):
         super().__init__(**options)

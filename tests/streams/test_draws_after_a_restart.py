@@ -1,4 +1,4 @@
-"""Every group is trained once in the weights that are saved, wherever the process is killed."""
+"""The saved weights have trained every group once, wherever the process is killed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_no_group_is_skipped_or_repeated_after_many_kills(world, tmp_path):
         once_each(world, 100 + seed, 1 if seed < 50 else 3, tmp_path / str(seed))
 
 
-def test_weights_that_the_journal_does_not_know_are_refused(tmp_path):
+def test_weights_unknown_to_the_journal_are_refused(tmp_path):
     options = {"group_size": 1, "groups": 1, "journal": tmp_path / "journal"}
     assembler = GroupAssembler(**options)
     ids = {"group_id": [0, 1, 2], "rollout_id": [0, 1, 2], ("next", "done"): [True] * 3}
@@ -36,7 +36,7 @@ def test_weights_that_the_journal_does_not_know_are_refused(tmp_path):
     assembler.take()
     again = GroupAssembler(**options)
     assert again.committed == 5
-    for emitted in (0, 3):  # older than the commit; or of another run
+    for emitted in (0, 3):  # weights older than the commit, and weights of another run
         with pytest.raises(
             ValueError,
             match=r"has 1 that were committed and 1 after them\. Load the weights of step 5, or begin a new",
@@ -47,7 +47,7 @@ def test_weights_that_the_journal_does_not_know_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("text", [False, True])
-def test_a_rollout_that_arrived_in_part_gets_a_new_id_and_its_rows_are_surplus(text):
+def test_a_partial_rollout_gets_a_new_id_and_its_rows_are_surplus(text):
     ids = ["a", "b"] if text else [8, 9]
     draws = TensorDict({"group_id": ["g"] * 2 if text else [4, 4], "rollout_id": ids, "prompt": [7, 7]}, [2])
     assembler = GroupAssembler(group_size=2)
@@ -66,7 +66,7 @@ def test_a_rollout_that_arrived_in_part_gets_a_new_id_and_its_rows_are_surplus(t
     assert again.counts["surplus"] == 1
     assert again.unfinished() == []
     row["next", "done"] = torch.tensor([True])
-    again.put(row.exclude("prompt"))  # the old rollout continues after all
+    again.put(row.exclude("prompt"))  # a late row of the old rollout
     assert again.counts["surplus"] == 2
     ends = lost.exclude("prompt")
     ends["next", "done"] = torch.tensor([True, True])
@@ -75,7 +75,7 @@ def test_a_rollout_that_arrived_in_part_gets_a_new_id_and_its_rows_are_surplus(t
 
 
 def test_after_a_restart_with_older_weights_nothing_is_too_old(tmp_path):
-    """Groups that were announced after the step of these weights are drawn again when there is room."""
+    """Groups that were announced after the step of these weights are drawn again once there is capacity."""
     options = {"groups": 1, "group_size": 1, "max_staleness": 1, "steps_ahead": 0, "version_key": "version"}
 
     def rows(draw, version):
@@ -102,7 +102,7 @@ def test_after_a_restart_with_older_weights_nothing_is_too_old(tmp_path):
     assert again.counts["undone"] == 4
 
 
-def test_groups_that_leave_without_a_row_are_counted():
+def test_lost_groups_without_a_row_are_counted():
     assembler = GroupAssembler(groups=1, group_size=1, timeout=2, max_pending_groups=3)
     ids = lambda *numbers: TensorDict({"group_id": [*numbers], "rollout_id": [*numbers]}, [len(numbers)])  # noqa: E731
     assembler.announce(ids(0))
@@ -131,8 +131,8 @@ def ended(*rollouts: int, version: int = 0) -> TensorDict:
 
 @pytest.mark.filterwarnings("ignore:no group may take longer")
 @pytest.mark.parametrize("newer", [1, 3])
-def test_a_group_waits_for_the_rollouts_that_are_undone(newer, tmp_path):
-    """The weights that made one of its rollouts are gone. The group was complete before, or not."""
+def test_a_group_waits_for_its_undone_rollouts(newer, tmp_path):
+    """The weights that made one rollout of the group are gone. The group may have been complete before."""
     options = {"groups": 2, "group_size": 2, "max_staleness": 2, "version_key": "version"}
     path = tmp_path / "journal"
     first = GroupAssembler(**options, journal=path)
@@ -151,7 +151,7 @@ def test_a_group_waits_for_the_rollouts_that_are_undone(newer, tmp_path):
     assert len(lost) == 3
 
 
-def test_a_process_that_dies_before_it_has_done_anything_changes_nothing(tmp_path):
+def test_a_process_that_dies_before_any_event_changes_nothing(tmp_path):
     """The process had only opened the journal. The next process still knows the groups that were taken."""
     options = {"groups": 1, "group_size": 2, "journal": tmp_path / "journal"}
     first = GroupAssembler(**options)
@@ -165,7 +165,7 @@ def test_a_process_that_dies_before_it_has_done_anything_changes_nothing(tmp_pat
 
 
 def test_a_step_with_rejected_groups_is_one_step_after_a_restart(tmp_path):
-    """Three groups were taken and one was rejected. So a step of two groups has ended: there is capacity."""
+    """Three groups were taken and one was rejected, so one step of two groups has ended."""
     options = {"groups": 2, "group_size": 2, "steps_ahead": 0}
     path = tmp_path / "journal"
     first = GroupAssembler(**options, journal=path)

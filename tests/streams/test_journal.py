@@ -105,7 +105,7 @@ def act(assembler: GroupAssembler, event: tuple) -> list[int]:
 
 
 def events_of(rng: random.Random, name: str) -> list[tuple]:
-    """Random events: pieces to put, some of them a second later, and other calls in between."""
+    """Random events: puts of pieces, some after a second, and other calls in between."""
     events, row = [("announce", 50, 2)], 0
     for piece in faulty_stream(rng, 2 if name == "partitions" else 1):
         piece = [line._replace(expected=max(line.expected, 2)) for line in piece]
@@ -122,7 +122,7 @@ def numbered(event: tuple) -> list[tuple]:
 
 
 def all_that_is_left(assembler: GroupAssembler) -> list[int]:
-    """The row numbers of all complete groups, which are taken as the policy version rises."""
+    """The row numbers of all complete groups. The groups are taken while the policy version rises."""
     found = []
     for version in range(assembler.version, assembler.version + 4):
         assembler.version = version
@@ -135,7 +135,7 @@ def all_that_is_left(assembler: GroupAssembler) -> list[int]:
 @settings(max_examples=3)
 @given(seed=st.integers(0, 10**9))
 def test_after_a_crash_rows_that_were_not_committed_come_again(name, seed, tmp_path_factory):
-    """Compared with an assembler without a journal that has not taken these rows."""
+    """The reference is the assembler before the crash, plus the rows that it took without a commit."""
     rng, path = random.Random(seed), tmp_path_factory.mktemp("journal") / "rows"
     with pytest.MonkeyPatch.context() as monkeypatch:
         clock = Clock(monkeypatch)
@@ -158,7 +158,7 @@ def test_after_a_crash_rows_that_were_not_committed_come_again(name, seed, tmp_p
         assert again.ready >= first.ready
         versions = [event[0] for event in events[:committed]].count("version")
         assert again.version == versions
-        if name in ("stale", "again", "masked"):  # at the committed version they are not too old
+        if name in ("stale", "again", "masked"):  # at the committed version no row is too old
             again.version = first.version = versions
         rest = all_that_is_left(first)
         clock.seconds = again_at
@@ -194,9 +194,9 @@ def test_state_after_crashes_equals_that_without_crashes(name, seed, tmp_path_fa
                 out = act(assembler, event)
                 assert out == act(other, event)
                 act(assembler, ("commit",))
-            elif event[0] == "take":  # and the process dies
+            elif event[0] == "take":  # the process dies before the commit
                 act(assembler, event)
-                other.take(10**6)  # this reads the clock, too
+                other.take(10**6)  # like `take`, this call reads the clock
                 assembler = opened(path, name)
                 path = Path(assembler.journal)
             version, assembler.version = assembler.version, other.version
@@ -218,7 +218,7 @@ def bytes_of_events(path: Path) -> tuple[list[int], list[dict]]:
 
 
 @pytest.mark.slow
-def test_a_file_cut_at_any_byte_keeps_its_whole_events(tmp_path, clock):
+def test_a_journal_cut_at_any_byte_keeps_its_complete_events(tmp_path, clock):
     path = tmp_path / "rows"
     sizes, states = bytes_of_events(path)
     content, cut = path.read_bytes(), tmp_path / "cut"
@@ -232,7 +232,7 @@ def test_a_file_cut_at_any_byte_keeps_its_whole_events(tmp_path, clock):
         words = [str(each.message) for each in said]
         lost = length - sizes[whole]
         assert [f"ends with {lost} bytes of an incomplete event" in each for each in words] == [True][:lost]
-        assert known(opened(cut, "plain")) == states[whole]  # and from the events it appended
+        assert known(opened(cut, "plain")) == states[whole]  # the file after the cut has the same state again
     for length in (0, 5, sizes[0] - 1):
         cut.write_bytes(content[:length])
         if length == 5:
@@ -243,7 +243,7 @@ def test_a_file_cut_at_any_byte_keeps_its_whole_events(tmp_path, clock):
 
 
 @pytest.mark.slow
-def test_a_changed_byte_is_cut_off_at_the_end_and_raises_before_it(tmp_path, clock):
+def test_a_changed_byte_raises_unless_it_is_in_the_last_event(tmp_path, clock):
     path = tmp_path / "rows"
     sizes, states = bytes_of_events(path)
     content, wrong = path.read_bytes(), tmp_path / "wrong"
@@ -258,12 +258,12 @@ def test_a_changed_byte_is_cut_off_at_the_end_and_raises_before_it(tmp_path, clo
             found, said = known(make("plain", journal=wrong)), ""
         except ValueError as err:
             found, said = None, str(err)
-        if found is None:  # before the end
+        if found is None:  # the changed byte is before the last event
             assert f"is damaged at byte {sizes[event]} (" in said
             assert f"next readable event is at byte {sizes[event + 1]}:" in said
             assert event < len(sizes) - 2
             refused += 1
-        else:  # the last event is cut off, or this byte is not read
+        else:  # the last event is cut off, or no reader uses this byte
             assert found in ((states[-2], states[-1]) if event == len(sizes) - 2 else (states[-1],))
     assert refused > 30
 
@@ -295,7 +295,7 @@ def test_columns_of_any_dtype_come_out_unchanged(lazy, tmp_path):
 
 
 def test_a_single_row_of_an_expanded_tensor_is_written(tmp_path):
-    """The row's stride may be 0, for example if a policy expands one action to all rows."""
+    """Rows of an expanded tensor have the stride 0, for example if a policy gives all rows one action."""
     rows = batch_of_lines([Line(0, 0, 0, True)])
     rows["action"] = torch.tensor(2.5).expand(1)
     path = tmp_path / "rows"
@@ -323,7 +323,7 @@ def test_a_refused_put_is_not_in_the_journal(tmp_path):
 
 
 def test_a_write_that_fails_in_its_middle_leaves_no_trace(tmp_path):
-    """The disk is full after any number of bytes: the put is refused. The next put can be read again."""
+    """The disk is full after some number of bytes, and the put is refused. Then the next put is readable."""
     rows = [batch_of_lines([Line(group, 2 * group + r, 0, True) for r in range(2)]) for group in range(3)]
     path = tmp_path / "rows"
     assembler = GroupAssembler(journal=path)
@@ -348,15 +348,15 @@ def test_a_journal_of_another_assembler_and_other_files_are_refused(tmp_path):
         ValueError, match=r"other options: group_size is 2 in the file and 3 here.*load its state_d"
     ) as raised:
         GroupAssembler(journal=path, group_size=3)
-    assert raised.type is ValueError  # a public class, which users can catch
+    assert raised.type is ValueError  # users can catch this public class
     with pytest.raises(FileNotFoundError, match=r"nowhere/rows' must exist.*Path\('.*nowhere'\)\.mkdir"):
         GroupAssembler(journal=tmp_path / "nowhere" / "rows")
     with pytest.raises(ValueError, match=r"commit\(\) needs a journal"):
         GroupAssembler().commit()
 
 
-def test_the_last_process_to_open_it_continues_and_others_raise(tmp_path):
-    """For example, a process hangs, is taken for dead, and wakes up."""
+def test_the_last_process_that_opens_a_journal_continues_and_others_raise(tmp_path):
+    """For example, a process that hangs is taken for dead and replaced, and then continues."""
     first = make("plain", journal=tmp_path / "rows")
     second = make("plain", journal=tmp_path / "rows")
     rows = batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, True)])
@@ -415,7 +415,7 @@ def test_rejected_groups_that_come_again_count_once_in_capacity(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_file_is_rewritten_without_rows_that_have_left(tmp_path):
+def test_a_journal_is_rewritten_without_the_rows_that_have_left(tmp_path):
     path, assembler = tmp_path / "rows", make("plain", journal=tmp_path / "rows")
     for group in range(150):
         lines = [Line(group, 2 * group, 0, True), Line(group, 2 * group + 1, 0, True)]

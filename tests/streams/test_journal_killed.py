@@ -17,7 +17,7 @@ from headrace.transforms import GroupAssembler
 
 pytestmark = pytest.mark.slow
 
-SIZE, SPREAD = 3, 4  # rollouts of a group, and the number of pieces that have its rows
+SIZE, SPREAD = 3, 4  # rollouts of a group, and the number of pieces that its rows are in
 FOREVER = 10**9
 
 
@@ -45,7 +45,7 @@ def note(path: Path, *words: object) -> None:
 
 
 def train(folder: Path, until: int, seed: int) -> None:
-    """Put the pieces that may not be in the journal, and take complete groups."""
+    """Put the pieces that the journal may lack, and take complete groups."""
     log, rng = folder / "log", random.Random(seed)
     assembler = GroupAssembler(
         journal=folder / "rows", segment_key="segment", on_duplicate="drop", max_idle=FOREVER
@@ -92,9 +92,9 @@ def die_again_and_again(folder: Path, kills: int) -> None:
 def check(log: list[list[str]]) -> None:
     """Check that committed groups come out once, and that only groups after the last commit come again."""
     committed: set[int] = set()
-    out: set[int] = set()  # since the last commit
-    doubtful: set[int] = set()  # the process was killed while it committed these
-    again: set[int] = set()  # must come out again
+    out: set[int] = set()  # groups that came out since the last commit
+    doubtful: set[int] = set()  # groups that were being committed at a kill
+    again: set[int] = set()  # groups that must come out again
     commits = False
     for word, *said in log:
         groups = set(map(int, said)) if word == "out" else set()

@@ -1,4 +1,4 @@
-"""Rollouts that lost rows are counted as soon as a later row shows it, and never trained."""
+"""Rollouts that lost rows are never trained. They are counted as soon as a later row shows the loss."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_groups_taken_and_dropped_equal_those_of_a_loop_over_all_rows():
         assert set(out) == whole, seed
         assert len(out) + assembler.held + sum(assembler.counts.values()) == len(sent), seed
         assert {reason for reason, rows in assembler.counts.items() if rows} <= {"lost"}, seed
-        # A rollout that must have ended, as a later row shows, waits no longer; nor does a group of such
-        # rollouts.
+        # A rollout waits no longer once a later row shows that it must have ended. A group waits no longer
+        # if all its rollouts have ended.
         newest = {(row.worker, row.environment): -1 for row in every}
         for row in sent:
             lane = row.worker, row.environment
@@ -87,7 +87,7 @@ def rows_of(*rollouts: tuple[int, list[int], int]) -> TensorDict:
     return ONE.batch(rows)
 
 
-def test_a_rollout_without_its_middle_is_lost_though_it_ends():
+def test_a_rollout_without_its_middle_rows_is_lost():
     assembler = GroupAssembler()
     with pytest.warns(
         StreamWarning, match=r"1 rollouts were lost.*rollout 0 of group 0.*MultiAsyncCollector"
@@ -98,7 +98,7 @@ def test_a_rollout_without_its_middle_is_lost_though_it_ends():
 
 
 @pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
-def test_a_group_with_a_lost_rollout_ends_as_one_with_a_failed_rollout():
+def test_a_lost_rollout_ends_its_group_as_a_failed_rollout_does():
     rows, asked = rows_of((0, [1], 2), (1, [0], 1)), []
     with pytest.raises(
         IncompleteGroupsError, match="rollouts were lost before they arrived: group 0 has 1 of 2"
@@ -113,10 +113,10 @@ def test_a_group_with_a_lost_rollout_ends_as_one_with_a_failed_rollout():
 
 @pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
 def test_a_rollout_that_fails_and_lacks_rows_is_missing_once():
-    """Rows come in any order, in one or several puts. Of four rollouts, two are complete; one has no rows."""
+    """Of four rollouts, two are complete, one failed and lacks rows, and one has no rows."""
     fleet = Fleet(1, 4, 4, 9)
     others = [Sent(0, number, 0, True, 0, number) for number in (1, 2)]
-    own = [Sent(0, 0, number, number == 4, 0, 0) for number in (0, 2, 4)]  # without its rows 1 and 3
+    own = [Sent(0, 0, number, number == 4, 0, 0) for number in (0, 2, 4)]  # rows 1 and 3 are missing
     for failed, apart, first in itertools.product(range(3), (False, True), (False, True)):
         asked: list[tuple[int, int]] = []
         assembler = GroupAssembler(on_failure="refill", refill=lambda *what, asked=asked: asked.append(what))
@@ -133,8 +133,8 @@ def test_a_rollout_that_fails_and_lacks_rows_is_missing_once():
 
 
 @pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
-def test_a_lost_rollout_is_forgotten_as_soon_as_its_environment_has_gone_on():
-    """Its last row is lost, too: only the next rollout shows that no further row of it can arrive."""
+def test_a_lost_rollout_is_forgotten_once_its_environment_goes_on():
+    """The last row is lost, too. Only the environment's next rollout shows that no row can follow."""
     assembler, sizes = GroupAssembler(), []
     for group in range(40):
         assembler.put(rows_of((2 * group, [0, 2], 4)))
@@ -173,7 +173,7 @@ def test_a_rollout_without_an_end_is_reported_once_at_four_times_the_usual_age()
     assembler = GroupAssembler()
     endless = iter(range(99))
     assembler.put(fleet.batch([Sent(0, 0, next(endless), False, 0, 0)]))
-    for rollout in range(1, 12):  # each in two puts: 11 of them end before rollout 0 is too old
+    for rollout in range(1, 12):  # each in two puts; 11 rollouts must end before rollout 0 is too old
         for number in (0, 1):
             row = Sent(rollout, rollout, number, number == 1, 0, 1)
             if (rollout, number) == (11, 0):

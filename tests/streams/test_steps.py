@@ -1,4 +1,4 @@
-"""The law of a run: no group is lost for its age, and slow groups are trained like others."""
+"""The law of a run: no group is lost because of its age, and slow groups are trained like others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PARTS = 8
 
 
 def random_run(seed: int) -> Run:
-    """A run with a staleness bound in a finite random world, in which everything can happen."""
+    """A run with a staleness bound in a finite random world."""
     dice = Random(seed)
     groups, size, bound = dice.randint(1, 5), dice.randint(1, 3), dice.randint(0, 4)
     cuts = [0, *sorted(dice.sample(range(1, groups), min(groups - 1, dice.randint(0, 2)))), groups]
@@ -111,7 +111,7 @@ def too_few(steps, whole, waiting, size, options):
 
 
 class Forgets(Steps):
-    """An assembler that treats a step as ended as soon as the step has taken its groups."""
+    """Steps that count as ended as soon as they have taken their groups."""
 
     def take(self, oldest):
         super().take(oldest)
@@ -158,8 +158,8 @@ def rows(group: int, version: int = 0) -> object:
     return batch
 
 
-def test_the_slowest_group_is_waited_for_only_when_it_must_be():
-    """k = 2, one group per step: group 0 is slow, and the third step must train it."""
+def test_a_step_waits_for_the_slowest_group_only_if_it_must_train_it():
+    """max_staleness = 2, one group per step. Group 0 is slow, so the third step must train it."""
     assembler = GroupAssembler(groups=1, group_size=1, max_staleness=2, steps_ahead=1, version_key="version")
     taken = []
     for group in range(6):
@@ -176,7 +176,7 @@ def test_the_slowest_group_is_waited_for_only_when_it_must_be():
 
 
 def test_a_group_that_is_announced_late_is_as_old_as_its_dispatch():
-    """k = 2: a run continues at version 5. Group 1 was dispatched at 3, so it is due now."""
+    """max_staleness = 2. A run continues at version 5. Group 1 was dispatched at version 3: it is due now."""
     assembler = GroupAssembler(groups=1, group_size=1, max_staleness=2, steps_ahead=1, version_key="version")
     assembler.version = 5
     assembler.announce(columns(group_id=[0, 1], rollout_id=[0, 1], version=[5, 3]))
@@ -200,7 +200,7 @@ def test_groups_that_were_never_announced_are_dropped_if_they_are_too_old():
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_no_slack_for_slow_groups_is_a_warning_when_dispatch_begins(ahead):
+def test_a_staleness_bound_without_slack_is_a_warning_at_the_first_dispatch(ahead):
     assembler = GroupAssembler(groups=1, max_staleness=2, steps_ahead=ahead)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", StreamWarning)
@@ -212,7 +212,7 @@ def test_no_slack_for_slow_groups_is_a_warning_when_dispatch_begins(ahead):
 
 
 def test_partitions_without_a_batch_do_not_stop_the_dispatch():
-    """Three partitions have 6, 5 and 5 complete groups: none has 8, and nothing is pending."""
+    """Three partitions have 6, 5 and 5 complete groups. None has the 8 of a batch, and nothing is pending."""
     options = {"groups": 8, "group_size": 1, "max_staleness": 1, "version_key": "version"}
     assembler = GroupAssembler(partition_key="part", **options)
     for group in range(16):
@@ -227,14 +227,14 @@ def test_partitions_without_a_batch_do_not_stop_the_dispatch():
 
 def test_versions_map_to_the_last_step_at_which_they_were_the_newest():
     steps = Steps()
-    steps.begin(10)  # a run that continues: nothing was taken before
+    steps.begin(10)  # the run continues at version 10
     for version in (10, 12, 12, 13):
         steps.end()
         steps.begin(version)
     assert [steps.of(version) for version in (8, 10, 11, 12, 13, 14)] == [-2, 1, 1, 3, 4, 4]
 
 
-def test_many_versions_within_a_step_are_known_by_the_first_and_the_last():
+def test_many_versions_within_a_step_map_to_this_step():
     steps = Steps()
     steps.ages[0] = 1
     for version in range(1, 200):

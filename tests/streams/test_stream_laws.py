@@ -25,7 +25,7 @@ FAILED = 3
 
 
 def lines_of(rng: random.Random, groups: int, repeated: bool) -> list[Line]:
-    """Groups of two to four rollouts of one to three segments; some rollouts fail at a segment."""
+    """Groups of two to four rollouts of one to three segments. Some rollouts fail at a segment."""
     lines = []
     for group in range(groups):
         size = rng.randint(2, 4)
@@ -99,7 +99,7 @@ def test_row_order_changes_no_group_and_no_count(seed, on_failure, timeout, take
     assert found[0] == found[1] == found[2]
 
 
-def test_a_repeated_row_is_refused_in_every_order_also_after_its_group():
+def test_a_repeated_row_is_refused_in_every_order_even_after_its_group():
     lines = [Line(0, 0, 0, True), Line(0, 1, 0, False), Line(0, 1, 0, False), Line(0, 1, 1, False, FAILED)]
     for order in itertools.permutations(lines):
         with pytest.raises(BatchError, match=r"found again segment 0 of rollout 1"):
@@ -137,9 +137,9 @@ def test_segments_with_their_own_end_may_come_in_any_order():
     seed=st.integers(0, 10**9), least=st.integers(1, 4), fallback=st.sampled_from(["drop", "refill", "keep"])
 )
 def test_refills_do_not_depend_on_order_and_a_minimum_is_kept_if_they_fail(seed, least, fallback):
-    """Compared with a loop: request rollouts while too few are left, up to a limit, then keep the rest."""
+    """The reference is a loop that requests rollouts while too few are left, up to a limit."""
     rng = random.Random(seed)
-    fails = [[rng.random() < 0.5 for _ in range(4)] for _ in range(3)]  # by round, of the requested rollouts
+    fails = [[rng.random() < 0.5 for _ in range(4)] for _ in range(3)]  # by round and rollout
     good, asked, rounds = fails[0].count(False), [], 0
     floor = {"drop": 4, "refill": 4, "keep": least}[fallback]
     while good < floor and rounds < 2:
@@ -210,7 +210,7 @@ def test_a_stale_group_is_dispatched_again_and_its_old_rows_stay_stale():
 
 
 def test_surplus_rollouts_stay_surplus_if_their_group_is_dispatched_again():
-    """Rollout 2 is surplus and comes in three rows: before, while and after its group waits again."""
+    """Rollout 2 is surplus. Its three rows come before, while and after its group waits again."""
     options = {
         "max_staleness": 0,
         "on_stale": "refill",
@@ -248,7 +248,7 @@ def test_all_groups_are_refilled_though_one_request_raises():
 
 
 class Workers:
-    """A source of rollouts that run at once and end in any order, each with its version at dispatch."""
+    """A source of rollouts that run concurrently and end in any order. Rows have the dispatch's version."""
 
     def __init__(
         self, assembler: GroupAssembler, draw_size: int, share: float, seed: int, fails: float = 0.0
@@ -300,7 +300,7 @@ class Workers:
 def test_paced_and_informative_continue_for_any_share_and_limit(
     seed, share, max_staleness, groups, draw_size, concurrent, fails
 ):
-    """No batch is too stale. A group that later groups overtake may be dropped and counted."""
+    """No batch is too stale. A group that ends after later groups may be dropped and counted."""
     assembler = GroupAssembler(
         groups=groups, max_staleness=max_staleness, max_concurrent_rollouts=concurrent, max_idle=10**6
     )
@@ -337,7 +337,7 @@ def test_an_assembler_behind_another_generator_and_another_group_count_are_refus
 
 
 @pytest.mark.slow
-def test_a_dispatch_waits_for_capacity_and_is_reported_in_time_where_there_is_none():
+def test_a_dispatch_waits_for_capacity_and_raises_in_time_without_any():
     assembler = GroupAssembler(groups=1, max_staleness=0)
     draws = paced(RepeatSampler(4, group_size=2).draws(), assembler, patience=60)
     rows = next(draws)

@@ -37,7 +37,8 @@ LOSSY = list(survivors.POLICIES)[:5]
 
 
 def tail(trained: list[int], lost: list[int], k: int) -> float:
-    """Of all ways to lose that many groups, the share that loses at least as many from part k on."""
+    """The probability that parts from k on lose at least as many groups, if all groups are equally likely
+    to be lost."""
     total, above, losses = sum(trained + lost), sum(trained[k:] + lost[k:]), sum(lost)
     ways = [math.comb(above, x) * math.comb(total - above, losses - x) for x in range(losses + 1)]
     return sum(ways[sum(lost[k:]) :]) / math.comb(total, losses)
@@ -57,14 +58,14 @@ def test_the_bound_holds_for_any_number_of_groups(parts):
 
 
 @given(PARTS)
-def test_a_loss_of_fast_groups_or_of_equal_shares_is_not_a_loss_of_slow_ones(parts):
+def test_losses_of_fast_groups_or_of_equal_shares_are_not_found(parts):
     shares = [(10, 10 - at) for at in range(len(parts))]
     assert slow_loss(*zip(*shares, strict=True)) == (0.0, 0)
     assert slow_loss(*zip(*[(n, n) for n, _ in parts], strict=True)) == (0.0, 0)
     assert slow_loss([n for n, _ in parts], [0] * len(parts)) == (0.0, 0)
 
 
-def test_a_loss_by_chance_is_hardly_ever_found():
+def test_random_losses_are_hardly_ever_found():
     dice, found = Random(0), []
     for _ in range(2000):
         lost = [sum(dice.random() < 0.1 for _ in range(20)) for _ in range(10)]
@@ -73,7 +74,7 @@ def test_a_loss_by_chance_is_hardly_ever_found():
 
 
 @given(st.integers(1, 12), st.floats(1.0, 1e6))
-def test_a_bin_is_a_number_of_turns_or_nine_per_cent_of_the_latency(turns, latency):
+def test_a_bin_is_one_number_of_turns_or_nine_per_cent_wide(turns, latency):
     assert math.ceil(least_of(bin_of(turns))) == turns
     assert least_of(bin_of(latency)) <= latency * (1 + 1e-9) <= 1.0906 * least_of(bin_of(latency))
 
@@ -82,14 +83,14 @@ def test_a_bin_is_a_number_of_turns_or_nine_per_cent_of_the_latency(turns, laten
 def test_the_bin_of_a_reward_keeps_its_sign_and_the_order(reward):
     number = signed_bin_of(reward)
     assert signed_bin_of(-reward) == -number
-    slack = 1 + 1e-9  # a rounding error; the lower end of a negative bin is open
+    slack = 1 + 1e-9  # allows a rounding error; a negative bin does not contain its lower end
     least, below = signed_least_of(number), signed_least_of(number + 1)
     assert min(least * slack, least / slack) <= reward <= max(below * slack, below / slack)
     assert number == 0 or abs(below - least) <= 0.0906 * abs(reward) * 1.0906
     assert (number > 0) == (reward >= 2**-10)
 
 
-def test_tenths_have_the_groups_in_order_and_equal_values_together():
+def test_tenths_are_in_order_and_keep_equal_values_together():
     fates = {
         ("trained", True, 0): 50,
         ("trained", True, 8): 20,
@@ -105,7 +106,7 @@ def test_tenths_have_the_groups_in_order_and_equal_values_together():
     numbers = found.numbers()
     assert numbers["survivors/trained"] == 0.7
     assert (numbers["survivors/lost/stale"], numbers["survivors/early"]) == (10, 20)
-    assert numbers["survivors/latency/slow"] == 2  # of slower groups 20 of 50, of others all are trained
+    assert numbers["survivors/latency/slow"] == 2  # from 2 s on, 20 of 50 are trained
     assert numbers["survivors/latency/slow_trained"] == 0.4
     assert numbers["survivors/latency/others_trained"] == 1
     assert numbers["survivors/outstanding"] == 3
@@ -158,13 +159,13 @@ def test_the_latency_is_from_the_announcement_to_the_last_row():
 def test_a_group_that_times_out_has_a_lower_bound():
     run = Clock(timeout_seconds=8.0)
     run.announce(0, 1)
-    run.put(0, 8.0)  # both are too old; group 0 became complete in time
+    run.put(0, 8.0)  # both groups are too old, but group 0 became complete in time
     assert run.fates() == {("timeout", False, 8.0): 1}
     run.assembler.take()
     assert run.fates() == {("timeout", False, 8.0): 1, ("trained", True, 8.0): 1}
 
 
-def test_a_group_that_fails_is_over_when_all_its_rollouts_are():
+def test_a_failed_group_ends_when_all_its_rollouts_have_ended():
     run = Clock()
     run.announce(0)
     run.put(0, 2.0, status=3)
@@ -199,7 +200,7 @@ def test_groups_in_flight_at_a_restart_are_not_counted(tmp_path):
         assert again.fates() == {("trained", True, 4.0): 1}
 
 
-def test_groups_that_an_end_cuts_off_are_in_no_share():
+def test_outstanding_groups_at_the_end_are_in_no_share():
     run = Clock()
     run.announce(0, 1)
     run.put(0, 1.0)
@@ -257,7 +258,7 @@ WIDTH = 512
 
 
 def with_lengths(lengths: list[int], **numbers: list) -> TensorDict:
-    """A row for each length. Each is a group of its own, unless `numbers` has other ids."""
+    """A row for each length. Each row is a group of its own, unless `numbers` has group ids."""
     ids = [*range(len(lengths))]
     batch = columns(**{"group_id": ids, "rollout_id": ids, "version": [0] * len(ids)} | numbers)
     batch["next", "done"] = batch.get("done", torch.ones(len(ids), dtype=torch.bool))
@@ -266,7 +267,7 @@ def with_lengths(lengths: list[int], **numbers: list) -> TensorDict:
 
 
 def rows_of_two(**more: list) -> TensorDict:
-    """Group 0 has rollouts of 4 + 3 and of 6 tokens, and group 1 rollouts of 1 and 2 tokens."""
+    """Group 0 has rollouts of 4 + 3 and of 6 tokens. Group 1 has rollouts of 1 and of 2 tokens."""
     ids = {"group_id": [0, 0, 0, 1, 1], "rollout_id": [0, 0, 1, 2, 3], "version": [0] * 5}
     batch = with_lengths([4, 3, 6, 1, 2], **ids, done=[False, True, True, True, True])
     for key, values in more.items():
@@ -275,8 +276,8 @@ def rows_of_two(**more: list) -> TensorDict:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_the_length_is_that_of_the_longest_rollout_and_the_reward_the_mean(at_once):
-    """The last row of each rollout counts: (2 + (−1)) / 2 = 0.5. The other group has one reward, −8."""
+def test_a_group_has_the_length_of_its_longest_rollout_and_the_mean_reward(at_once):
+    """The last row of a rollout has its reward. Group 0: (2 + (−1)) / 2 = 0.5. Group 1: −8."""
     run, batch = Clock(group_size=2), rows_of_two(reward=[[9.0], [2.0], [-1.0], [math.nan], [-8.0]])
     for piece in [batch] if at_once else batch.split(1):
         run.assembler.put(piece)
@@ -296,7 +297,7 @@ def test_several_rewards_of_a_row_are_added_up():
 
 def test_a_group_that_leaves_early_has_a_lower_bound_of_its_length_and_no_reward():
     run = Clock(timeout_seconds=8.0, group_size=2)
-    run.announce(3)  # no row of it comes, so its length is not known either
+    run.announce(3)  # no row of group 3 comes, so its length is unknown, too
     run.assembler.put(with_lengths([5, 9], group_id=[0, 0], rollout_id=[0, 1], reward=[1, 1])[:1])
     run.now = 16.0
     run.assembler.take()
@@ -307,7 +308,7 @@ def test_a_group_that_leaves_early_has_a_lower_bound_of_its_length_and_no_reward
 
 
 @pytest.mark.parametrize("rewards", [None, [math.nan, math.inf]])
-def test_numbers_that_rows_do_not_have_are_absent_and_not_zero(rewards):
+def test_numbers_without_a_column_are_absent_and_not_zero(rewards):
     run, batch = Clock(), columns(group_id=[0, 1], rollout_id=[0, 1], version=[0, 0])
     batch["next", "done"] = [True, True]
     if rewards is not None:
@@ -336,7 +337,7 @@ def test_rows_keep_their_lengths_when_others_of_their_put_have_left():
         assert {number for _, _, number in run.assembler.survivors.fates["length"]} == known
 
 
-def test_ragged_rows_and_rows_whose_tokens_are_elsewhere_have_the_same_lengths():
+def test_ragged_rows_and_rows_without_tokens_here_have_the_same_lengths():
     dense = rows_of_two(reward=[1.0, 2.0, 3.0, 4.0, 5.0])
     ragged = [row.clone() for row in dense.unbind(0)]
     for row in ragged:
@@ -354,7 +355,7 @@ def test_ragged_rows_and_rows_whose_tokens_are_elsewhere_have_the_same_lengths()
 
 
 def lose(seed: int, chance: Callable[[float], float]) -> tuple[list[int], list[bool], Survivors]:
-    """The lengths of 400 groups, which are lost (by length), and the survivors that an assembler counted."""
+    """The lengths of 400 groups, which groups are lost, and the survivors that an assembler counted."""
     dice, run = Random(seed), Clock()
     lengths = [min(WIDTH, int(dice.lognormvariate(4, 0.8))) for _ in range(400)]
     places = {length: at / 400 for at, length in enumerate(sorted(lengths))}
@@ -381,7 +382,7 @@ def test_a_loss_that_does_not_depend_on_the_length_has_no_advisory(chance):
         assert lost_groups(lose(seed, lambda _: chance)[2].numbers()) is None
 
 
-def test_a_loss_of_long_groups_has_one_that_names_the_option():
+def test_the_advisory_on_lost_long_groups_names_the_option():
     for seed in range(20):
         found = lost_groups(lose(seed, lambda place: 0.05 + 0.5 * (place > 0.8))[2].numbers())
         assert found.number == "survivors/length/z"
@@ -389,7 +390,7 @@ def test_a_loss_of_long_groups_has_one_that_names_the_option():
         assert found.text.endswith("Most of the lost were failed. Set on_failure='refill'.")
 
 
-def test_a_loss_of_short_groups_has_none():
+def test_a_loss_of_short_groups_has_no_advisory():
     assert all(
         lost_groups(lose(seed, lambda place: 0.9 - 0.8 * place)[2].numbers()) is None for seed in range(20)
     )
@@ -401,8 +402,8 @@ def test_a_loss_of_short_groups_has_none():
 @pytest.mark.slow
 @pytest.mark.parametrize("title", survivors.TITLES)
 @pytest.mark.parametrize("policy", survivors.POLICIES)
-def test_the_report_says_that_slow_groups_are_lost_where_they_are(policy, title):
+def test_the_report_names_a_loss_of_slow_groups_only_if_there_is_one(policy, title):
     """Runs have 400 groups. The benchmark tries 100 seeds for each kind of run."""
-    known = title != survivors.TITLES[2] or policy != "not announced, drop"  # all its rows come at once
+    known = title != survivors.TITLES[2] or policy != "not announced, drop"  # else the latency is 0
     for seed in (0, 1):
         assert survivors.fires(title, policy, seed, 400) == (policy in LOSSY and known)

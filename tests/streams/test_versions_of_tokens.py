@@ -1,4 +1,4 @@
-"""A row whose tokens several policies sampled is as old as its oldest token, and as new as its newest."""
+"""A row with tokens of several policies is as old as its oldest token, and as new as its newest token."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_group_is_as_old_as_the_oldest_sampled_token_of_its_rows(layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_group_waits_for_the_version_of_its_newest_sampled_token(layout):
-    """This holds after a restart, too."""
+    """A group that waits at a restart goes on waiting for this version."""
     for seed in range(10):
         batch = with_versions(seed, layout)
         for version in range(3, 9):
@@ -97,7 +97,7 @@ def test_a_group_with_a_token_of_lost_weights_is_undone():
 
 
 def test_another_process_gets_the_oldest_and_the_newest_version():
-    """So that process decides like the process that has the tokens."""
+    """With these two versions, it decides like the process that has the tokens."""
     batch = with_versions(2)
     assembler = GroupAssembler(**OPTIONS)
     sent = columns_to_send(batch, assembler._options)
@@ -116,11 +116,11 @@ def test_another_process_gets_the_oldest_and_the_newest_version():
         ) - stale
 
 
-def test_rows_from_another_process_are_refused_if_their_newest_token_is_newer_than_the_trainer():
+def test_rows_from_another_process_with_a_token_newer_than_the_trainer_are_refused():
     batch = with_versions(0)
     versions = [own for own in sampled_by(batch) if own]
     newest = max(map(max, versions))
-    assert max(map(min, versions)) < newest  # the oldest versions do not say it
+    assert max(map(min, versions)) < newest  # the oldest versions alone would pass
     sent = columns_to_send(batch, GroupAssembler(**OPTIONS)._options)
     assembler = GroupAssembler(group_size=2, max_staleness=9)
     assembler.version = newest - 1
@@ -128,7 +128,7 @@ def test_rows_from_another_process_are_refused_if_their_newest_token_is_newer_th
         assembler.put(TensorDict(sent, batch_size=[len(batch)]))
 
 
-def test_versions_per_token_need_to_know_which_tokens_were_sampled():
+def test_versions_per_token_require_a_mask_of_the_sampled_tokens():
     batch = with_versions(0).exclude(LOSS)
     with pytest.raises(MissingKeyError, match="all_assistant_mask"):
         GroupAssembler(**OPTIONS).put(batch)

@@ -65,7 +65,7 @@ def test_a_long_wait_is_a_warning_that_names_the_groups_and_comes_again(clock):
 
 @pytest.mark.filterwarnings("ignore:the trainer has waited")
 def test_a_timeout_in_puts_goes_on_while_the_trainer_waits(clock):
-    """A put came every second. Then none comes, because nothing is dispatched before the next step."""
+    """Puts came every second. Then no put comes, because nothing is dispatched before the next step."""
     assembler = GroupAssembler(groups=1, group_size=2, timeout=30)
     for rollout in range(2, 12):
         clock.seconds += 1
@@ -94,7 +94,7 @@ def test_a_timeout_in_puts_stands_still_while_the_trainer_trains(clock):
     assert assembler.pending == 1
 
 
-def test_the_groups_that_hold_up_a_step_are_named_with_their_workers_and_their_age():
+def test_groups_that_hold_up_a_step_are_named_with_worker_and_age():
     options = {"groups": 1, "group_size": 2, "max_staleness": 1, "steps_ahead": 0, "version_key": "version"}
     assembler = GroupAssembler(**options)
     for group in range(2):
@@ -116,7 +116,7 @@ def test_the_groups_that_hold_up_a_step_are_named_with_their_workers_and_their_a
 
 @pytest.mark.filterwarnings("ignore:the trainer has waited")
 def test_the_time_of_a_wait_counts_once_for_each_group(clock):
-    """Group 0 is too old after 10 of these seconds. Group 10 came 20 puts later: it has 20 seconds more."""
+    """Group 0 is too old after 10 seconds of waiting. Group 10 came 20 puts later: it has 20 seconds more."""
     assembler = GroupAssembler(groups=20, group_size=2, timeout=30)
     for rollout in range(0, 42, 2):
         clock.seconds += 1

@@ -16,7 +16,7 @@ class Said(NamedTuple):
     """The rows that are left."""
     metrics: dict[str, float]
     reasons: list[str]
-    """The reason of each input row; ``trained`` if it stays."""
+    """The reason of each input row, or ``trained`` if the row stays."""
 
 
 def said_by(stage: BatchTransform, batch: TensorDictBase) -> Said:

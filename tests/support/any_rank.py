@@ -46,7 +46,7 @@ SHARED = ("pipeline.process_group=world", "pipeline.shared_ids=same", "pipeline.
 
 
 def results_of(function, world: int, folder: Path, *more) -> list:
-    """The results of ``function(rank, world, *more)`` from each of `world` processes of a group."""
+    """The results of ``function(rank, world, *more)`` in each of the `world` processes of a group."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         (folder / "port").write_text(str(free.getsockname()[1]))
@@ -55,18 +55,18 @@ def results_of(function, world: int, folder: Path, *more) -> list:
 
 
 def run_on_rank(rank: int, function, world: int, folder: Path, more: Sequence) -> None:
-    """Join the group through a store on a port, which is faster than a file, and save the result."""
+    """Join the group through a store on a port, which is faster than a file. Save the result."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), world, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     torch.save(function(rank, world, *more), folder / f"{rank}.pt")
-    dist.barrier()  # rank 0 holds the store, which tells the others that the last batch has ended
+    dist.barrier()  # rank 0 holds the store, which other ranks need until the last batch has ended
     dist.destroy_process_group()
 
 
 @contextmanager
 def group_of_one() -> Iterator[None]:
-    """Within it, this process is a group of one rank."""
+    """In this context, this process is a group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -75,7 +75,7 @@ def group_of_one() -> Iterator[None]:
 
 
 def collected(kind: str, recipe: str) -> TensorDict:
-    """A batch of 5 groups of 4 rollouts, or of 2 to 5 rollouts; some rollouts have two or three segments."""
+    """A batch of 5 groups of 4 or of 2 to 5 rollouts. Some rollouts have two or three segments."""
     generator = torch.Generator().manual_seed(len(recipe) + len(kind))
     sizes = [4] * 5 if kind == "uniform" else [2, 5, 3, 4, 2]
     rows = []
@@ -103,7 +103,7 @@ def collected(kind: str, recipe: str) -> TensorDict:
 
 
 def spread(batch: TensorDict, how: str, world: int) -> list[torch.Tensor]:
-    """Give rows to the ranks in turn, in pieces or at random; or give none to the second rank."""
+    """Give rows to the ranks in turn, in pieces, at random, or without any for the second rank."""
     rows = torch.arange(len(batch))
     if how == "in turn":
         return [rows[rank::world] for rank in range(world)]
@@ -150,9 +150,9 @@ VARIED = (  # options that no recipe sets
     ("tis", f"{CORRECTION}.level=sequence", f"{CORRECTION}.unit=rollout"),
     ("mt_grpo", f"{WEIGHT}.unit=turn", f"{WEIGHT}.length=null", f"{WEIGHT}.turn_index_key=turn_index"),
     ("mis", f"{REJECT}.unit=rollout", f"{CORRECTION}.level=mean"),
-    ("mlperf", "pipeline.stages.mask.denominator=kept"),  # these differ on a rank without rows
+    ("mlperf", "pipeline.stages.mask.denominator=kept"),  # its stages differ on a rank without rows
     ("gtpo", "pipeline.stages.weight.fold=sum"),
-    ("as/trl", "pipeline.stages.collapse.missing=mask"),  # batches lack rewards
+    ("as/trl", "pipeline.stages.collapse.missing=mask"),  # some batches lack rewards
 )
 
 
@@ -160,7 +160,7 @@ CASES = (("uniform", "in turn"), ("ragged", "at random"), ("uniform", "one witho
 
 
 def cases_of(number: int) -> tuple[tuple[str, str], ...]:
-    """Two pairs of a kind of batch and a way to spread it. The next recipe gets two other pairs."""
+    """Two pairs of a kind of batch and a way to spread the rows. The next recipe gets two other pairs."""
     return CASES[2 * (number % 2) :][:2]
 
 
@@ -172,7 +172,7 @@ def without_seconds(metrics: dict[str, float]) -> dict[str, float]:
 def compare_with_one_process(
     rank: int, world: int, pipelines: list[tuple[str, Pipeline]]
 ) -> tuple[int, list[str]]:
-    """Try each recipe on each case. Return the number of comparisons, and differences from one process."""
+    """Try each recipe on its cases. Return the number of comparisons, and differences from one process."""
     differs, compared = [], 0
     for number, (recipe, of_one) in enumerate(pipelines):
         pipeline = Pipeline(copy.deepcopy(dict(of_one.stages.items())), **TOGETHER)
@@ -189,7 +189,7 @@ def compare_with_one_process(
             compared += len(measured)
             if measured.keys() != expected.keys():
                 differs.append((recipe, kind, how, "metrics", sorted(measured.keys() ^ expected.keys())))
-            # Ragged rows are padded to the longest row of a rank, so sums for display round differently.
+            # Ragged rows are padded to the longest row of a rank, so the sums in metrics round differently.
             near = 1e-12 if kind == "ragged" else 0.0
             differs += [
                 (recipe, kind, how, name, one, expected.get(name))
@@ -214,7 +214,7 @@ def compare_with_one_process(
 def metrics_of_stages(
     rank: int, world: int, stages: dict[str, BatchTransform], batch: TensorDict
 ) -> tuple[int, list[str]]:
-    """Run stages, each in its own pipeline. Return the number of metrics and differences from a process."""
+    """Run each stage in its own pipeline. Return the number of metrics, and differences from one process."""
     recorded, wrong, each = 0, list[str](), torch.arange(len(batch))
     for parts in (each.split([4, 4]), each.split([8, 0])):
         for name, stage in stages.items():
@@ -235,11 +235,11 @@ def metrics_of_stages(
 
 
 def lack_groups(rank: int, world: int, shared_ids: str) -> tuple[float, str]:
-    """The number of groups without a row over all ranks, and the error. Ranks may use equal group ids."""
+    """The error, and the number of groups that have no row on any rank. Ranks may use equal group ids."""
     first = 0 if shared_ids == "different" else 10 * rank
     groups = [first, first, first + 1, first + 1]
     batch = batch_of([0.0, 1, 1, 0], groups, [2 * first + k for k in range(4)])
-    sent = [first, first + 1, *range(first + 2, first + 3 + rank)]  # one more of each rank has no row
+    sent = [first, first + 1, *range(first + 2, first + 3 + rank)]  # one more group of each rank has no row
     ranks = TOGETHER | {"shared_ids": shared_ids}
     gates = [
         CompletenessGate(group_size=2, expected_groups=sent, on_incomplete=way) for way in ("drop", "raise")
@@ -258,7 +258,7 @@ STREAM = (5, 3, 0, 4)  # groups of each batch on the last rank; each rank before
 
 
 def of_stream(number: int, rank: int, world: int, *, alike: bool) -> TensorDict:
-    """The rows of a rank in a batch of a stream: whole groups, some rollouts of two segments.
+    """The rows of a rank in a batch of a stream: complete groups, with two segments in some rollouts.
 
     Args:
         number: number of the batch.
@@ -278,7 +278,7 @@ def of_stream(number: int, rank: int, world: int, *, alike: bool) -> TensorDict:
 
 
 def fold_stream(rank: int, world: int) -> tuple[float, float, list[tuple[float, int]]]:
-    """Run a stream with carried rows, with and without folded weights. Return the largest advantage error."""
+    """Run a stream with carried rows, with and without folded weights. Return the largest error."""
 
     def cut(fold: str) -> Pipeline:
         split = ShuffleSplit(minibatches=2, microbatches=2, remainder="carry", unit="sample")
@@ -331,7 +331,7 @@ def carry_masked(rank: int, world: int) -> list[tuple[list[str], list[int]]]:
 
 
 def carry_at_random(rank: int, world: int, streams: int) -> list[str]:
-    """Run streams of small batches with random cuts. Return broken laws, and errors that end a stream."""
+    """Run streams of small batches with random cuts. Return the broken laws, and errors that end a stream."""
     wrong = list[str]()
     for seed in range(streams):
         shared, own = random.Random(seed), random.Random(seed * world + rank)
@@ -405,7 +405,7 @@ CUTS = (
 
 
 def parts_of_ranks(batch: TensorDict, how: str, world: int) -> list[torch.Tensor]:
-    """The rows of each rank. With "a few" the second rank has one group; with "none" no rank has rows."""
+    """The rows of each rank. With "a few", the second rank has one group. With "none", no rank has rows."""
     rows = torch.arange(len(batch))
     if how == "none":
         return [rows[:0]] * world
@@ -415,10 +415,10 @@ def parts_of_ranks(batch: TensorDict, how: str, world: int) -> list[torch.Tensor
 
 
 def take_as_many_steps(rank: int, world: int) -> tuple[int, list[str]]:
-    """Compare the micro-batches of each step on all ranks. Return the number of cases, and differences."""
+    """Compare the numbers of micro-batches on all ranks. Return the number of cases, and the differences."""
     tried, wrong = 0, list[str]()
     batch = collected("uniform", "grpo")
-    for remainder in ("uneven", "drop"):  # without padding, step counts are equal
+    for remainder in ("uneven", "drop"):  # numbers of steps are equal even without padding rows
         mine = parts_of_ranks(batch, "one without", world)[rank]
         rows = take_rows(batch, mine) if len(mine) else TensorDict({}, batch_size=[0])
         split = {"split": ShuffleSplit(remainder=remainder, minibatches=2, microbatches=2)}
@@ -479,7 +479,7 @@ def gradients_of_ddp(rank: int, world: int) -> list[float]:
 
 
 def factors_of_gradients(rank: int, world: int) -> list[tuple[str, str, float, list[str]]]:
-    """For each way to combine gradients and each option `gradients`: the gradient's size, the warnings."""
+    """The size of the gradient and the warnings, for each way to combine gradients and each `gradients`."""
     batch, found = collected("uniform", "grpo"), []
     for combined in ("ddp", "optimise", "both"):
         sums = {}
@@ -507,7 +507,7 @@ def factors_of_gradients(rank: int, world: int) -> list[tuple[str, str, float, l
 
 
 def linear_loss(model: torch.nn.Module, rows: TensorDict) -> TensorDict:
-    """A loss per token: the advantage times the token's value in an embedding."""
+    """A loss per token: the advantage times the value that an embedding has for the token."""
     said = model(rows["tokens", "full"] % 50).squeeze(-1)
     return TensorDict({"loss_objective": rows["advantage"].reshape(len(rows), -1) * said}, [len(rows)])
 
@@ -534,7 +534,7 @@ def choose(batch: TensorDict) -> torch.Tensor:
 
 
 def go_on(batch: TensorDict) -> list[int]:
-    """The trained rows of a batch that is interrupted after a minibatch and resumed by another pipeline."""
+    """The trained rows of a batch that stops after a minibatch and goes on in another pipeline."""
 
     def cut() -> Pipeline:
         stages = {"split": ShuffleSplit(minibatches=2), "weight": LossWeight()}
@@ -561,7 +561,7 @@ def refuse_together(rank: int, world: int) -> tuple[list[tuple[str, object, floa
     nan["next", "reward"][0] = float("nan") if wrong else 0.0
     columns = mine.exclude("group_id") if wrong else mine
     wide = mine.clone()
-    if wrong:  # its rewards would be rounded differently
+    if wrong:  # because wrong rewards change the rounding
         wide["next", "reward"] = wide["next", "reward"].double()
     broken = mine.clone().set("broken", torch.full((len(mine),), wrong))
     unset = mine.clone()
@@ -588,12 +588,12 @@ def refuse_together(rank: int, world: int) -> tuple[list[tuple[str, object, floa
     choosing = Pipeline({"filter": SampleFilter(criterion=choose, action="drop"), **split}, **share)
     attempt("criterion", broken, choosing)
     attempt("after criterion", mine, choosing)
-    if wrong:  # until the others have given up two batches
+    if wrong:  # until the other ranks have given up two batches
         time.sleep(PATIENCE * 2.5)
     attempt("hung", mine)
     attempt("hung again", mine)
     attempt("after hung", mine)
-    if wrong:  # this rank has one batch less; its next batch tells
+    if wrong:  # this rank has one batch less, which its next batch reports
         time.sleep(PATIENCE * 1.5)
         attempt("skipped", mine)
     else:
@@ -626,7 +626,7 @@ def refuse_together(rank: int, world: int) -> tuple[list[tuple[str, object, floa
     carry = {"split": ShuffleSplit(minibatches=2, unit="group", remainder="carry")}
     carrying = Pipeline(carry, process_group="world", shared_ids="different", patience=PATIENCE)
     attempt("before carried", of_stream(0, rank, world, alike=False), carrying)
-    # The last rank puts groups a second time that still wait there.
+    # The last rank puts groups again that still wait in its assembler.
     attempt("carried", of_stream(0 if rank == world - 1 else 1, rank, world, alike=False), carrying)
     return told, pipeline.stages["split"].state.calls
 
@@ -653,7 +653,7 @@ def lose_a_rank(rank: int, world: int, folder: Path) -> None:
 def take_in_step(
     rank: int, world: int, lengths: Sequence[int], fails: int | None
 ) -> tuple[list[tuple[int, int]], str]:
-    """For each batch of this rank: how many rows go in and come out. Also the error that ends the loop."""
+    """The number of rows in and out of each batch of this rank, and the error that ends the loop."""
 
     def source():
         for step in range(lengths[rank]):
@@ -676,7 +676,7 @@ def take_in_step(
 def trained_once_of_rank(
     rank: int, world: int, seeds: Sequence[int]
 ) -> list[list[tuple[torch.Tensor, float]]]:
-    """The loss mask and count of TrainSharedOnce for half of the rows, and for all or none of them."""
+    """The loss mask and the count of TrainSharedOnce, for half of the rows, and for all or none of them."""
     from test_shared_once import forked
 
     found = []

@@ -1,4 +1,4 @@
-"""A slow assembler that takes row by row, and streams with faults, to test the fast assembler."""
+"""A slow assembler that takes one row at a time, and streams with faults, to test the fast assembler."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def batch_of_lines(lines: Sequence[Line], start: int = 0) -> TensorDict:
 
 
 def faulty_stream(rng: random.Random, partitions: int, anywhere: bool = False) -> list[list[Line]]:
-    """Pieces of rows with faults: rows are lost, repeated, or of broken-off, failed or surplus rollouts.
+    """Pieces of rows with faults: lost and repeated rows, and broken-off, failed and surplus rollouts.
 
     The rows of a rollout come in order, unless `anywhere` is True.
     """
@@ -108,12 +108,12 @@ class SlowAssembler:
         self.on_failure, self.on_timeout = on_failure, on_timeout
         self.timeout, self.least, self.most = timeout, min_rollouts, max_pending_groups
         self.max_staleness, self.version, self.waits = max_staleness, 0, on_newer == "wait"
-        self.rows: dict[tuple, list[tuple[Line, int]]] = {}  # by group: rows with their numbers
+        self.rows: dict[tuple, list[tuple[Line, int]]] = {}  # the rows of each group with their numbers
         self.born: dict[tuple, int] = {}
         self.whole: list[tuple] = []
         self.closed: set = set()
-        self.enough: set = set()  # groups for which no rollout was awaited when they became complete
-        self.seen: dict[tuple, list[tuple[Line, int]]] = {}  # by rollout: rows that were counted
+        self.enough: set = set()  # groups that became complete when no other rollout was awaited
+        self.seen: dict[tuple, list[tuple[Line, int]]] = {}  # the counted rows of each rollout
         self.counts: dict[str, int] = {}
         self.puts = self.number = 0
 
@@ -167,7 +167,7 @@ class SlowAssembler:
                 self.count("surplus")
             else:
                 self.count("failed")
-                if not self.failed(before):  # the others were counted as surplus
+                if not self.failed(before):  # the earlier rows were counted as surplus
                     self.count("surplus", -len(before))
                     self.count("failed", len(before))
             self.seen.setdefault(rollout, []).append((line, number))

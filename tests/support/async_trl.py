@@ -37,7 +37,7 @@ class Digits(PreTrainedTokenizerFast):
 
 
 class Attention:
-    """Attention over segments of queries, keys and values, as TRL's flash-attention kernel computes it."""
+    """Attention within segments of queries, keys and values, as TRL's flash-attention kernel computes it."""
 
     @staticmethod
     def flash_attn_varlen_func(
@@ -139,7 +139,7 @@ class OwnWorker:
 
 
 def stand_in(patch: Any) -> None:
-    """Replace the parts of TRL that need a GPU, and nothing else."""
+    """Replace only the parts of TRL that need a GPU."""
     patch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
     patch.setattr(packing, "_flash_attn", lambda: Attention)
     patch.setattr(async_rollout_worker, "is_vllm_available", lambda: True)  # only the server needs vLLM

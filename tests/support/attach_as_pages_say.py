@@ -63,7 +63,7 @@ def imported(path: str) -> Any:
 
 
 def import_anew(module: str) -> None:
-    """Import a module as a new process would, because adapters keep references to the trainer's modules."""
+    """Import a module as a new process would. Adapters keep references to the trainer's modules."""
     sys.modules.pop(module, None)
     importlib.import_module(module)
 
@@ -163,7 +163,7 @@ def swift(blocks: list[str]) -> None:
 
 
 def verl_registry() -> dict[str, Any]:
-    """A new registry, because two pages register an estimator with this name."""
+    """A new registry. Two pages register an estimator with the same name."""
     registry: dict[str, Any] = {}
     core_algos = foreign.module_of(PATCH, "verl.trainer.ppo.core_algos", {})
     core_algos.register_adv_est = lambda name: lambda each: registry.setdefault(name, each)
@@ -217,7 +217,7 @@ def skyrl(blocks: list[str]) -> None:
 
 
 def rllm(blocks: list[str]) -> None:
-    """`AgentTrainer` takes the name of an estimator for each role."""
+    """rLLM's `AgentTrainer` takes the name of an estimator for each role."""
     registry = foreign.rllm_advantage(PATCH)
     given: dict[str, Any] = {}
     set_environment(blocks[1])
@@ -234,7 +234,7 @@ def rllm(blocks: list[str]) -> None:
 
 
 def prime_rl(blocks: list[str]) -> None:
-    """The end of `algo/__init__.py`, whose registry is a dict of classes."""
+    """The end of prime-rl's `algo/__init__.py`, whose registry is a dict of classes."""
     foreign.prime_rl_algo(PATCH)
     classes: dict[str, Any] = {"grpo": None}
     set_environment(blocks[1])
@@ -361,7 +361,7 @@ def main(folder: Path) -> None:
     """Try every page that attaches something. Each adapter is tried once.
 
     Raises:
-        AssertionError: a page has another number of lines than it says, or its lines give other numbers.
+        AssertionError: a page is wrong about its number of lines, or its lines give wrong numbers.
     """
     left = dict(ADAPTERS)
     for page in sorted(folder.glob("*.md")):

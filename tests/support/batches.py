@@ -1,4 +1,4 @@
-"""A batch in the shape that GRPOLoss takes, with all columns that stages read."""
+"""A batch in the layout that GRPOLoss takes, with all columns that stages read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def batch_of(
         batch_size=[rows],
     )
     if tokens:
-        batch["masks", "all_assistant_mask"][:, 0] = True  # each row has something to train
+        batch["masks", "all_assistant_mask"][:, 0] = True  # each row has a token that trains
     for name in (
         "teacher_log_probs",
         "ref_log_probs",
@@ -54,7 +54,7 @@ def batch_of(
 
 
 def no_rows(batch: TensorDict) -> TensorDict:
-    """The batch without its rows; in tensordict 0.10, which has no empty stack of texts, without texts."""
+    """The batch without its rows. Texts are left out in tensordict 0.10, which has no empty stack of them."""
     try:
         return batch[:0]
     except RuntimeError:
@@ -62,7 +62,7 @@ def no_rows(batch: TensorDict) -> TensorDict:
 
 
 def cut_rows(batch: TensorDict, parts: Iterable[Any], keys: Iterable[NestedKey]) -> TensorDict:
-    """The same rows in a lazy stack, each with a part of these columns, which is a slice or a mask."""
+    """The same rows in a lazy stack. A slice or a mask selects the part of these columns that a row keeps."""
     keys, rows = list(keys), []
     for row, part in zip(batch.unbind(0), parts, strict=True):
         row = row.clone()

@@ -46,7 +46,7 @@ def looked_at(driver: Any, folder: Path) -> Iterator[Callable[..., Page]]:
         page.show_as("light", motion)
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        driver.get("about:blank")  # an address that differs only in its fragment would not be loaded again
+        driver.get("about:blank")  # else a new fragment of the address loads nothing
         driver.get((folder / "page.html").as_uri() + address)
         return page
 

@@ -32,7 +32,7 @@ def batch_of(rows) -> TensorDict:
 
 
 def run_budget(rank: int, world: int) -> dict:
-    """For each case: the kept rows with minibatch and micro-batch, and the left-out rows; or the error."""
+    """For each case, the error, or the kept rows with minibatch and micro-batch, and the left-out rows."""
     found = {}
     for name, by_rank in CASES.items():
         split = ShuffleSplit(

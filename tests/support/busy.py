@@ -1,4 +1,4 @@
-"""A recipe in which every stage has an effect, and a batch with something to do for each stage."""
+"""A recipe and a batch on which every stage of the recipe has an effect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MASK = ("masks", "all_assistant_mask")
 
 
 def stages(**changes):
-    """The stages of the default recipe, with options that give each stage something to do."""
+    """The stages of the default recipe, with options by which each stage changes the batch."""
     return {
         "gate": CompletenessGate(group_size=3, on_incomplete="drop"),
         "collapse": FanOutCollapse(),
@@ -31,7 +31,7 @@ def stages(**changes):
 
 
 def busy_batch(make_batch):
-    """Group 0 varies and fans out, group 1 is incomplete, group 2 has equal rewards; row 1 trains nothing."""
+    """Group 0 varies and fans out, group 1 is incomplete, group 2 has equal rewards. Row 1 does not train."""
     batch = make_batch(
         [1.0, 3, 3, 5, 1, 2, 4, 4, 4], [0, 0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 2, 3, 4, 5, 6, 7]
     )

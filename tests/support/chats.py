@@ -39,7 +39,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> LlamaForCau
 
 
 def make_policy(model, tokenizer, mode: str = "text", **options) -> TransformersWrapper:
-    """A policy that never samples <pad>, which would be taken for padding; it ignores suppress_tokens."""
+    """A policy that never samples <pad>, because this token would be taken for padding."""
     sampling = {"max_new_tokens": 3, "do_sample": True, "bad_words_ids": [[tokenizer.pad_token_id]]}
     options = {"return_log_probs": False, "pad_output": False, "generate_kwargs": sampling} | options
     return TransformersWrapper(model, tokenizer=tokenizer, input_mode=mode, **options)
@@ -116,7 +116,7 @@ def make_env(
     """An environment. Each reset takes the next rollout of a source, or of the environment's own prompts."""
     set_list_to_stack(True).set()
     if source is None:
-        source = prompts(1 if mode == "tokens" else 3, first_group)  # ChatEnv reads tokens of one length
+        source = prompts(1 if mode == "tokens" else 3, first_group)  # ChatEnv needs tokens of one length
     env = DatasetChatEnv.from_dataloader(source, batch_size=(envs,), tokenizer=tokenizer, input_mode=mode)
     for transform in (InitTracker(), StepCounter(), Turns(most)):
         env.append_transform(transform)

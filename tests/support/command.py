@@ -52,13 +52,13 @@ def _begin(program: Callable, folder: str, shown: str, words: list[str], environ
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{shown}/{name}", os.O_CREAT | os.O_WRONLY), number)
     sys.argv = words
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it behind an `&`
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell runs this behind `&`
     warnings.simplefilter("error", FutureWarning)
     program()
 
 
 def skip_without_torchrl(said: str) -> None:
-    """Skip a test that trains, or that measures TorchRL, if TorchRL is missing. Other tests see the error."""
+    """If TorchRL is missing, skip a test that trains or measures TorchRL. Other tests get the error."""
     if re.search("(task=train|xray=torchrl) needs TorchRL", said, re.IGNORECASE):
         pytest.skip("TorchRL cannot be imported")
 
@@ -87,7 +87,7 @@ def run_here(program: Callable[[], object], folder: Path, *words: str) -> subpro
     handlers = list(logging.root.handlers)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         for name in ("HYDRA_FULL_ERROR", "HEADRACE_TRACE", "RL_LOGGING_LEVEL"):
-            patch.setenv(name, os.environ.get(name, ""))  # main() sets these; the patch restores them
+            patch.setenv(name, os.environ.get(name, ""))  # main() sets them, the patch restores them
             patch.delenv(name)
         patch.chdir(folder)
         patch.setattr(sys, "argv", list(words))
@@ -96,7 +96,7 @@ def run_here(program: Callable[[], object], folder: Path, *words: str) -> subpro
                 program()
             except SystemExit as end:
                 code = end.code or 0
-    for handler in set(logging.root.handlers) - set(handlers):  # Hydra's; one keeps a file open
+    for handler in set(logging.root.handlers) - set(handlers):  # Hydra's handlers, which keep a file open
         logging.root.removeHandler(handler)
         handler.close()
     return subprocess.CompletedProcess(list(words), code, out.getvalue(), err.getvalue())
@@ -109,7 +109,7 @@ def told(task: Callable, config: Any, folder: Path, *more: Any) -> tuple[float, 
 
 
 def refused(folder: Path, *words: str) -> str:
-    """The paragraph with which the command refuses its arguments."""
+    """The paragraph of the error with which the command refuses its arguments."""
     done = headrace_here(folder, *words, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("headrace: ")

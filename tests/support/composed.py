@@ -11,14 +11,14 @@ from headrace.pipeline.run import LastRun
 
 
 def composed(*overrides: str) -> Pipeline:
-    """A new copy of ``load_pipeline(*overrides)``, which runs once for all tests."""
+    """A new copy of the pipeline that ``load_pipeline(*overrides)`` has made once for all tests."""
     pipeline = kept(repr(("load_pipeline", *overrides)), lambda: load_pipeline(*overrides))
-    LastRun.__init__(pipeline)  # else the pipeline would say that it is a copy
+    LastRun.__init__(pipeline)  # a copied LastRun raises an error that it is a copy
     return pipeline
 
 
 def configure(name: str, *overrides: str) -> DictConfig:
-    """The configuration that Hydra composes of ``conf/<name>.yaml``. The test sets its dump afterwards."""
+    """The configuration that Hydra composes from ``conf/<name>.yaml``. The test sets the dump afterwards."""
     own = [word for word in overrides if word.startswith("source.path=/")]
     with initialize_config_module("headrace.conf", version_base="1.3"):
         config = compose(name, [word for word in overrides if word not in own])

@@ -16,12 +16,12 @@ class Done(NamedTuple):
 
     batch: TensorDictBase
     verdict: Tensor
-    """(N,) int64: 0 stays, 1 is left over, 2 is carried."""
+    """(N,) int64: 0 if the row stays, 1 if it is left over, 2 if it is carried."""
     measured: dict[str, float]
 
 
 def cut_alone(split: ShuffleSplit, batch: TensorDictBase) -> Done:
-    """Cut a batch together with the carried rows, and with other ranks if the split has some."""
+    """Cut a batch together with the carried rows, and with other ranks if the split has other ranks."""
     ranks = split._own_ranks()
     with ranks.block():
         rows = split.read_table(batch, ranks)

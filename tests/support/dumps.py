@@ -21,7 +21,7 @@ def batch_of(columns: dict[Any, torch.Tensor]) -> TensorDict:
 
 
 def in_order(ids: torch.Tensor) -> list[int]:
-    """The ids, numbered by first appearance."""
+    """The ids as numbers, in the order of their first appearance."""
     return [list(dict.fromkeys(ids.tolist())).index(each) for each in ids.tolist()]
 
 
@@ -29,7 +29,7 @@ MASK = ("masks", "all_assistant_mask")
 
 
 def letters_tokenizer(folder: Path) -> Path:
-    """A tokenizer with a token for each ASCII character, its code. Token 0 is for ``?`` and all others."""
+    """A tokenizer whose tokens are ASCII codes. Token 0 is for ``?`` and for all other characters."""
     package = pytest.importorskip("tokenizers")
     vocabulary = {"?": 0} | {chr(code): code for code in range(1, 127) if chr(code) != "?"}
     tokenizer = package.Tokenizer(package.models.WordLevel(vocabulary, unk_token="?"))
@@ -170,7 +170,7 @@ def node(
 
 
 def episode(group: str, name: str, rewards: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """Two turns: four tokens of prompt and scaffold, two sampled, one of a tool, one sampled."""
+    """Two turns: four tokens of prompt and scaffold, two sampled tokens, one of a tool, one sampled token."""
     trace = {
         "version": 1,
         "id": f"trace-{name}",

@@ -44,7 +44,7 @@ class Event(NamedTuple):
 
     operator: str
     place: str
-    """``file:line function`` of headrace's innermost frame, else of the test's."""
+    """``file:line function`` of the innermost frame in headrace or, without one, in the test."""
 
     def __repr__(self) -> str:
         return f"{self.operator} at {self.place}"
@@ -55,7 +55,7 @@ class FakeTensor(Tensor):
 
     held: Tensor
     is_number: bool
-    """Made of a Python number, which CUDA would be told without a tensor."""
+    """Whether the tensor is made of a Python number. CUDA gets such a number without a copy."""
 
     @staticmethod
     def __new__(cls, held: Tensor, is_number: bool = False) -> FakeTensor:
@@ -101,8 +101,7 @@ class FakeDevice(TorchDispatchMode):
         self._pinned: dict[int, Tensor] = {}
 
     def __enter__(self) -> FakeDevice:
-        # Otherwise `torch.tensor(list, device=...)` asks the device for memory before this class sees the
-        # call.
+        # `torch.tensor(list, device=...)` would ask the device for memory before this class sees the call.
         self._lifts = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)
         super().__enter__()
@@ -159,7 +158,7 @@ class FakeDevice(TorchDispatchMode):
         def wrap(each: Any) -> Any:
             if not isinstance(each, Tensor):
                 return each
-            if (old := known.get(id(each))) is not None:  # written in place
+            if (old := known.get(id(each))) is not None:  # the operator wrote this tensor in place
                 if old.shape != each.shape or old.stride() != each.stride():
                     raise NotImplementedError(f"{operator} changes the shape of a tensor in place")
                 return old
@@ -171,7 +170,7 @@ class FakeDevice(TorchDispatchMode):
         """Count the waits of an operator.
 
         Raises:
-            RuntimeError: the operator gets tensors of both devices, and does not allow it.
+            RuntimeError: the operator gets tensors of both devices, and does not allow them together.
         """
         packet = operator.overloadpacket
         here = [each for each in given if not isinstance(each, FakeTensor)]
@@ -186,7 +185,7 @@ class FakeDevice(TorchDispatchMode):
             self._enter(self.reads, operator)
 
     def _count_copy(self, operator: Any, args: Any, kwargs: Any, home: torch.device) -> None:
-        """Count a copy. An empty copy does not wait; a copy to pageable memory waits even if asynchronous."""
+        """Count a copy. Empty copies do not wait. Copies to pageable memory wait even if asynchronous."""
         new = operator.overloadpacket is aten._to_copy
         source, target = (args[0], home) if new else (args[1], args[0].device)
         if source.device == target or source.numel() == 0:
@@ -202,7 +201,7 @@ class FakeDevice(TorchDispatchMode):
         return tensor.untyped_storage().data_ptr() in self._pinned
 
     def _count_index(self, operator: Any, args: Any) -> None:
-        """Count copies of indices to the device, and reads of masks, except if one number is filled in."""
+        """Count copies of indices to the device, and reads of masks. Filling in one number reads no mask."""
         indices = [each for each in args[1] if each is not None]
         if any(not isinstance(each, FakeTensor) for each in indices):
             self._enter(self.copies, operator)
@@ -250,7 +249,7 @@ def _waits(operator: Any, args: Any, kwargs: Any) -> bool:
     if packet is aten.repeat_interleave:
         return kwargs.get("output_size") is None
     if packet is aten.isin and all(isinstance(each, Tensor) for each in args[:2]):
-        few = 10 * args[0].numel() ** 0.145  # fewer are compared one by one, more are sorted
+        few = 10 * args[0].numel() ** 0.145  # CUDA compares fewer elements one by one, and sorts more
         return not kwargs.get("assume_unique") and args[1].numel() >= few
     if packet in BY_ITEM:
         return isinstance(args[-1], FakeTensor) and not args[-1].is_number

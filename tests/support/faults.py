@@ -39,9 +39,9 @@ class Cell(NamedTuple):
     counts: Mapping[str, int] = {}
     """The number of rows that left, by reason."""
     error: str | None = None
-    """A pattern of the error; None: no error."""
+    """A pattern of the error, or None if there is no error."""
     then: Literal["ends", "dies", "hangs"] = "ends"
-    """What the worker does after the last piece; no other worker replaces it."""
+    """What the worker does after the last piece. No other worker replaces the worker."""
     killed_at: int | None = None
     """Number of pieces after which a worker dies and another sends the rest. No effect with one process."""
     resumed_at: int | None = None
@@ -90,9 +90,9 @@ def without(*rows: int) -> list[TensorDict]:
     return cut(ROWS[[row for row in range(len(ROWS)) if row not in rows]])
 
 
-SOME = {(0, 0), (0, 2)}  # all groups but the one with the fault
+SOME = {(0, 0), (0, 2)}  # groups (partition, id) without the fault
 BEFORE = {(0, 0)}
-AGAIN = [*cut(ROWS)[:3], ROWS[6:7], *cut(ROWS)[3:]]  # row 6 ends rollout 2, of group 1
+AGAIN = [*cut(ROWS)[:3], ROWS[6:7], *cut(ROWS)[3:]]  # row 6, which ends rollout 2 of group 1, comes twice
 SHORT = cut(ROWS)[:3]  # group 2 has one row
 CELLS: dict[str, Cell] = {
     "none": Cell(cut(ROWS)),
@@ -153,7 +153,7 @@ CELLS: dict[str, Cell] = {
 }
 
 
-# The assembler sees faults of rows, wherever it runs. So a few of these faults are enough for other sources.
+# The assembler detects faults of rows behind every source, so other sources need only a few of them.
 ROWS_ELSEWHERE = ("none", "lost", "duplicated", "duplicated, dropped", "reordered", "late, refused", "failed")
 WORKERS = ("killed", "hung", "killed, another goes on", "killed, all of it again", "killed, lost")
 ELSEWHERE = (*ROWS_ELSEWHERE, "NaN", *WORKERS, "partitions", "resumed", "resumed, duplicated")
@@ -227,7 +227,7 @@ class Counted:
 
 
 def carry(cell: Cell, open_dump: Callable[[], Any]) -> Carried:
-    """Run an assembler over a source with a state until it ends or raises. Return the result."""
+    """Run an assembler over a source with a state until the source ends or an error is raised."""
     assembler, came, batches = GroupAssembler(**cell.options), 0, []
     counted = Counted(open_dump(), cell.resumed_at)
     error: BaseException | None = None

@@ -1,4 +1,4 @@
-"""First fit as a plain loop. `balance_within` may not need more bins."""
+"""First fit as a plain loop. `balance_within` may not need more bins than first fit."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Sent(NamedTuple):
 
 
 class Fleet(NamedTuple):
-    """Workers with environments. Each environment runs one rollout after another, numbered as by StampIds."""
+    """Workers with environments. An environment runs one rollout after another, with StampIds' numbers."""
 
     workers: int
     environments: int

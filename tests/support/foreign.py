@@ -1,6 +1,6 @@
 """Stand-ins for trainers that are not installed: the parts that adapters use, and their formulas as loops.
 
-If the real package can be imported, tests use that.
+If the real package can be imported, tests use the package.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 
 def module_of(monkeypatch: pytest.MonkeyPatch, name: str, stand_in: dict[str, Any]) -> ModuleType:
-    """Return the module; if its package is not installed, a module with the names in `stand_in`."""
+    """Return the module or, if its package is not installed, a module with the names in `stand_in`."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as err:
@@ -43,7 +43,7 @@ def module_of(monkeypatch: pytest.MonkeyPatch, name: str, stand_in: dict[str, An
 
 
 def verl_advantages(token_level_rewards, response_mask, index, epsilon=1e-6):
-    """(R - mean) / (std + ε) in each group of equal uids; a lone reward is divided by 1 + ε."""
+    """(R - mean) / (std + ε) in each group of equal uids. In a group of one, R / (1 + ε)."""
     rewards = token_level_rewards.sum(-1).tolist()
     by_uid = defaultdict(list)
     for uid, reward in zip(index, rewards, strict=True):
@@ -103,7 +103,7 @@ def slime_args(group_size: int, groups: int, reward_key: str | None = None) -> S
 
 
 def slime_rewards(args, rewards: Sequence[float]) -> list[float]:
-    """slime's advantages in chunks of `n_samples_per_prompt`. Any other number of rewards is a group."""
+    """slime's advantages in chunks of `n_samples_per_prompt`. Without a full batch, all are one group."""
     whole = len(rewards) == args.n_samples_per_prompt * args.rollout_batch_size
     size = args.n_samples_per_prompt if whole else len(rewards)
     found = []
@@ -115,7 +115,7 @@ def slime_rewards(args, rewards: Sequence[float]) -> list[float]:
 
 
 def miles_rewards(samples: Sequence[SlimeSample]) -> list[float]:
-    """miles's advantages over the rollouts of a `group_index`; a rollout of several samples counts once."""
+    """miles's advantages over the rollouts of a `group_index`. A rollout of several samples counts once."""
     rollouts: dict[Any, dict[Any, float]] = defaultdict(dict)
     for sample in samples:
         rollout = sample.index if sample.rollout_id is None else sample.rollout_id
@@ -149,7 +149,7 @@ def train_data(samples: Sequence[SlimeSample], rewards: tuple[list[float], list[
 
 
 def slime_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``RolloutManager``, an actor of Ray, whose metadata hold its class."""
+    """slime's ``RolloutManager``, an actor class of Ray, whose metadata hold the plain class."""
 
     class Manager:
         def _convert_samples_to_train_data(self, samples):

@@ -17,7 +17,7 @@ def halve(batch: TensorDict) -> torch.Tensor:
 
 
 def make_scene(dtype: torch.dtype) -> tuple[torch.nn.Module, TensorDict]:
-    """A policy whose ratios to the sampling policy are not 1, and a batch that still has to be cut."""
+    """A policy whose ratios to the sampling policy are not 1, and a batch before the split."""
     from rollouts import make_collector, make_env, make_pipeline, make_policy
 
     torch.manual_seed(3)
@@ -83,7 +83,7 @@ MEANS = ("token", "sample", "rollout", "group", "constant")
 
 
 def run_rank(rank: int, world: int) -> dict:
-    """Run in each process: how far is every gradient from that of the whole batch, in both precisions?"""
+    """In each process: the distance of every gradient from that of the whole batch, in both precisions."""
     found = {}
     for dtype in (torch.float32, torch.float64):
         policy, batch = make_scene(dtype)
@@ -116,7 +116,7 @@ class SumOfWeights(torch.nn.Module):
 
 
 def run_uneven(rank: int, world: int) -> dict:
-    """Run in each process. Return results and errors if one process has no rows, other rows or wrong rows."""
+    """In each process: the results and errors if one process has no rows, other rows or wrong rows."""
     _, batch = make_scene(torch.float32)
     mine = take_rows(batch, torch.arange(rank, len(batch), world))
     wrong = mine.clone()

@@ -1,4 +1,4 @@
-"""Largest differencing over k bins, with which most trainers balance, and lengths to try it on."""
+"""Largest differencing, by which most trainers balance k bins, and lengths for tests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _load(part: tuple[float, list[int]]) -> float:
 
 
 def lengths_of(kind: str, count: int, seed: int = 0) -> Tensor:
-    """(count,) int64 tokens: lognormal with the median 1,100, uniform to 16,384, or three in ten are long."""
+    """(count,) int64 tokens: lognormal with the median 1,100, uniform up to 16,384, or 30% long."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(count, generator=generator)
     chance = torch.rand(count, generator=generator)
@@ -61,6 +61,6 @@ def lengths_of(kind: str, count: int, seed: int = 0) -> Tensor:
 
 
 def imbalance(costs: Tensor, found: Tensor, bins: int) -> float:
-    """max/mean − 1 of the bins' costs."""
+    """The greatest cost of a bin, divided by the mean cost, minus 1."""
     load = torch.zeros(bins, dtype=torch.float64).index_add_(0, found, costs.double())
     return float(load.max() / load.mean()) - 1

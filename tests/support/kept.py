@@ -11,7 +11,7 @@ from typing import Any
 
 
 def kept(key: str, make: Callable[[], Any]) -> Any:
-    """A new copy of the object that `make` returns; `make` runs once per key."""
+    """A new copy of the object that `make` returns. `make` runs once per key."""
     file = Path(os.environ["HEADRACE_KEPT"], sha256(key.encode()).hexdigest())
     if not file.exists():
         draft = file.with_suffix(f".{os.getpid()}")

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of live storages that were made in this context, and their highest sum."""
+    """Count the bytes of live storages that were made in this context, and the peak of their sum."""
 
     def __init__(self):
         super().__init__()

@@ -178,7 +178,7 @@ WORLDS = {
 def once_each(
     world: str, seed: int, kills: int, folder: Path, make: Callable[..., Any] = GroupAssembler
 ) -> None:
-    """Kill at random. Check that the saved weights have trained, or the run has rejected, each group once."""
+    """Kill at random. Check that each group was once rejected, or trained into the saved weights."""
     folder.mkdir()
     dice = Random(seed)
     disk = killed(folder, [dice.randint(1, 400) for _ in range(kills)], seed, make=make, **WORLDS[world])

@@ -1,4 +1,4 @@
-"""The tests that are nearest to a module: files with its name, in the folder that mirrors its own."""
+"""The tests that are nearest to a module: files with its name, in the folder that mirrors its folder."""
 
 from __future__ import annotations
 

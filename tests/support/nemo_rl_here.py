@@ -161,13 +161,13 @@ def simulate(nemo: SimpleNamespace, world: World, config: dict[str, Any], hiccup
         controllers.append(Controller(run))
         await controllers[0]._rollout_pump()
 
-    async def after_step(run: Run) -> None:  # does what _sync_weights does
+    async def after_step(run: Run) -> None:  # stands for _sync_weights
         controllers[0]._rollout_permitted.clear()
         await controllers[0]._abort_stale_inflight()
         controllers[0]._rollout_manager.set_weight_version(run.version)
         controllers[0]._rollout_permitted.set()
 
     hooks: dict[str, Callable[..., Any]] = {"make_pump": pump, "after_step": after_step}
-    capacity = 2 * world.groups * (1 + config.get("max_staleness_versions", 0))  # the sampler without a gate
+    capacity = 2 * world.groups * (1 + config.get("max_staleness_versions", 0))  # for no gate
     ungated = capacity if config["name"] == "windowed" else None
     return Run(world, make_sampler, make_buffer, capacity=ungated, **hooks).go()

@@ -41,7 +41,7 @@ def choose_none(batch: TensorDictBase) -> torch.Tensor:
 def emptied(recipe: str, stages: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Add to a pipeline a stage that removes all rows, at each index before the cut, or as the gate.
 
-    At every second index the rows are dropped. At each other index, a different stage removes them.
+    At every second index the stage drops the rows. At the other indices, four other stages take turns.
     """
     names = list(stages)
     other = {
@@ -80,7 +80,7 @@ def run_to_nothing(rank: int, world: int, pipelines: Sequence[tuple[str, Pipelin
                 mine = batch[rank * 8 : len(batch) if rank == world - 1 else (rank + 1) * 8]
             try:
                 pipeline = Pipeline(copy.deepcopy(stages), **together)
-            except ValueError as err:  # an order that is refused
+            except ValueError as err:  # the pipeline refuses this order of stages
                 if "rejects single rows" not in str(err) and "would have no effect" not in str(err):
                     wrong.append(f"{recipe}, {what}: {err}")
                 continue

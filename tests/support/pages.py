@@ -46,7 +46,7 @@ def standardise(value: float, values: Sequence[float]) -> float:
 
 
 def advantages(rows: list[Row]) -> None:
-    """Set two advantages of each row: one counts each rollout once, the other counts each row once."""
+    """Set two advantages of each row: in one, each rollout counts once; in the other, each row."""
     for group in {row["group"] for row in rows}:
         mine = [row for row in rows if row["group"] == group]
         by_rollout = list({row["rollout"]: row["reward"] for row in mine}.values())
@@ -174,7 +174,7 @@ def fan_out_run(steps: int = 5) -> dict[str, Any]:
 
 
 def incomplete_run() -> dict[str, Any]:
-    """Five groups of four: two lack rollouts and are dropped, one rollout failed, one row was truncated."""
+    """Five groups of four. Two lack rollouts and are dropped. One rollout failed, and one was truncated."""
     rows = rollouts_of(1, [0, 0, 1, 1]) + rollouts_of(2, [1, 0, 0]) + rollouts_of(4, [0, 1, 1, 1])
     rows += rollouts_of(5, [None, 0.25]) + rollouts_of(8, [0, 0, 0, 0.5], [1, 2, 1, 3])
     for row in rows:
@@ -191,7 +191,7 @@ def incomplete_run() -> dict[str, Any]:
 
 
 def filtered_run() -> dict[str, Any]:
-    """Three groups of equal rewards, so that nothing is left to train."""
+    """Three groups of equal rewards, so that no row trains."""
     rows = [
         row for group, reward in ((0, 0.0), (1, 1.0), (2, 1.0)) for row in rollouts_of(group, [reward] * 4)
     ]

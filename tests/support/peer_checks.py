@@ -29,7 +29,7 @@ BATCHES = 100
 
 
 def same(found: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Check that advantages near 1 are equal to 2e-6: float32 loses digits if a group's std is small."""
+    """Check that advantages near 1 differ by at most 2e-6. float32 loses digits if a group's std is small."""
     torch.testing.assert_close(found.float(), theirs.float(), rtol=2e-6, atol=2e-6)
 
 
@@ -39,12 +39,12 @@ def refused(call: Callable[[], object], says: str) -> None:
 
 
 def rewards_of(rng: random.Random, count: int) -> list[float]:
-    """Random rewards, some of them equal. Nearly equal ones would make the peer's std round-off."""
+    """Random rewards, some of them equal. None are nearly equal: the peer's std would be a rounding error."""
     return [rng.choice([0.0, 1.0, 0.5, round(rng.random(), 2)]) for _ in range(count)]
 
 
 class ForGPUs(MetaPathFinder, Loader):
-    """Stand-ins for packages that need a GPU to be installed, and are not called here."""
+    """Stand-ins for packages that are not called here, and can only be installed with a GPU."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         return (
@@ -99,10 +99,8 @@ def verl() -> None:
             for output in range(rng.randint(1, 3))
         ]
         rng.shuffle(keys)
-        real, filling = (
-            len(keys),
-            rng.choice([0, 0, 2, 7]),
-        )  # rows that verl adds, more and fewer than a group
+        # verl may pad with more or fewer rows than a group has.
+        real, filling = len(keys), rng.choice([0, 0, 2, 7])
         keys += [f"pad{seed:032x}_{number}_0" for number in range(filling)]
         rewards, mask = torch.zeros(len(keys), 5), torch.zeros(len(keys), 5)
         for row, reward in enumerate(rewards_of(rng, real)):
@@ -120,7 +118,7 @@ def verl() -> None:
 
         theirs = their_sessions(*batch(), core_algos.AdvantageEstimator.GRPO).batch["advantages"]
         same(ours(), theirs)
-        same(ours("rloo"), their_sessions(*batch(), "rloo").batch["advantages"])  # stays verl's own
+        same(ours("rloo"), their_sessions(*batch(), "rloo").batch["advantages"])  # verl's own estimator
 
         os.environ["HEADRACE_OVERRIDES"] = "pipeline.stages.collapse.reward=sum"
         of_session, of_uid = (
@@ -284,7 +282,7 @@ def unsloth() -> None:
         "UNSLOTH_DISABLE_STATISTICS": "1",
     }
     folder = Path(tempfile.mkdtemp())
-    os.chdir(folder)  # where Unsloth writes its trainers
+    os.chdir(folder)  # Unsloth writes its trainers into this folder
     importlib.import_module("unsloth")
     patch = importlib.import_module("unsloth.models.rl")._patch_trl_rl_trainers
     patch("grpo_trainer")
@@ -303,7 +301,7 @@ def unsloth() -> None:
         trainer = small_trainer(
             folder, trl.GRPOTrainer, [ones], 2, optim="adamw_torch", bf16=False, gradient_accumulation_steps=1
         )
-        trainer.model.for_training = lambda **_: trainer.model.train()  # FastLanguageModel adds them
+        trainer.model.for_training = lambda **_: trainer.model.train()  # FastLanguageModel adds such methods
         trainer.model.for_inference = trainer.model.eval
         assert "Unsloth" in type(trainer).__name__
         if recipe:
@@ -376,7 +374,7 @@ def trinity() -> None:
             else:
                 assert exp.eid.rid not in trains
         assert metrics["headrace/rows/trained"] == len(found)
-        several = experiences(random.Random(seed), 3)  # several steps of one run, which count once
+        several = experiences(random.Random(seed), 3)  # the steps of a run count once together
         one = {exp.eid.rid: exp.reward for exp in several}
         for exp in asyncio.run(operator.process(several))[0]:
             group = torch.tensor([one[f"{exp.eid.tid}/{run}"] for run in range(4)])
@@ -477,7 +475,7 @@ def nemo_rl() -> None:
         for name, config in samplers.items():
             runs = []
             for seed in range(5):
-                # max_inflight_prompts is as in its guide, and min_groups_for_streaming_train is a whole step.
+                # max_inflight_prompts is from NeMo RL's guide. min_groups_for_streaming_train is a step's.
                 world = World(seed, groups, spread=spread, slots=groups * (bound + 1), together=groups)
                 with contextlib.redirect_stdout(io.StringIO()):
                     runs.append(simulate(nemo, world, config))
@@ -497,7 +495,7 @@ def nemo_rl() -> None:
     few = World(0, groups, slots=16, together=groups)  # weight_fifo stops, as the page says
     with contextlib.redirect_stdout(io.StringIO()):
         assert simulate(nemo, few, samplers["`weight_fifo`"]).version == 4
-    for seed in range(5):  # prompts that fail, and are generated again
+    for seed in range(5):  # with prompts that fail or are generated again
         world = World(seed, groups, slots=24, failing=0.03)
         with contextlib.redirect_stdout(io.StringIO()):
             run = simulate(nemo, world, ours | of_version | {"steps_ahead": 2}, hiccups=0.1)

@@ -15,20 +15,20 @@ OLD, SAMPLER, MASK = ("old_log_probs", "full"), ("log_probs", "full"), ("masks",
 
 
 def with_old(batch: TensorDict, spread: float = 0.002) -> TensorDict:
-    """Add the trainer's log-probabilities: those of the sampler, with a small difference for each token."""
+    """Add the trainer's log-probabilities: the sampler's, with a small difference for each token."""
     steps = batch["tokens", "full"] * 7 % 5 - 2
     batch[OLD] = batch[SAMPLER] + spread * steps
     return batch
 
 
 def two_policies(rows: int, tokens: int, seed: int = 0, spread: float = 0.7) -> TensorDict:
-    """Random rows in float64. One has no token in the loss; outside of the mask are NaN and infinity."""
+    """Random rows in float64. One row has no token in the loss. Outside the mask are NaN and infinity."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(rows, tokens, generator=generator) < 0.7
     mask[1] = False
     sampler = -torch.rand(rows, tokens, generator=generator, dtype=torch.float64)
     old = sampler + spread * torch.randn(rows, tokens, generator=generator, dtype=torch.float64)
-    old[3, 0], mask[3, 0] = sampler[3, 0] + 30.0, True  # beyond the clamp
+    old[3, 0], mask[3, 0] = sampler[3, 0] + 30.0, True  # a log-ratio beyond the clamp
     sampler[~mask], old[~mask] = math.nan, math.inf
     batch = TensorDict({"rollout_id": torch.arange(rows) // 2, "group_id": torch.arange(rows) // 4}, [rows])
     batch[OLD], batch[SAMPLER], batch[MASK] = old, sampler, mask

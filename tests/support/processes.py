@@ -10,7 +10,7 @@ from ready_python import ready_python
 
 
 def process_context():
-    """A start method for clean processes without imports, which would take longer than the tests."""
+    """A start method for clean processes that need no imports. Imports would take longer than the tests."""
     context = torch.multiprocessing.get_context("forkserver")
     context.set_executable(ready_python())
     return context

@@ -63,7 +63,7 @@ class World:
     seconds: float = 3000.0
 
     def prompt(self, number: int) -> tuple[float, float, bool]:
-        """The quantile of a prompt's latency, the latency in seconds, and whether it fails. Never changes."""
+        """The quantile of a prompt's latency, the latency in seconds, and whether the prompt fails."""
         dice = Random(f"{self.seed} {number}")
         hard, fails = dice.random(), dice.random() < self.failing
         if not self.spread:
@@ -149,7 +149,7 @@ class Run:
     ages: Counter[int] = field(default_factory=Counter)
     evicted: int = 0
     most: int = 0
-    """Most groups that were outstanding after a dispatch."""
+    """The greatest number of groups that were outstanding after a dispatch."""
     waiting: int = 0
     """Groups in the buffer at the end."""
     in_step: int = 0

@@ -1,4 +1,4 @@
-"""The public names of a package that can be imported here: some need an optional package."""
+"""The public names of a package that can be imported here. Some names need an optional package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments that draw their own prompts, each several times in a row, as environments of datasets do."""
+"""Environments that draw their own prompts. Each prompt is drawn several times in a row."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Ray without processes: actors are objects of this process, and the store is a list.
 
-So laws of actors can be tried on thousands of calls per second.
+Laws of actors can then be tried on thousands of calls per second.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Actor:
         if LOOP.is_running():
             return coroutine
         try:
-            return Stored(LOOP.run_until_complete(asyncio.wait_for(coroutine, 10)))  # with a time limit
+            return Stored(LOOP.run_until_complete(asyncio.wait_for(coroutine, 10)))  # at most 10 s
         except Exception as error:
             return Stored(error=error)
 
@@ -59,7 +59,7 @@ def kill(actor: Actor) -> None:
 @contextmanager
 def ray_here() -> Iterator[Any]:
     """In this context, `import ray` gives this stand-in."""
-    import ray.cloudpickle  # the real one, which packs rows
+    import ray.cloudpickle  # the real module packs rows
 
     here: Any = SimpleNamespace(
         __name__="ray",

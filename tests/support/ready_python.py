@@ -34,7 +34,7 @@ NUMBER = 8  # bytes
 
 
 def ready_python() -> str:
-    """The path of a command like ``python``, which gets the open files, folder and environment of its caller.
+    """The path of a command like ``python``. Programs get the caller's open files, folder and environment.
 
     Its process ends with the process that called this first. If processes cannot be watched, the path is that
     of Python.
@@ -92,7 +92,7 @@ def run(address: str, words: list[str]) -> int:
 def is_passed(fd: int) -> bool:
     try:
         return os.get_inheritable(fd)
-    except OSError:  # the folder that is being listed
+    except OSError:  # the descriptor by which the folder is listed
         return False
 
 
@@ -160,7 +160,7 @@ def begin(words: list[str], environment: dict[str, str]) -> None:
 if __name__ == "ray":
     raylet = os.environ["RAY_RAYLET_PID"]
     address = str(Path(os.environ["HEADRACE_KEPT"], raylet))
-    start(address, int(raylet), os.environ | {"RAY_JOB_ID": "ffffffff"})  # no job: a task brings its own
+    start(address, int(raylet), os.environ | {"RAY_JOB_ID": "ffffffff"})  # a task brings its own job
     of_setup = ("--language=", "--serialized-runtime-env-context=")
     sys.exit(run(address, [word for word in sys.argv[1:] if not word.startswith(of_setup)]))
 

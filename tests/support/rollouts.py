@@ -16,7 +16,7 @@ OVERRIDES = (
 
 
 def make_env(*, prompts: int = 3, group_size: int = 4, failing: float = 0.0, seed: int = 0) -> ReverseEnv:
-    """A quarter of the rollouts fans out, so a group of 4 rollouts is 5 rows … padded to 6 by a half."""
+    """An environment in which some rollouts fan out: they have a second turn."""
     sampler = RepeatSampler(
         1110, group_size=group_size, prompts_per_batch=prompts, seed=seed, remainder="drop"
     )

@@ -34,7 +34,7 @@ PLAIN: dict[str, Any] = {
 
 
 def digits(kind: Any = PreTrainedTokenizerFast) -> Any:
-    """A tokenizer: 0 is padding, 1 the end, 2 to 11 the digits."""
+    """A tokenizer. Token 0 is padding, token 1 the end, and tokens 2 to 11 are the digits."""
     tokens: Any = Tokenizer(models.WordLevel({token: i for i, token in enumerate("_$0123456789")}))
     tokens.pre_tokenizer, tokens.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     return kind(tokenizer_object=tokens, pad_token="_", eos_token="$", padding_side="left")

@@ -93,7 +93,7 @@ def started(words: Sequence[str], folder: Path, *, code: str | None = None) -> I
 
 
 class Client:
-    """Sends requests exactly as given: no path is shortened, no header added."""
+    """Sends requests exactly as given, without shortening paths or adding headers."""
 
     def __init__(self, server: ViewServer):
         self.server, self.address = server, server.address

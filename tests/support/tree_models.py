@@ -1,4 +1,4 @@
-"""Models for rows, packed rows and prefix trees, and the gradient of a loss through each of these."""
+"""Models for rows, packed rows and prefix trees, and gradients of a loss through these models."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class Llama(nn.Module):
 
 
 class Actor(TensorDictModuleBase):
-    """The actor of a loss: gives the distribution of each token in rows, packed rows or trees."""
+    """The actor of a loss. It gives the distribution of each token in rows, packed rows or trees."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model, self.in_keys, self.out_keys = model, [FULL], [LOG_PROBS]
-        self.seen = 0  # tokens that went through the model
+        self.seen = 0  # number of tokens that the model has computed
 
     def get_dist(self, batch: TensorDict, **_) -> LLMMaskedCategorical:
         if "packed_node" in batch.keys():
@@ -131,7 +131,7 @@ def gradient_of(
 
 
 def run_rank(rank: int, world: int) -> dict:
-    """For each scene: how far the gradient over ranks is from that of one process."""
+    """For each scene, the distance of the gradient over ranks from that of one process."""
     found = {}
     for name, rows in scenes().items():
         actor = make_actor("tiny")

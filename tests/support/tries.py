@@ -11,7 +11,7 @@ LOSS, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
 
 
 def dense(rows: list[list[int]], width: int | None = None, side: str = "right") -> TensorDict:
-    """Rows of tokens, padded with 0, which is also a token. About the second half of each row trains."""
+    """Rows of tokens, padded with 0. Token 0 is also sampled. About the second half of each row trains."""
     width = width or max(map(len, rows))
     batch = TensorDict({}, batch_size=[len(rows)])
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)

@@ -35,7 +35,7 @@ from headrace.pipeline import RayAssembler, assembled, load_pipeline
 from headrace.transforms import GroupAssembler, StreamWarning
 
 AT = 12  # number of steps of an environment before its trouble begins
-UPDATE = 3  # number of updates of a worker's weights before its trouble begins in one
+UPDATE = 3  # number of updates of a worker's weights before its trouble begins in an update
 FRAMES = 12
 PATIENCE = 5.0  # seconds
 BOUND = 45.0  # seconds that a cell may take on a machine that starts processes slowly
@@ -44,10 +44,10 @@ ALONE = PATIENCE + 2  # seconds to wait if no error may follow
 
 
 class Found(NamedTuple):
-    """The first report; or the fact that there was none."""
+    """The first report, or that there was no report."""
 
     kind: str
-    """The class of the error or warning; ``ends`` if the training process ended."""
+    """The class of the error or warning, or ``ends`` if the training process ended."""
     words: str
     after: float = 0.0
     """Seconds since the trouble began."""
@@ -60,7 +60,7 @@ class Found(NamedTuple):
 
 
 class At:
-    """Does something at a step, and writes down the time.
+    """Does something at a step, and writes the time to a file.
 
     Args:
         what: what happens; it may return a function that changes the rows of the step.
@@ -124,7 +124,7 @@ class Trouble(NamedTuple):
     what: Callable[..., Any] | None
     again: bool = False
     in_update: bool = False
-    """Whether it happens while the worker takes new weights."""
+    """Whether the fault happens while the worker takes new weights."""
 
 
 TROUBLES: dict[str, Trouble] = {
@@ -181,7 +181,7 @@ class Cell(NamedTuple):
     kind: str
     words: str
     unless_lost: bool = False
-    """Whether the rollout may be lost on the way instead: a slow reader of this source loses rows."""
+    """Whether the rollout may be lost instead, because a slow reader of this source loses rows."""
 
     @property
     def shown(self) -> str:
@@ -316,7 +316,7 @@ def report(stream: Iterator[Any], update: Callable[[], None], trouble: str, begu
                 if not begun.exists():
                     said.clear()
                 mine = [str(each.message) for each in said if issubclass(each.category, StreamWarning)]
-                mine.sort(key=lambda words: LOST in words)  # reports about a slow reader come last
+                mine.sort(key=lambda words: LOST in words)  # these reports go last
                 if mine and (warned is None or warned.words != mine[0]):
                     warned = Found("StreamWarning", mine[0], since(begun))
                 told = warned is not None and LOST not in warned.words
@@ -435,7 +435,7 @@ def look_at_ray(trouble: str) -> Found:
         try:
             while len(list(folder.glob("ready*"))) < len(writers):
                 ended, _ = ray.wait(writers, timeout=0.05)
-                ray.get(ended)  # raises if a writer has failed: no writer may end earlier
+                ray.get(ended)  # raises if a writer has failed or ended too early
             stream = assembler.batches(writers, patience=PATIENCE, worker_patience=PATIENCE)
             threading.Thread(target=start_when_heard, args=(assembler, folder), daemon=True).start()
             policy = OneAction("left")
@@ -453,7 +453,7 @@ def look_at_ray(trouble: str) -> Found:
 
 def look_at_all(place: str, at_once: int = len(TROUBLES)) -> dict[str, Found]:
     """The report of each trouble; `at_once` cells run in parallel."""
-    if place == "Ray":  # one by one: warnings in a process are those of all its threads
+    if place == "Ray":  # one by one, because all threads of a process share its warnings
         return {trouble: look_at_ray(trouble) for trouble in TROUBLES}
     process_context()  # creates the context that the threads share
     look = functools.partial(look_at, place)

@@ -31,9 +31,9 @@ def reward_of(rollout: Tensor, turn: Tensor) -> Tensor:
 class TurnsEnv(EnvBase):
     """A worker's share of the rollouts 0, 1, 2, …; `GROUP_SIZE` neighbours are a group.
 
-    Worker `rank` of `ranks` has each `ranks`-th rollout, so groups are spread over the workers. Its slots
-    take these rollouts in turn, each from its first row to its last. A row's reward follows from its ids,
-    times the action.
+    Worker `rank` of `ranks` has each `ranks`-th rollout, so groups are spread over the workers. The worker's
+    slots take these rollouts in turn, each from its first row to its last. A row's reward is a number that
+    follows from its ids, times the action.
 
     Args:
         rank: number of this worker.
@@ -76,7 +76,7 @@ class TurnsEnv(EnvBase):
             again = tensordict["_reset"].view(SLOTS, 1)
         else:
             again = torch.ones(SLOTS, 1, dtype=torch.bool)
-        again = again & (self._turn > 0)  # a rollout without a row keeps its number
+        again = again & (self._turn > 0)  # a rollout that has no row yet keeps its number
         self._number, self._turn = self._number + again, self._turn.masked_fill(again, 0)
         return self._rows(done=torch.zeros(SLOTS, 1, dtype=torch.bool))
 

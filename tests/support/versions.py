@@ -16,7 +16,7 @@ def with_versions(seed: int, layout: str = "left", rows: int = 8, most: int = 9)
     """Groups of two rollouts of one row. Tokens that were not sampled have meaningless versions."""
     draw = Random(seed)
     tokens = [draw.choices(range(1, 9), k=draw.randint(1, most)) for _ in range(rows)]
-    tokens[0] = tokens[0] + [1] * 20  # so that no column is as narrow as one with a number per row
+    tokens[0] = tokens[0] + [1] * 20  # a column of tokens must be wider than a column of numbers
     batch = ragged(tokens) if layout == "ragged" else dense(tokens, 30, layout)
     batch["rollout_id"], batch["group_id"] = torch.arange(rows), torch.arange(rows) // 2
     batch["next", "reward"] = torch.arange(rows) / 8

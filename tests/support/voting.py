@@ -25,8 +25,8 @@ from headrace.transforms import (
 MASK = ("masks", "all_assistant_mask")
 NAN = float("nan")
 VOTED = {"baseline_of": "votes_only", "scale": "none"}
-# Baselines are of all rollouts, of those that vote only, or of a column. There are one or two rewards; two
-# are decoupled.
+# The baseline is of all rollouts, of those that vote only, or a column. With "decoupled", there are two
+# rewards.
 ADVANTAGES = (
     {"scale": "none"},
     {},
@@ -57,7 +57,7 @@ def drawn(seed: int) -> TensorDict:
     for group in range(draw.randint(1, 5)):
         size = draw.randint(2, 6)
         equal = draw.random() < 0.2
-        missing = draw.random() < 0.2  # one more rollout was dispatched
+        missing = draw.random() < 0.2  # one rollout of the group has no row
         for number in range(size):
             first, votes = number == 0, number == 0 or draw.random() < 0.2
             reward = (
@@ -141,7 +141,7 @@ def advantages_by_loops(rewards: dict, votes: dict, values: dict, options: dict)
 
 
 def by_loops(batch: TensorDict, seed: int) -> tuple[dict, dict]:
-    """The advantage of each row that trains, and the reason of each rollout that does not."""
+    """The advantage of each row that trains, and the reason of each rollout that does not train."""
     options, _, _ = options_of(seed)
     several = options.get("several") == "decoupled"
     rows = list(zip(*(batch[key].tolist() for key in ("group_id", "rollout_id")), strict=True))
@@ -192,7 +192,7 @@ def weights_by_loops(batch: TensorDict, rows: list[int], unit: str) -> dict[int,
 
 
 def found_in(run) -> tuple[dict, dict, list[list[int]]]:
-    """By the row's own number, the advantage and weight of each row; the row numbers of each minibatch."""
+    """The advantage and weight of each row by its number, and the row numbers of each minibatch."""
     advantage, weight, steps = dict[int, float](), dict[int, float](), []
     for part in run.minibatches():
         numbers = part["number"].tolist()

@@ -25,7 +25,7 @@ def shared_buffer(size: int, rows: TensorDict) -> ReplayBuffer:
 
 
 def write_when_told(buffer: ReplayBuffer, pipe: Any) -> None:
-    """Write rows that come through a pipe, and answer each. If a string comes, lock the buffer for good."""
+    """Write rows that come through a pipe, and answer each time. A string means: lock the buffer forever."""
     torch.set_num_threads(1)
     while (rows := pipe.recv()) is not None:
         if isinstance(rows, str):

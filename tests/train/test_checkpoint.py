@@ -98,7 +98,7 @@ def test_the_saved_weights_have_trained_every_group_once(world, tmp_path):
         assert Counter(trained) == dict.fromkeys(expected, 1), seed
 
 
-def test_a_process_killed_while_it_saves_leaves_the_file_before(tmp_path, monkeypatch):
+def test_a_process_killed_while_it_saves_leaves_the_previous_file(tmp_path, monkeypatch):
     weights = Weights()
     checkpoint = Checkpoint(tmp_path, policy=weights)
     weights.groups = [1]
@@ -138,7 +138,7 @@ def test_older_steps_are_kept_and_loaded_on_request(tmp_path):
         checkpoint.load(3)
     assert checkpoint.load(6) == 6
     assert weights.groups == [6]
-    assert checkpoint.load() == 6  # the step after it is of a run that this one replaces
+    assert checkpoint.load() == 6  # the later step is of an earlier run, which this one replaces
 
 
 def test_the_first_step_that_can_be_saved_is_0(tmp_path):

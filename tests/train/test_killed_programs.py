@@ -37,7 +37,7 @@ Ask = Callable[[], dict[str, int]]
 
 
 class AskingEnv(EnvBase):
-    """An environment whose rollouts have one to three turns; each reset asks for the ids of the next."""
+    """An environment whose rollouts have one to three turns. A reset asks for the ids of the next rollout."""
 
     def __init__(self, ask: Ask):
         super().__init__(batch_size=torch.Size([]))
@@ -66,14 +66,14 @@ class AskingEnv(EnvBase):
 
 
 def rollouts_of(draws: Iterator[TensorDict]) -> Iterator[dict[str, int]]:
-    """The ids of each rollout in turn."""
+    """The ids of each rollout, one rollout after another."""
     for draw in draws:
         for row in range(len(draw)):
             yield {name: int(draw[name][row]) for name in IDS}
 
 
 def alone(stream: RolloutStream) -> Collector:
-    """A collector whose environment draws in the training process."""
+    """A collector whose environment draws prompts in the training process."""
     asked = rollouts_of(stream.draws(wait=True, patience=5))
     env = AskingEnv(partial(next, asked))
     return Collector(
@@ -144,7 +144,7 @@ def killed(folder: Path, kills: int, seed: int, *program: Any) -> tuple[list[int
             time.sleep(0.005)
         if number < kills:
             time.sleep(dice.random() * 0.3)
-            with suppress(ProcessLookupError):  # it may have ended in the meantime
+            with suppress(ProcessLookupError):  # the program may have ended in the meantime
                 os.killpg(process.pid, signal.SIGKILL)
         process.join(120)
         if (folder / "over").exists():

@@ -27,7 +27,7 @@ SIZE, GROUPS, PROMPTS = 2, 2, 20
 LOST = 3  # the exit code of a program that lost a writer
 
 
-@ray.remote(max_retries=0, num_cpus=4)  # so that few processes start
+@ray.remote(max_retries=0, num_cpus=4)  # with 4 CPUs for each task, few processes start
 def generate(assembler: RayAssembler, ids: TensorDict, version: int, folder: Path) -> None:
     """Generate a rollout of one to three rows; the worker may be killed before each row."""
     (folder / f"worker_{os.getpid()}").touch()
@@ -106,7 +106,7 @@ def killed(folder: Path, kills: int, seed: int, epochs: int, every: int) -> tupl
 
 
 def lose_a_worker(process: Any, workers: list[int], dice: random.Random, folder: Path) -> None:
-    """Kill workers until one of them was writing: then the program ends with an error that names it."""
+    """Kill workers until the killed one was writing. Then the program ends with an error that names it."""
     for worker in dice.sample(workers, len(workers)):
         try:
             os.kill(worker, signal.SIGKILL)

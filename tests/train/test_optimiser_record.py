@@ -50,7 +50,7 @@ def trained(x, *, microbatches=1, minibatches=1, lr=0.1, **options):
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_numbers_by_hand_for_any_micro_batches(microbatches):
-    """The loss is the mean of w · x over tokens, 2 · 2.5; its gradient the mean of x, 2.5."""
+    """The loss is the mean of w · x over tokens, 2 · 2.5. Its gradient is the mean of x, 2.5."""
     steps, record, loss, _ = trained([1.0, 2.0, 3.0, 4.0], microbatches=microbatches, max_grad_norm=2.0)
     numbers = record.numbers
     assert steps == numbers["optimiser/steps"] == 1
@@ -110,7 +110,7 @@ def test_a_number_the_report_already_has_is_refused():
         make_report(run, numbers={"optimiser/lr": torch.ones(2)})
 
 
-def test_a_number_may_be_a_tensor_and_have_the_other_spelling():
+def test_a_number_may_be_a_tensor_and_its_name_may_be_in_either_spelling():
     _, _, _, run = trained([1.0])
     report = make_report(run, numbers={"optimizer/lr": torch.tensor(0.0)})
     assert [each.name for each in report.advisories] == ["learning-rate-zero"]
@@ -130,7 +130,7 @@ def test_the_command_records_each_step_and_reports_a_zero_rate(tmp_path):
 
 
 def test_a_microbatch_without_tokens_in_the_loss_is_in_no_mean():
-    """If all its rows are masked, a loss that takes a mean over its tokens returns NaN."""
+    """If all rows of a micro-batch are masked, a loss that is a mean over tokens returns NaN."""
     record = OptimiserRecord()
     for entropy, tokens in ((2.0, [3, 1]), (math.nan, [0, 0]), (5.0, [2])):
         record.add_terms(TensorDict({"entropy": torch.tensor(entropy)}), torch.tensor(tokens))

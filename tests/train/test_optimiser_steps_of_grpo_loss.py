@@ -65,8 +65,8 @@ class Noted:
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_grpo_loss_reads_of_a_distribution_what_the_page_says(scene, entropy):
-    """docs/losses.md names log_prob and mask; for the default options also an entropy, or samples for it."""
+def test_grpo_loss_reads_the_attributes_of_a_distribution_on_the_page(scene, entropy):
+    """docs/losses.md names log_prob and mask. The default options also need an entropy, or samples for it."""
     policy, batch = scene
     read, distribution = set[str](), policy.get_dist
     policy.get_dist = lambda rows, logits_key: Noted(distribution(rows), read)
@@ -86,7 +86,7 @@ def test_masked_rows_have_no_gradient_and_are_not_in_the_denominator(scene):
 
 
 def test_masked_rows_leave_a_loss_without_a_loss_mask(scene):
-    """If the loss uses another mask, as under the strategy `sft`, NaN log-probabilities mask the rows."""
+    """With another mask of the loss, such as that of the strategy `sft`, NaN log-probabilities mask rows."""
     policy, batch = scene
     masked = SampleFilter(criterion=halve, loss_mask_key=("masks", "absent"))(batch)
     assert torch.equal(masked["masks", "all_assistant_mask"], batch["masks", "all_assistant_mask"])
@@ -144,7 +144,7 @@ def test_a_loss_without_weights_is_refused_unless_reduce_is_set(scene):
 
 
 def test_a_sum_of_means_refuses_weighted_rows(scene):
-    """A mean would ignore the weights. Rows whose weights are folded into the advantage have none."""
+    """A mean would ignore the weights. Rows with weights folded into the advantage have no loss weights."""
     policy, batch = scene
     loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
@@ -169,7 +169,7 @@ def test_a_nan_gradient_takes_no_step(scene):
 
 
 def test_token_terms_sum_to_the_loss(scene):
-    """GRPOLoss divides its KL terms by all positions, the others by tokens."""
+    """GRPOLoss divides its KL terms by all positions, and its other terms by tokens."""
     policy, batch = scene
     batch["next", "ref_log_probs", "full"] = batch["log_probs", "full"].nan_to_num() - 0.3
     options = {"masking_strategy": "generic", "kl_to_ref_coeff": 0.1}

@@ -81,26 +81,26 @@ def test_a_killed_program_trains_the_groups_of_one_that_runs_through(
             if number == kill or step >= STEPS:
                 break
         program.stream.shutdown()
-        del program  # and its journal
+        del program  # closes the journal
     last = Program(folder, **options)
     assert last.checkpoint.load() >= STEPS
     assert last.weights.trained[:STEPS] == alone
 
 
-def test_a_state_that_comes_after_the_collector_is_refused_with_the_right_order(tmp_path):
-    """By then the collector has drawn prompts."""
+def test_a_state_loaded_after_the_collector_is_refused_with_the_right_order(tmp_path):
+    """The collector has drawn prompts when it is constructed."""
     first = Program(tmp_path)
     next(first.steps(every=1))
     first.stream.shutdown()
     second = Program(tmp_path)
-    assert second.stream.source is not None  # made now
+    assert second.stream.source is not None  # the collector is made here
     with pytest.raises(ValueError, match=r"load the state before draws\(\).*source=make"):
         second.checkpoint.load()
     second.stream.shutdown()
 
 
-def test_an_environment_that_draws_too_far_ahead_is_told(tmp_path):
-    """A collector draws the next prompts before it returns a batch, so nothing could make room for them."""
+def test_an_environment_that_draws_too_far_ahead_is_refused(tmp_path):
+    """A collector draws the next prompts before it returns a batch, so no step could make room for them."""
     program = Program(tmp_path, ahead=0)
     with pytest.raises(StalledError, match=r"No capacity to dispatch 2 groups for 0\.2 s"):
         next(program.steps(every=1))

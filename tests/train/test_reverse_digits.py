@@ -15,7 +15,7 @@ def text_of(ids: torch.Tensor) -> str:
     return "".join(digits.token_texts(ids.tolist()))
 
 
-def test_a_revision_is_asked_for_with_the_prompt_and_the_draft():
+def test_the_prompt_of_a_revision_has_the_prompt_and_the_draft():
     """A draft without an end has four digits."""
     dice, asked = random.Random(0), digits.prompts()
     numbers = dice.sample(range(len(asked)), 50)
@@ -30,7 +30,7 @@ def test_a_revision_is_asked_for_with_the_prompt_and_the_draft():
         assert text_of(row) == f"{text_of(asked[number])}{draft}{end} Again: "
 
 
-def test_an_answer_is_the_prompt_backwards_and_only_it_is_graded_with_1():
+def test_only_the_reversed_prompt_gets_the_grade_1():
     asked, answers = digits.prompts(), digits.answers()
     for prompt, answer in zip(asked, answers, strict=True):
         assert text_of(answer) == f"{text_of(prompt).removesuffix(' backwards? ')[::-1]}."

@@ -88,7 +88,7 @@ def test_group_and_rollout_ids_never_repeat(drawn, **options):
 
 @st.composite
 def shared(draw) -> tuple[int, dict]:
-    """Draw the number of ranks, and the options of their samplers."""
+    """Draw a number of ranks, and the options of their samplers."""
     options = draw(st.fixed_dictionaries(SHAPES)) | {"remainder": "uneven"}
     ranks = draw(st.integers(1, 3))
     options["prompts_per_batch"] *= ranks
@@ -103,8 +103,8 @@ def of_ranks(ranks: int, options: dict) -> list[RepeatSampler]:
 
 
 @given(shape=shared())
-def test_ranks_sample_together_what_one_process_samples_with_the_same_ids(shape):
-    """This holds batch by batch over epochs, and for samples as indices without ids."""
+def test_ranks_together_sample_the_prompts_and_ids_of_one_process(shape):
+    """The law holds batch by batch over epochs, and for samples that are indices without ids."""
     ranks, options = shape
     samplers, alone = of_ranks(ranks, options), RepeatSampler(**options)
     streams = [sampler.draws() for sampler in [alone, *samplers]]
@@ -140,7 +140,7 @@ def test_a_state_of_another_rank_is_refused():
 
 
 def test_a_prompt_without_rows_is_detected_by_its_neighbours():
-    """This holds over epochs, for samples taken ahead, and for a restored or new sampler."""
+    """The law holds over epochs, for samples taken ahead, and for a restored or new sampler."""
     options = {"group_size": 2, "prompts_per_batch": 3, "remainder": "uneven"}
     sampler = RepeatSampler(8, **options)
     batches = list(islice(sampler.draws(), 7))

@@ -1,4 +1,4 @@
-"""TorchRL's trainers with a pipeline in them."""
+"""TorchRL's trainers run a pipeline as a hook."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_an_incompatible_trainer_is_refused_on_registration(hook, options, messa
 
 
 class OldPolicy(nn.Module):
-    """Adds log-probabilities of the policy at the start of the step, close to those of the sampler."""
+    """A transform that adds log-probabilities of the policy at the start of the step, near the sampler's."""
 
     in_keys = (("log_probs", "full"),)
     out_keys = (("old_log_probs", "full"),)

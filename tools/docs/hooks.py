@@ -1,8 +1,8 @@
 """Hooks of `mkdocs build`: pages from outside docs/, links to the source, llms.txt.
 
-Links in docs/ are paths in the repository, so that they work there, too. On the site, a link to a file
-outside docs/ goes to a page that shows this file. Three files at the root have their own pages; other files
-and folders get a source page.
+Links in docs/ are paths in the repository, so that they work in the repository, too. On the site, a link to a
+file outside docs/ goes to a page that shows this file. Three files at the root have pages of their own. Other
+files and folders get a source page.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def page_of(path: str) -> str:
 
 
 def resolved(source: str, target: str) -> str | None:
-    """The repository path that a link leads to; None if nothing is there. mkdocs then reports the link."""
+    """The repository path that a link leads to. If this is None, mkdocs reports the link."""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
     return path if not path.startswith("..") and (ROOT / path).exists() else None
 

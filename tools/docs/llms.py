@@ -15,7 +15,7 @@ NO_PROSE = (
     "- ",
     ":::",
     "*A headrace",
-)  # headings, tables, pictures, lists, entries, the motto
+)  # headings, tables, pictures, lists and other text that is no sentence
 
 
 class SitePage(NamedTuple):
@@ -59,7 +59,7 @@ def index(name: str, about: str, pages: list[SitePage]) -> str:
 
 
 def full(pages: list[SitePage]) -> str:
-    """The text of all pages. In pages of the API, docstrings replace the references to them."""
+    """The text of all pages. In pages of the API, docstrings replace the references to their objects."""
     entry = re.compile(r"^::: (\S+)$(?:\n    .*)*", re.MULTILINE)
     return "\n\n".join(entry.sub(lambda found: described(found[1]), page.text) for page in pages)
 

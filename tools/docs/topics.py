@@ -26,7 +26,7 @@ INNER = {
     *("report_columns", "said_of_failed", "show_pipeline"),
 }
 
-SHOWN = (  # in this order
+SHOWN = (  # the order of the listings
     *("stages", "functions", "criteria", "loss-rows", "pipeline", "collect", "reports", "sources", "certify"),
     "own-parts",
 )
@@ -133,7 +133,7 @@ def entries_by_topic() -> dict[str, list[str]]:
 
 
 def entry_of(path: str, thing: Any) -> str:
-    """The full name of a public object. If a module has its name, this is where the object is defined."""
+    """The full name of a public object. If a module has the same name, it is the path of the definition."""
     hidden = path in sys.modules and not inspect.ismodule(thing)
     return f"{thing.__module__}.{thing.__qualname__}" if hidden else path
 
