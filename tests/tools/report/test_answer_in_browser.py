@@ -140,6 +140,8 @@ def test_each_number_names_its_steps(look):
     assert page.texts("#answer .range") == ["curve: 60 of 600 steps, steps 0 to 59"] * 6
     assert page.seen("#totals") == "All 600 steps, 0 to 59: 11,370 of 16,000 rows (71 %) were in the loss."
     assert page.seen("#of") == "5 of 600 steps are on this page"
+    assert look(run, width=390).seen("#of") == "5 of 600 steps are on this page"
+    assert page.driver.execute_script("return document.documentElement.scrollWidth") <= 390
     page.choose("number", "31")
     assert page.seen("#elsewhere").startswith("Step 31 is not on this page: 5 of 600 steps are on this page.")
     page.choose("number", "30")

@@ -162,6 +162,16 @@ def test_on_a_narrow_screen_a_button_leads_to_the_rows_of_the_other_run(open_vie
     assert page.seen("#rows .panel:first-child .jump") == ""
 
 
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_shadow_below_the_head_of_the_steps_shows_that_there_are_steps_above(open_view, width):
+    page = open_view("#view=steps&step=2", width=width)
+    box = "const box = document.querySelector('#steps .scroll'); box.style.maxHeight = '80px'; "
+    shadow = "return getComputedStyle(box.querySelector('thead th'), '::after').backgroundImage"
+    for top, shown in ((20, True), (0, False)):
+        page.driver.execute_script(f"{box} box.scrollTop = {top}")
+        until(lambda: "gradient" in page.driver.execute_script(box + shadow), shown)
+
+
 def test_malicious_and_long_texts_are_shown_as_text(open_view, folders):
     page = open_view("#view=steps&step=0&order=row+ascending")
     rows = pq.read_table(folders[0] / "rollouts" / "step_00000000.parquet").to_pylist()

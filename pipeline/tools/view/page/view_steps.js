@@ -68,6 +68,7 @@ export function drawSteps(runs, lines) {
   const head = h("tr", {}, h("th", { scope: "col" }, "step"), heads, last);
   const table = h("table", { class: two ? "plain two" : "plain" }, h("thead", {}, head), h("tbody", {}, body));
   const box = h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "List of steps" }, table);
+  box.addEventListener("scroll", () => box.classList.toggle("above", box.scrollTop > 0));
   byId("steps").querySelector(".body").replaceChildren(box);
 }
 
