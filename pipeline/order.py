@@ -167,6 +167,24 @@ def check_column_names(stages: Mapping[str, Any], columns: Mapping[str, Any], ow
                     )
 
 
+def check_advantage(stages: Mapping[str, Any], key: Any) -> None:
+    """Refuse a stage named ``advantage`` that declares its columns without the advantage.
+
+    The loss would read another advantage, such as one that came with the batch, or none.
+
+    Raises:
+        ValueError: there is such a stage; the message names its columns.
+    """
+    stage = stages.get("advantage")
+    if key not in (written := getattr(stage, "out_keys", [key])):
+        raise ValueError(
+            f"the stage 'advantage' must write the column {key!r}, which the loss reads; its out_keys are "
+            f"{[*written]}. If the batch brings its advantages, or your loss reads none, remove the stage "
+            "(pipeline.stages.advantage=null, in Python stages={'advantage': None}), and add yours under "
+            "another name"
+        )
+
+
 OF_THE_SAMPLER = ("log_prob", ("log_probs", "full"))  # stages may read it, also if the loss does not
 
 

@@ -51,7 +51,15 @@ from headrace.transforms.table.votes import drop_votes_only, note_votes_only
 from .account_keys import KEYS, Asked, Keys
 from .callables import run_callable
 from .halves import Half, check_half, check_place, make_halves
-from .order import Places, arrange, check_column_names, check_comparison, check_order, index_of_split
+from .order import (
+    Places,
+    arrange,
+    check_advantage,
+    check_column_names,
+    check_comparison,
+    check_order,
+    index_of_split,
+)
 from .report_notes import note_advantage, note_carried, note_collected, texts_with_carried
 from .run import LastRun, Run
 from .stage import StageError, Stages, check_callable
@@ -178,6 +186,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
             raise ValueError(f"report_keys must be among {', '.join(KEYS)}; got {', '.join(unknown)}")
         ids = {"rollouts": self.rollout_key, "groups": self.group_key}
         self._keys = Keys.of(arranged.values(), self.loss_mask_key, self.log_prob_key, ids, self.report_keys)
+        check_advantage(arranged, self._keys.found["advantage"][0])
         self.asked = Asked.of([self, *arranged.values()], self._keys)
         self._half: Half | None = None  # None: this pipeline is not a half
         LastRun.__init__(self)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from busy import stages
 from composed import composed
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
-from headrace.pipeline import Pipeline
+from headrace.pipeline import ConfigError, Pipeline, load_pipeline
 from headrace.pipeline.order import arrange, with_places
 from headrace.transforms import (
     FanOutCollapse,
@@ -194,3 +196,61 @@ def test_the_error_for_excluding_after_the_advantage_names_the_accepted_actions(
         pipeline("exclude")
     for action in ("mask", "drop"):
         assert pipeline(action).order[-1] == "late"
+
+
+# -- the advantage that the loss reads ---------------------------------------------------------------------
+
+
+class Declares(torch.nn.Module):
+    """A stage that declares what it writes."""
+
+    def __init__(self, *columns):
+        super().__init__()
+        self.in_keys, self.out_keys = [("next", "reward")], [*columns]
+
+    def forward(self, batch):
+        return batch.copy().update({key: torch.ones(len(batch), 1, 1) for key in self.out_keys})
+
+
+def four():
+    rows = {("next", "reward"): torch.tensor([0.0, 1, 0, 1]), "expected_rollouts": torch.full((4,), 4)}
+    rows["masks", "all_assistant_mask"] = torch.ones(4, 2).bool()
+    return TensorDict(
+        rows | {"group_id": torch.zeros(4).int(), "rollout_id": torch.arange(4)}, batch_size=[4]
+    )
+
+
+def test_a_stage_in_place_of_the_advantage_must_write_it():
+    said = (
+        r"must write the column 'advantage', which the loss reads; its out_keys are \['mine'\]. If the batch"
+    )
+    with pytest.raises(ConfigError, match=said):
+        load_pipeline("grpo", stages={"advantage": Declares("mine")})
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [Declares("advantage"), lambda batch: batch.copy().set("advantage", torch.ones(len(batch), 1, 1))],
+)
+def test_a_stage_of_yours_may_write_the_advantage(stage):
+    run = load_pipeline("grpo", stages={"advantage": stage}).run(four())
+    assert run.batch["advantage"].flatten().tolist() == [1.0] * 4
+
+
+def test_a_stage_named_advantage_may_change_that_of_an_earlier_stage():
+    twice = {"first": GroupRelativeAdvantage(scale="none"), "advantage": lambda batch: doubled(batch.copy())}
+    assert Pipeline(twice).run(four()).batch["advantage"].flatten().tolist() == [-1.0, 1.0, -1.0, 1.0]
+    same = {"first": GroupRelativeAdvantage(scale="none"), "advantage": lambda batch: batch}
+    assert Pipeline(same).run(four()).batch["advantage"].flatten().tolist() == [-0.5, 0.5, -0.5, 0.5]
+
+
+def doubled(batch):
+    return batch.set("advantage", 2 * batch["advantage"])
+
+
+def test_a_pipeline_without_a_stage_for_the_advantage_is_allowed():
+    """The rows may bring their advantages, or the loss may read none."""
+    pipeline = load_pipeline("grpo", stages={"advantage": None})
+    assert "advantage" not in pipeline.run(four()).batch.keys()
+    brought = four().set("advantage", torch.full((4, 1, 1), 2.0))
+    assert pipeline.run(brought).batch["advantage"].flatten().tolist() == [2.0] * 4

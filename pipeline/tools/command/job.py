@@ -60,6 +60,13 @@ def train(config: DictConfig, output: Path) -> float:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     components = _instantiate_components(config, device)
+    stages = pipeline.stages
+    key = getattr(getattr(components["loss"], "tensor_keys", None), "advantage", None)
+    if key is not None and not any(key in getattr(each, "out_keys", [key]) for each in stages.values()):
+        raise ConfigError(
+            f"no stage writes the column {key!r}, which the loss reads; the stages are {', '.join(stages)}. "
+            "Add one, such as the usual stage 'advantage', or train with a loss that does not read it"
+        )
     env, steps = components["env"], config.train.steps
     for stage in pipeline.stages.values() if getattr(env, "whole_draws", False) else ():
         if FINISHED in getattr(stage, "out_keys", ()) and getattr(stage, "expected_groups", ()) is None:
