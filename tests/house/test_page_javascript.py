@@ -11,10 +11,12 @@ from typing import is_typeddict
 import pages
 import pytest
 import torch
-from busy import busy_batch, stages
+from busy import MASK, busy_batch, stages
+from tensordict import TensorDict
 
-from headrace.pipeline import Pipeline, make_report
+from headrace.pipeline import Pipeline, ReportFolder, load_pipeline, make_report, page_data
 from headrace.pipeline.tools.report import html, page_schema
+from headrace.pipeline.tools.view.stored_run import StoredRun
 from headrace.transforms import LossWeight, ShuffleSplit
 
 pytestmark = pytest.mark.slow
@@ -46,7 +48,7 @@ WORDS = {
     "run": ("PageRun",),
     "failed": ("PageFailed",),
 }
-ADDED = {"group": {"members"}}
+ADDED = {"group": {"members", "spread"}}
 
 
 def listed_units() -> set[str]:
@@ -191,15 +193,68 @@ def test_bins_have_round_bounds_and_hold_each_rollout_once(node):
 
 
 def test_groups_are_sorted_by_spread(node):
-    """The widest spread comes first, and groups of equal rewards last. Equal spreads are sorted by id."""
-    ids, spread = [7, 2**60, 3, 2**60 + 1, 5, 9], [0.5, 0.25, 0.0, 0.25, None, 0.5]
-    rows = [row for group in ids for row in pages.rollouts_of(group, [0.0, 1.0])]
-    run = pages.run_of(pages.step_of(rows))
-    run["steps"][0]["groups"]["reward_std"] = spread
-    data = json.dumps(html.plain(run))
+    """The greatest range of rewards comes first. Equal ranges are sorted by id."""
+    spread = {7: 0.5, 2**60: 0.25, 3: 0.0, 2**60 + 1: 0.25, 9: 0.5}
+    rows = [row for group, above in spread.items() for row in pages.rollouts_of(group, [0.5, 0.5 + above])]
+    data = json.dumps(html.plain(pages.run_of(pages.step_of(rows))))
     shown = node(f"""
         import {{ chosen, modelOf }} from "./model.js";
         const lines = chosen(modelOf({data}.steps[0]), {{ sort: "std", filter: "all" }});
         console.log(JSON.stringify(lines.map(({{ group }}) => String(group.id))));
     """)
-    assert shown == [str(group) for group in (7, 9, 2**60, 2**60 + 1, 3, 5)]
+    assert shown == [str(group) for group in (7, 9, 2**60, 2**60 + 1, 3)]
+
+
+def test_the_page_and_the_viewer_show_groups_that_teach_in_one_order(node, tmp_path):
+    """Rollouts have several rows, fail, are truncated, have no token or no reward, or leave at a filter."""
+    random, folder, steps = torch.Generator().manual_seed(0), tmp_path / "run", []
+
+    def draw(most: int, size: int) -> torch.Tensor:
+        return torch.randint(most, (size,), generator=random)
+
+    pipeline = load_pipeline(
+        *(
+            "pipeline=grpo",
+            "~pipeline.stages.split",
+            "~pipeline.stages.weight",
+            "pipeline.masked_log_prob=keep",
+        ),
+        group_size=3,
+        on_incomplete="keep",
+        min_rollouts=2,
+        missing="mask",
+        reward="sum",
+        stages={"filter": {"also": "not_truncated"}, "gate": {"status_key": "status"}},
+    )
+    with ReportFolder(folder, every=None) as run:
+        for number in range(6):
+            rollouts = 60
+            rows = torch.arange(rollouts).repeat_interleave(1 + draw(2, rollouts))
+            reward = draw(4, len(rows)) / 10 + draw(2, rollouts)[rows] / 3
+            reward[draw(20, rollouts)[rows] == 0] = torch.nan
+            batch = TensorDict(
+                {
+                    "group_id": 1000 - (rows // 3) * 7,
+                    "rollout_id": rows,
+                    ("next", "reward"): reward,
+                    "status": torch.tensor([0, 0, 0, 0, 1, 2, 3])[draw(7, rollouts)[rows]],
+                    MASK: draw(9, rollouts)[rows, None] > torch.zeros(4),
+                },
+                batch_size=[len(rows)],
+            )
+            run.add(report := make_report(pipeline.run(batch), step=number, batch=batch))
+            steps.append(page_data([report], title="")["steps"][0])
+    (tmp_path / "steps.json").write_text(json.dumps(steps))
+    page = node("""
+        import { readFileSync } from "node:fs";
+        import { chosen, modelOf } from "./model.js";
+        const order = (step) => chosen(modelOf(step), { sort: "std", filter: "all" });
+        const steps = JSON.parse(readFileSync("steps.json"));
+        console.log(JSON.stringify(steps.map((step) => order(step).map(({ group }) => group.id))));
+    """)
+    stored = StoredRun(folder)
+    for number, order in enumerate(page):
+        shown = stored.rows(number, count=200)
+        place = [name for name, _ in shown["columns"]].index("group_id") + 1
+        assert order == [int(each) for each in dict.fromkeys(row[place] for row in shown["rows"])]
+        assert order != sorted(order)

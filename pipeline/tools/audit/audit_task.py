@@ -15,7 +15,14 @@ from tensordict import TensorDictBase
 
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.tools.dumps import DumpSteps, TaskResult, open_configured, print_files, write_files
-from headrace.pipeline.tools.report import FittedColumn, FittedTable, as_html, json_text, plain_page
+from headrace.pipeline.tools.report import (
+    FittedColumn,
+    FittedTable,
+    as_html,
+    json_text,
+    plain_page,
+    read_recipe,
+)
 from headrace.pipeline.tools.report.html import read
 from headrace.pipeline.wording import printable
 from headrace.spelling import suggest
@@ -114,7 +121,7 @@ def audit_dump(
     source = open_configured(OmegaConf.merge(config, dispatched))  # type: ignore[arg-type]
     source.keeps_oversized = True
     results = {name: CheckResult(name, title) for name, (title, _) in CHECKS.items()}
-    steps, rows, refused, unlike = 0, 0, 0, list[LoggedRows]()
+    steps, rows, refused, differing, unlike = 0, 0, 0, 0, list[LoggedRows]()
 
     def checked(number: int, batch: TensorDictBase) -> tuple[TensorDictBase, AuditedStep, list[CheckOutcome]]:
         how: dict[str, Any] = {"group_size": size, "unsaid": source.unsaid}
@@ -127,11 +134,12 @@ def audit_dump(
         before = len(results["advantages"].findings)
         for result, outcome in zip(results.values(), outcomes, strict=True):
             result.add(outcome)
-        if len(results["advantages"].findings) > before and sum(len(each.logged) for each in unlike) < MOST:
-            unlike += _logged_rows(step, batch)
+        if len(results["advantages"].findings) > before and (differ := _logged_rows(step, batch)):
+            differing += 1
+            unlike += differ * (sum(len(each.logged) for each in unlike) < MOST)
         steps, rows = steps + 1, rows + len(batch)
     if unlike:
-        results["advantages"].hint = explain_logged(unlike)
+        results["advantages"].hint = explain_logged(unlike, of=differing)
     named = [each.partition("=")[2] for each in overrides if each.startswith("pipeline=")]
     recipe, found = named[-1] if named else "grpo", sum(len(each.findings) for each in results.values())
     head = {
@@ -141,6 +149,10 @@ def audit_dump(
         "steps": steps,
         "rows": rows,
     }
+    own = read_recipe(source.files[0].parent) if source.format == "headrace" else ""
+    if own not in ("", recipe):
+        recorded = f"the run has recorded the recipe pipeline={own}{source.advice}"
+        results["advantages"].hint += f"{'; ' * bool(unlike)}{recorded}"
     notices, failed = read.said, [each._asdict() for each in read.failed]
     verdict = verdict_of(results, source.format)
     report = head | {"verdict": verdict, "findings": found, "notices": notices, "failed_steps": failed}

@@ -19,6 +19,7 @@ from headrace.transforms.table.schema import MINIBATCH, NO_LENGTHS
 
 MOST = 2**14  # the first steps are compared, until they have this many rows
 SHOWN = 4  # matching recipes that are named
+PLAIN = ("grpo", "dr_grpo", "rloo")  # compared before those of the frameworks
 CLOSE = 1e-6  # recipes within this distance match equally well, for advantages of about 1
 
 
@@ -59,24 +60,26 @@ class LoggedAdvantages:
         )
         if agree == 1:
             return f"{head}."
-        seen = len(self.steps)
-        steps = f"at the first {seen:,} of {self.taken:,} steps " if seen < self.taken else ""
-        return f"{head}; {steps}{explain_logged(self.steps)}."
+        return f"{head}; {explain_logged(self.steps, of=self.taken)}."
 
 
-def explain_logged(steps: Sequence[LoggedRows]) -> str:
-    """Name the recipes of frameworks that compute these advantages, or the nearest recipe."""
+def explain_logged(steps: Sequence[LoggedRows], *, of: int) -> str:
+    """Name the recipes that compute these advantages, or the nearest recipe.
+
+    Args:
+        steps: the steps to compare.
+        of: the number of steps with logged advantages.
+    """
     logged = np.concatenate([step.logged for step in steps])
     close = tolerance(logged)
-    names, least = nearest(
-        {name: distance_from_recipe(steps, name) for name in recipes() if name.startswith("as/")},
-        close / AGREE,
-    )
+    tried = [*PLAIN, *(name for name in recipes() if name.startswith("as/"))]
+    names, least = nearest({name: distance_from_recipe(steps, name) for name in tried}, close / AGREE)
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     named = ", ".join(names[:SHOWN]) + more
+    some = f" (compared: the first {len(logged):,} rows, {len(steps):,} of {of:,} steps)" * (len(steps) < of)
     if least <= close:
-        return f"they are those of {named}, within {least:.1g}"
-    return f"they match no framework's recipe; the nearest, {named}, differs by {least:.2g}"
+        return f"they are those of {named}, within {least:.1g}{some}"
+    return f"they match none of {len(tried)} recipes; the nearest, {named}, differs by {least:.2g}{some}"
 
 
 def distance_from_recipe(steps: Sequence[LoggedRows], name: str) -> float:

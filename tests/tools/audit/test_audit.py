@@ -395,7 +395,7 @@ def test_the_recipe_that_gives_the_logged_advantages_is_named(tmp_path):
     text, checks = audited(path, tmp_path, *AS_TRL)
     assert set(found(checks)) == {"advantages"}
     assert "8 of 8 advantages are not those of the recipe: row 0 (rollout 1) 0.5625, by the recipe 1." in text
-    assert "they are those of as/" in checks["advantages"]["hint"]
+    assert "they are those of " in checks["advantages"]["hint"]
 
 
 def test_masked_rollouts_are_not_checked_if_the_recipe_counts_them(tmp_path):
@@ -791,3 +791,16 @@ def test_groups_by_row_order_leave_three_checks_unmade(tmp_path):
     _, checks = audited(path, tmp_path, *words, "source.group_size=8")
     assert list(found(checks)) == ["signs"]
     assert checks["signs"]["findings"][0]["rows"] == [9]
+
+
+def test_an_audit_of_a_run_of_headrace_names_the_recorded_recipe_if_it_audits_another(tmp_path):
+    headrace_here(tmp_path, "pipeline=rloo", "train.steps=2", "hydra.run.dir=run", "report.html=false")
+    hint = "the run has recorded the recipe pipeline=rloo. The run that wrote it set pipeline.stages."
+    _, checks = audited(tmp_path / "run", tmp_path / "other")
+    assert hint in checks["advantages"]["hint"]
+    options = (
+        checks["advantages"]["hint"].partition("the recipe ")[2].replace(". The run that wrote it set", "")
+    )
+    _, checks = audited(tmp_path / "run", tmp_path / "own", *options.split())
+    assert found(checks) == {}
+    assert checks["advantages"]["hint"] == ""

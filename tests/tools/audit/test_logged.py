@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 
 import numpy as np
@@ -87,8 +88,8 @@ def composed_once(monkeypatch):
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_the_framework_is_recognised_by_its_convention(name):
-    said = logged.explain_logged([rows(FRAMEWORKS[name], ours=against_others)])
-    assert said.startswith("they are those of as/"), said
+    said = logged.explain_logged([rows(FRAMEWORKS[name], ours=against_others)], of=1)
+    assert said.startswith("they are those of "), said
     near = logged.distance_from_recipe([rows(FRAMEWORKS[name])], f"as/{name}")
     assert near < 1e-5
     others = [each for each in FRAMEWORKS if FRAMEWORKS[each] is FRAMEWORKS[name] and each < name]
@@ -100,7 +101,7 @@ def test_advantages_that_are_whitened_over_the_tokens_of_a_step_are_those_of_are
     mean = sum(a * t for a, t in zip(step.logged, TOKENS, strict=True)) / sum(TOKENS)
     squares = sum(t * (a - mean) ** 2 for a, t in zip(step.logged, TOKENS, strict=True))
     white = (step.logged - mean) / ((squares / (sum(TOKENS) - 1)) ** 0.5 + 1e-5)
-    said = logged.explain_logged([step._replace(logged=white)])
+    said = logged.explain_logged([step._replace(logged=white)], of=1)
     assert said.startswith("they are those of as/areal, within "), said
 
 
@@ -108,7 +109,8 @@ def test_advantages_that_are_whitened_over_the_tokens_of_a_step_are_those_of_are
 def test_the_recognised_recipe_does_not_depend_on_the_unit_of_the_reward(unit):
     """An absolute tolerance of 1e-4 would accept any advantages of 1e-5."""
     rewards = {group: [unit * reward for reward in members] for group, members in REWARDS.items()}
-    assert "they are those of as/prime_rl" in logged.explain_logged([rows(centred, scaled(0), rewards)])
+    said = logged.explain_logged([rows(centred, scaled(0), rewards)], of=1)
+    assert said.startswith("they are those of dr_grpo, as/prime_rl"), said
 
 
 def test_a_comparison_of_some_steps_says_how_many_it_compared(monkeypatch):
@@ -117,12 +119,21 @@ def test_a_comparison_of_some_steps_says_how_many_it_compared(monkeypatch):
     for each in (rows(centred, against_others), rows(against_others, against_others)):
         monkeypatch.setattr(logged, "logged_rows", lambda _, each=each: each)
         seen.add(None)
-    assert "; at the first 1 of 2 steps they are those of as/prime_rl" in seen.said
+    assert "; they are those of dr_grpo, as/prime_rl" in seen.said
+    assert seen.said.endswith(" (compared: the first 16 rows, 1 of 2 steps).")
 
 
 def test_the_nearest_recipe_is_named_if_none_matches():
-    said = logged.explain_logged([rows(lambda g: [r * r for r in g], centred)])
-    assert said.startswith("they match no framework's recipe; the nearest, as/")
+    said = logged.explain_logged([rows(lambda g: [r * r for r in g], centred)], of=1)
+    assert re.match(r"they match none of \d+ recipes; the nearest, \w+", said)
+
+
+def test_four_matching_recipes_are_named_and_the_plainest_first():
+    said = logged.explain_logged([rows(scaled(1e-6), centred)], of=1)
+    names = said.removeprefix("they are those of ").partition(", within")[0].partition(" and ")[0].split(", ")
+    assert len(names) == 4
+    assert names[0] == "grpo"
+    assert re.search(r" and \d+ more, within ", said)
 
 
 def test_the_numbers_of_logged_advantages_equal_numbers_by_hand():
@@ -160,7 +171,7 @@ def test_a_replay_of_a_trl_dump_names_the_recipe_of_its_advantages(tmp_path):
     path = trl_dump(tmp_path / "completions.parquet", **columns)
     text = replayed(path, tmp_path, "source.group_by=prompt", "pipeline=rloo")
     assert "logged advantages: 16 rows have one, " in text
-    assert "they are those of as/trl, within " in text
+    assert re.search(r"they are those of (\w+, )*as/trl, within ", text)
     ((_, batch),) = open_dump(tmp_path / "out" / "rollouts")
     assert "logged_advantage" in batch.keys()
     text = replayed(path, tmp_path / "again", "source.group_by=prompt", "pipeline=as/trl")

@@ -19,7 +19,10 @@ function makeModel(step) {
   const rows = linesOf(step.rows);
   for (const row of rows) placeRow(groups, row);
   const all = [...groups.values()];
-  for (const group of all) group.members = [...group.members.values()].map(withSummary);
+  for (const group of all) {
+    group.members = [...group.members.values()].map(withSummary);
+    group.spread = spreadOf(group);
+  }
   const texts = rows.some((row) => row.response || row.by_token?.texts);
   return { rows, groups: all, texts };
 }
@@ -54,13 +57,18 @@ export function compareIds(a, b) {
   return x < y ? -1 : x > y ? 1 : 0;
 }
 
-// Whether a group moves the policy: its rewards differ, and a rollout of it is in the loss.
-const teaches = (group) => !group.zero_variance && group.members.some((rollout) => rollout.trained);
+// The range of the rewards in the loss, by which groups that teach come first; -1: no row is in the loss. The
+// viewer has the same rule, by_teaching in view/stored_run.py.
+function spreadOf(group) {
+  const trained = group.members.flatMap((rollout) => rollout.rows.filter((row) => !row.reason));
+  const [low, high] = extent(trained.map((row) => row.reward)) ?? [1, 0];
+  return high - low;
+}
 
 const orders = {
   id: () => 0,
   mean: (a, b) => (a.reward_mean ?? Infinity) - (b.reward_mean ?? Infinity),
-  std: (a, b) => teaches(b) - teaches(a) || (b.reward_std ?? -1) - (a.reward_std ?? -1) || orders.mean(a, b),
+  std: (a, b) => b.spread - a.spread,
   lag: (a, b) => (b.staleness ?? -1) - (a.staleness ?? -1),
 };
 
