@@ -404,7 +404,7 @@ class Remedy(NamedTuple):
             for each, path in paths.items()
         ):
             return None
-        if (added := added_parts(self.overrides)) and added <= words_of(setup.config):
+        if (added := added_parts(self.overrides)) and added <= part_words(setup.config):
             return None
         if {"task", "pipeline"} & {*paths.values()}:
             return self
@@ -425,12 +425,12 @@ def added_parts(overrides: str) -> frozenset[tuple[str, str, str]]:
         frozenset()
     """
     typed = [each for each in overrides.split() if each.startswith("pipeline")]
-    added = words_of(compose_config("load", *for_hydra(typed))) - words_of(compose_config("load"))
+    added = part_words(compose_config("load", *for_hydra(typed))) - part_words(compose_config("load"))
     new = {word for word in added if (word[0], "_target_", word[0]) in added}
     return frozenset(new or (added if overrides.startswith("pipeline=") else ()))
 
 
-def words_of(config: DictConfig) -> set[tuple[str, str, str]]:
+def part_words(config: DictConfig) -> set[tuple[str, str, str]]:
     """The options of all stages, criteria and terms that are words: class, option and value of each."""
     stages = OmegaConf.select(config, "pipeline.stages")
     complete_stages(pipeline := OmegaConf.create({"stages": stages}, flags={"allow_objects": True}))
