@@ -160,6 +160,10 @@ def test_log_probabilities_of_transformers_wrapper_are_ignored():
     zeros[0] -= 1  # if one first token has another value, the column is kept
     found = DenseRows(pad_id=PAD)(ragged(ROWS, {("log_probs", "response"): zeros}))["log_probs", "full"]
     assert sorted(found[found.isfinite()].tolist()) == [-3, -1, 0]
+    zeros[0] += 1
+    zeros[1][0] = -2.0
+    found = DenseRows(pad_id=PAD)(ragged(ROWS, {("log_probs", "response"): zeros}))["log_probs", "full"]
+    assert sorted(found[found.isfinite()].tolist()) == [-3, -2, 0]
 
 
 def test_columns_of_prompts_and_responses_are_removed():

@@ -270,6 +270,12 @@ def test_dtype_of_the_rewards_gives_the_bits_of_the_reshape_formula(
     assert torch.equal(found, expected.to(dtype).float())
 
 
+def test_the_least_length_that_a_mean_is_divided_by_is_1():
+    """With lengths of 1 and 0, the length-weighted mean is the first reward."""
+    weighed = {"length": [1, 0], "baseline": "length_weighted", "scale": "none"}
+    assert group_relative_advantage([3.0, 5.0], [0, 0], **weighed).tolist() == [0.0, 2.0]
+
+
 def test_rewards_may_be_lists_or_column_vectors():
     as_lists = group_relative_advantage([1, 3, 5], [4, 4, 4], [7, 8, 9])
     as_columns = group_relative_advantage(

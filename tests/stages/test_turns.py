@@ -186,6 +186,11 @@ def test_a_turn_of_one_token_weighs_as_much_as_a_turn_of_three():
     assert float(weighted_loss(one, out)) == pytest.approx(1 / 3)
 
 
+def test_each_token_may_be_a_turn():
+    weight, turns = turn_weight(torch.tensor([[2, 0, 1]]), torch.ones(1, 3, dtype=torch.bool))
+    assert (weight.tolist(), turns.tolist()) == ([[1.0] * 3], [3])
+
+
 def test_turn_weights_of_a_recipe_sum_to_1_without_padding():
     """The ordered batch and the minibatches have the same weights."""
     batch = batch_of([1.0, 0.0, 1.0, 1.0, 0.0, 1.0], [0, 0, 1, 1, 2, 2], tokens=6)

@@ -26,6 +26,7 @@ def test_a_training_prints_the_order_of_stages_and_the_closing_table(finished):
     _, done = finished
     assert "4. advantage: GroupRelativeAdvantage(scale='none')" in done.stdout
     assert "1. gate:      CompletenessGate(expected_groups=RepeatSampler(prompts=1110" in done.stdout
+    assert "where the rows of 2 steps went" in done.stdout
     assert "collected" in done.stdout
     assert "trained" in done.stdout
     *lines, folder, page = done.stdout.splitlines()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tensordict import TensorDict, lazy_stack
 
 import headrace
 from headrace import Decider, Decision, Pipeline, decide, load_pipeline
+from headrace.pipeline.tools.decide import decision
 from headrace.transforms import BatchError, MissingKeyError, split_microbatches
 
 MASK = ("masks", "all_assistant_mask")
@@ -294,6 +296,28 @@ def test_a_running_baseline_resumes_from_a_state():
     assert not torch.equal(first.advantage, one.decide(later).advantage)
     with pytest.raises(ValueError, match=r"that of a Decider's state_dict\(\); it has stages"):
         other.load_state_dict(one.pipeline.state_dict())
+
+
+def test_between_two_batches_no_minibatch_of_a_decider_is_left():
+    """A state that was saved there resumes with the next batch, as a Decider that goes on."""
+    columns = {"group_id": [0, 0, 1, 1], "reward": [1.0, 0.0, 0.0, 1.0], "tokens": [3, 2, 1, 4]}
+    one, other = [Decider("grpo", group_size=2, minibatches=2) for _ in range(2)]
+    one.decide(columns | {"rollout_id": [0, 1, 2, 3]})
+    other.load_state_dict(one.state_dict())
+    later = [each.decide(columns | {"rollout_id": [4, 5, 6, 7]}).steps for each in (one, other)]
+    assert [step.tolist() for step in later[0]] == [step.tolist() for step in later[1]]
+
+
+def test_decide_composes_a_recipe_once_and_keeps_the_last_ones(monkeypatch):
+    made, columns = [], {"group_id": [0, 0], "rollout_id": [0, 1], "reward": [1.0, 0.0], "tokens": [1, 1]}
+    compose = decision.Decider
+    monkeypatch.setattr(decision, "Decider", lambda *a, **k: made.append(k["group_size"]) or compose(*a, **k))
+    monkeypatch.setattr(decision, "COMPOSED", 2)
+    decision._composed.clear()
+    for size in (2, 2, 3, 2, 4, 3, 2):  # 4 drops 3, which was not used for the longest time
+        with suppress(BatchError):  # other sizes are refused after they were composed
+            decide(columns, "rloo", group_size=size)
+    assert made == [2, 3, 4, 3, 2]
 
 
 @pytest.mark.parametrize(

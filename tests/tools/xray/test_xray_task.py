@@ -113,6 +113,11 @@ def test_a_curve_goes_from_the_least_to_the_greatest_ratio():
             [EDGE + share * (WIDTH - EDGE) for share in (0, 1 / 3, 2 / 3, 1)], abs=0.1
         )
         assert down == pytest.approx([HEIGHT * (1 - min(value, TOP) / TOP) for value in values], abs=0.1)
+    ticks = re.findall(r'middle" x="([\d.]+)" y="\d+">([\d.e+]+)<', page)
+    assert [float(ratio) for _, ratio in ticks] == [0.1, 0.2, 1.0, 5.1, 100.0]
+    for across, ratio in ticks:
+        share = (math.log10(float(ratio)) + 1) / 3
+        assert float(across) == pytest.approx(EDGE + share * (WIDTH - EDGE), abs=0.1)
 
 
 def test_a_verdict_is_printed_unless_the_setting_agrees_with_its_documentation():
