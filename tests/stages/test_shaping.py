@@ -247,7 +247,9 @@ def test_a_function_that_changes_rewards_after_the_collapse_is_refused():
 
     batch, advantage = batch_of([1.0, float("nan"), 0.0], [0, 0, 0]), GroupRelativeAdvantage(missing="skip")
     collapse = FanOutCollapse(missing="skip")
-    with pytest.raises(BatchError, match=r"stage 'bonus'.* the change would have no effect. Change .*RewardShaping"):
+    with pytest.raises(
+        BatchError, match=r"stage 'bonus'.* the change would have no effect. Change .*RewardShaping"
+    ):
         Pipeline({"collapse": collapse, "bonus": bonus, "advantage": advantage})(batch)
     out = Pipeline({"collapse": collapse, "same": lambda batch: batch, "advantage": advantage})(batch)
     assert out["advantage"].flatten().tolist() == pytest.approx([0.7071, 0.0, -0.7071], abs=1e-4)

@@ -132,5 +132,5 @@ def test_halves_take_each_row_once_and_in_order():
         first(first(collected()))
     with pytest.raises(ProcessedTwiceError, match="second half has already processed 22"):
         second(second(first(collected())))
-    with pytest.raises(ValueError, match="needs a whole pipeline with a ShuffleSplit"):
+    with pytest.raises(ValueError, match="needs a pipeline with a ShuffleSplit, and not a half"):
         Pipeline({"collapse": FanOutCollapse()}).halves()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import TypedDict
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from headrace.pipeline import advantages_of, load_pipeline, optimise
+from headrace.pipeline import Pipeline, advantages_of, load_pipeline, optimise
 from headrace.transforms import GroupRelativeAdvantage, SampleFilter
+from headrace.transforms.table.annotations import fits
 
 ROWS = TensorDict({"group_id": [0, 0]}, batch_size=[2])
 
@@ -31,6 +34,18 @@ def test_a_wrong_value_is_answered_with_the_nearest_one(call, meant):
 def test_a_value_that_is_near_no_known_value_gets_no_guess():
     with pytest.raises(ValueError, match=r"criterion must be a callable; got 'qqq'$"):
         SampleFilter(criterion="qqq")
+
+
+class Point(TypedDict):
+    """A TypedDict of this module, which stands for one of headrace's."""
+
+    x: int
+
+
+def test_a_dict_fits_a_typed_dict_of_headrace_and_no_other_class_of_it(monkeypatch):
+    monkeypatch.setattr(Point, "__module__", "headrace.points")
+    assert fits([{"x": 1}], Sequence[Point])
+    assert not fits([{"x": 1}], Sequence[Pipeline])
 
 
 INSTEAD = ": use headrace.decide(columns, recipe).advantage for plain columns; advantages_of("

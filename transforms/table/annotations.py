@@ -182,11 +182,11 @@ def closest_value(value: Any, hint: Any) -> str:
 
 
 def _is_opaque(hint: Any) -> bool:
-    # A plain value stands for an enumeration's member, and a list for a torch.Size.
+    # A plain value stands for an enumeration's member, a list for a torch.Size, and a dict for a TypedDict.
     return (
         inspect.isclass(hint)
         and hint.__module__.split(".")[0] in OPAQUE
-        and not issubclass(hint, Enum | tuple)
+        and not issubclass(hint, Enum | tuple | dict)
     )
 
 
