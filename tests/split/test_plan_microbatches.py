@@ -214,6 +214,20 @@ def test_costs_are_balanced_over_ranks():
     assert {len(part) for mine in assigned for part in mine} == {32}
 
 
+def test_long_rows_cost_the_square_of_their_length_under_attention():
+    """Bins of equal squares do not have equal numbers of tokens, and the other way round."""
+    lengths = torch.randint(1, 10**6, (64,), generator=torch.Generator().manual_seed(0))
+    costs = {"tokens": lengths.double(), "attention": lengths.double() ** 2 + 24576 * lengths}
+    for balance in costs:
+        (parts,) = assign_rows(lengths, ranks=1, microbatches=8, balance=balance)
+        apart = {
+            name: float(max(cost[part].sum() for part in parts) / (cost.sum() / 8)) - 1
+            for name, cost in costs.items()
+        }
+        assert apart.pop(balance) < 1e-2
+        assert min(apart.values()) > 2e-2
+
+
 def test_padding_costs_nothing():
     split = ShuffleSplit(minibatches=1, ranks=2, balance="tokens", remainder="pad")
     outcome = cut_alone(split, batch_of([2, 2, 2]))

@@ -152,5 +152,5 @@ def test_after_an_asynchronous_collector_the_original_has_no_run():
             quiz_makers(2), frames_per_batch=24, total_frames=24 * 4, postproc=pipeline
         )
         assert sum(len(batch) for batch in collector) > 0
-    with pytest.raises(RuntimeError, match="If a copy of the pipeline ran, .* report from this copy"):
+    with pytest.raises(RuntimeError, match=r"If a copy of the pipeline ran, .* report from this copy"):
         pipeline.report()

@@ -482,11 +482,16 @@ def test_a_check_with_a_finding_is_found_even_if_a_step_was_not_checked():
     assert [*states, result.state] == ["passed", "not checked", "found"]
 
 
+OF_TURNS = ("pipeline.stages.weight.unit=turn", "pipeline.stages.weight.turn_index_key=turn_index")
+
+
 def test_weights_are_compared_with_the_declared_mean(tmp_path):
     words = ("pipeline.stages.weight.unit=rollout",)
     path = headrace_dump(tmp_path / "dump", *words)
     _, checks = audited(path, tmp_path, *words)
     assert checks["weights"]["state"] == "passed"
+    _, checks = audited(path, tmp_path / "turn", *OF_TURNS)
+    assert checks["weights"]["state"] == "not checked"  # a dump does not have the turns of a row
     _, checks = audited(path, tmp_path / "token")
     finding = checks["weights"]["findings"][0]
     assert set(found(checks)) == {"weights"}

@@ -246,7 +246,7 @@ class NotTruncated(Criterion, columns=("status", "truncated")):
             raise rows.missing(STATUS_KEYS[0], "status_key")
         rows.require(
             status >= 0,
-            "NotTruncated needs to know how each rollout ended; found {count} row{s} without a status: {found}",
+            "NotTruncated needs the status of each rollout; found {count} row{s} without one: {found}",
         )
         return status != Status.TRUNCATED
 
