@@ -7,11 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from batches import batch_of
 from recipes import of
 from tensordict import TensorDict
 from test_contract import rows, undeclared
 
 from headrace.transforms import (
+    BatchError,
     BestOf,
     Criterion,
     Diverged,
@@ -125,6 +127,15 @@ def test_these_laws_find_both_faults_of_a_wrong_criterion(monkeypatch):
 
 
 TRUNCATED = int(Status.TRUNCATED)
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [([0, -1], r"1 row without one: row 1$"), ([-1, -1], r"2 rows without one: row 0, row 1$")],
+)
+def test_rows_without_a_status_are_counted_and_named(status, said):
+    with pytest.raises(BatchError, match=said):
+        NotTruncated()(batch_of([0.0, 1.0], [0, 0], status=status))
 
 
 @pytest.mark.torchrl
