@@ -143,10 +143,10 @@ OF_THE_COMMAND = re.compile(r"\bheadrace [a-z]|task=|hydra\.|\bnull\b|\bfalse\b|
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda own: headrace.replay(own), "source={'columns': {'group': ID, 'reward': NUMBER, 'respo"),
+        (lambda own: headrace.replay(own), "source={'columns': {'group': ID, 'reward': 'score', 'resp"),
         (
             lambda own: headrace.open_dump(own),
-            "\ncolumns={'group': ID, 'reward': NUMBER, 'response': TEXT}, gr",
+            "\ncolumns={'group': ID, 'reward': 'score', 'response': TEXT}, g",
         ),
         (lambda own: headrace.open_dump(own), "Set format to one of"),
         (lambda own: headrace.open_dump(own, columns={"group": "id"}), "such as columns={'group': 'problem"),
@@ -200,7 +200,7 @@ def test_an_error_of_the_command_shows_the_syntax_of_the_command(tmp_path):
     write_lines(tmp_path / "own.jsonl", [{"id": 0, "score": 1.0, "text": "4"}] * 2)
     columns = "'source.columns={group: id, reward: score, response: text}'"
     for words, said in {
-        "task=replay source.path=own.jsonl": "\n'source.columns={group: ID, reward: NUMBER, response: TEXT}'",
+        "task=replay source.path=own.jsonl": "\n'source.columns={group: ID, reward: score, response: TEXT}'",
         f"task=replay source.path=own.jsonl {columns}": "type:\nheadrace task=replay source.path=own.jsonl",
         "pipeline=RLOO": "headrace recipes lists all",
         "pipeline.stages.split.shuffle=null": "must be true or false; got null",

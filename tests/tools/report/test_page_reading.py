@@ -55,11 +55,9 @@ def test_the_page_opens_the_group_with_the_largest_spread(look):
     assert opened(page) == found(page)[:1]
 
 
-def test_groups_of_equal_rewards_come_last_in_the_order_of_their_means(look):
-    """Only group 4 has a gradient. The means of the groups 2, 3 and 1 are 0.5, 0.5 and 1."""
-    run = pages.reading_run()
-    run["steps"][-1]["groups"]["reward_std"] = [0.0, 0.0, 0.0, 0.1]
-    assert found(look(run)) == ["4", "2", "3", "1"]
+def test_groups_come_in_the_order_of_the_range_of_their_rewards(look):
+    """The ranges of the groups 2, 4 and 3 are 1, 0.5 and 0.2. No row of group 1 is in the loss."""
+    assert found(look(pages.reading_run())) == ["2", "4", "3", "1"]
 
 
 def test_ground_truth_and_other_columns_are_beside_the_response(look):
