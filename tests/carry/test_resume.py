@@ -147,7 +147,7 @@ def test_a_different_batch_of_equal_size_and_rollout_ids_is_refused(change, mess
 
 @pytest.mark.parametrize("place", [0, 5, ROWS - 1])
 def test_a_column_of_one_row_that_no_stage_reads_does_not_stop_the_run(place):
-    """It is no part of what the batch is recognised by, whichever row has it."""
+    """Such a column is not used to recognise the batch, whichever row has it."""
     rows = [*sixteen().unbind(0)]
     rows[place]["tool_calls"] = torch.tensor(2)
     state, rest = left_in_the_middle(lazy_stack(rows))

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = json.loads((ROOT / "benchmarks" / "results" / "lost_rollouts.json").read_text())
-sys.path.append(str(ROOT / "benchmarks"))  # after the tests
+sys.path.append(str(ROOT / "benchmarks"))  # appended, so that modules of tests/ are found first
 
 from lost_rollouts.clock import System, simulate  # noqa: E402
 from lost_rollouts.page import page  # noqa: E402
@@ -30,7 +30,7 @@ from lost_rollouts.world import LEAST, MEAN, MOST, SEEN, World, published_tokens
 CONSTANT = World(lambda z, dice: 5, size=1, groups=1, slots=1, step=10, ticks=100)
 
 
-def test_the_clock_counts_as_by_hand():
+def test_the_clock_gives_the_numbers_by_hand():
     """A rollout takes 5 ticks, and a step on it 10. So rollout 0 ends at 5, and steps at 15, 25, … 95."""
     account = simulate(System(CONSTANT, bound=None))
     assert [tick for tick, what in account.log if what == "step"] == list(range(15, 100, 10))
@@ -157,7 +157,7 @@ def test_every_system_was_run_in_every_world():
     assert {entry.project for entry in SYSTEMS.values()} == OWN_LINES.keys()
 
 
-def test_stored_runs_of_wait_lose_and_prefer_nothing():
+def test_in_stored_runs_the_option_wait_loses_no_group_and_prefers_none():
     waiting = [name for name in OURS if "`wait`" in name]
     assert len(waiting) == 3
     for world, rows in RESULTS["worlds"].items():
@@ -175,7 +175,7 @@ def again(name: str) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
-def test_our_rows_are_found_again():
+def test_a_new_run_reproduces_our_stored_rows():
     for name in OURS:
         found = RESULTS["worlds"]["Two classes"][name]
         assert again(name) == found, "python benchmarks/lost_rollouts --only headrace"
@@ -184,7 +184,7 @@ def test_our_rows_are_found_again():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("project", [name for name in OWN_LINES if name != "headrace"])
-def test_rows_of_other_projects_are_found_again(project):
+def test_a_new_run_reproduces_the_stored_rows_of_other_projects(project):
     missing = [each.folder for each in SOURCES if each.project == project and not each.folder.exists()]
     if missing:
         pytest.skip(f"{missing[0]} is not there; python benchmarks/lost_rollouts --only {project} gets it")

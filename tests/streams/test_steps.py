@@ -221,7 +221,7 @@ def test_partitions_without_a_batch_do_not_stop_the_dispatch():
         assembler.put(batch)
     assert assembler.take() is None
     assert assembler.capacity() == 1
-    with pytest.raises(ValueError, match=r"on_stale='wait' needs groups, .* and no partition_key"):
+    with pytest.raises(ValueError, match=r"on_stale='wait' needs groups .* and partition_key=None"):
         GroupAssembler(partition_key="part", on_stale="wait", **options)
 
 

@@ -39,7 +39,7 @@ def refused(call: Callable[[], object], says: str) -> None:
 
 
 def rewards_of(rng: random.Random, count: int) -> list[float]:
-    """Random rewards, some of them equal. None are nearly equal: the peer's std would be a rounding error."""
+    """Random rewards, some equal. None are nearly equal, or the peer's std would be a rounding error."""
     return [rng.choice([0.0, 1.0, 0.5, round(rng.random(), 2)]) for _ in range(count)]
 
 

@@ -26,8 +26,8 @@ REFUSALS = {
     "'keep' with min_rollouts, or 'refill'",
     LOST: "{count} group{s} cannot become whole because rollouts were lost before they arrived: {found}. Set "
     "on_failure='drop', 'keep' with min_rollouts, or 'refill'",
-    TIMEOUT: "{count} group{s} did not become whole in time: {found}. Raise timeout, or set "
-    "on_timeout='drop', 'keep' with min_rollouts, or 'refill'",
+    TIMEOUT: "{count} group{s} did not become whole in time: {found}. Raise timeout or "
+    "timeout_seconds, or set on_timeout='drop', 'keep' with min_rollouts, or 'refill'",
     EVICTED: "at most max_pending_groups={most} groups may wait, and there are {count} more: {found}. "
     "Announce at most capacity() groups, or set on_full='drop'",
 }
@@ -35,11 +35,11 @@ Selector = Callable[[Tensor, int], "Tensor | Sequence[int]"]
 
 
 class StalledError(RuntimeError):
-    """No group becomes whole. The message lists the oldest waiting groups and counts all rows."""
+    """The stream makes no progress. The message lists waiting groups, and counts all rows."""
 
 
 def is_too_old(group: Group, plan: StreamPlan, options: Any) -> bool:
-    """Whether a group has exceeded `timeout` or `timeout_seconds`."""
+    """Whether a group has reached `timeout` or `timeout_seconds`."""
     if options.timeout is not None and plan.puts - group.born_put >= options.timeout:
         return True
     return options.timeout_seconds is not None and plan.now - group.born_time >= options.timeout_seconds
@@ -49,7 +49,8 @@ def settle(plan: StreamPlan, options: Any) -> None:
     """Plan which groups become whole or are given up. Check the groups with new rows, and those too old.
 
     Raises:
-        IncompleteGroupsError: a group is given up, and its option is ``raise``.
+        IncompleteGroupsError: a group is given up, and the option for its case, such as `on_timeout`, is
+            ``raise``.
         BatchError: `on_surplus` selects a wrong number of rollouts.
     """
     stream = plan.stream
@@ -140,7 +141,11 @@ def _choose(group: Group, size: int, on_surplus: Any) -> Collection[int]:
 
 
 def warn_of_endless(plan: StreamPlan) -> None:
-    """Warn once of each rollout that has not ended at four times the greatest age of an ended one."""
+    """Warn once of each open rollout that is :data:`ENDLESS` times as old as any ended one became.
+
+    There is no warning before :data:`LEAST_ENDED` rollouts have ended. The greatest age of an ended rollout
+    counts as at least :data:`LEAST_AGE`.
+    """
     stream, endless = plan.stream, []
     oldest = ENDLESS * max(LEAST_AGE, stream.longest) if stream.ended >= LEAST_ENDED else math.inf
     while stream.open and plan.puts - (born := next(iter(stream.open.values()))) > oldest:
@@ -151,7 +156,7 @@ def warn_of_endless(plan: StreamPlan) -> None:
     if endless:
         warnings.warn(
             f"rollouts do not end: {listing(endless)}; the {stream.ended} that ended took at most "
-            f"{stream.longest} puts. Their groups wait, and their rows stay in memory. Check whether the "
+            f"{stream.longest} puts. The groups of the others wait in memory. Check whether the "
             "environment hangs or never sets done. Set timeout or timeout_seconds, and on_timeout, to "
             "continue without them",
             StreamWarning,
@@ -235,19 +240,20 @@ def check_limits(options: Any) -> None:
     """
     actions = (options.on_failure, options.on_timeout)
     given = options.min_rollouts is not None or options.min_fraction is not None
-    if ("keep" in actions and not given) or (given and not {"keep", "refill"} & set(actions)):
+    found = f"on_failure={actions[0]!r} and on_timeout={actions[1]!r}"
+    if "keep" in actions and not given:
+        raise ValueError(f"'keep' needs min_rollouts or min_fraction; got neither, with {found}")
+    if given and not {"keep", "refill"} & set(actions):
         raise ValueError(
-            "on_failure='keep' and on_timeout='keep' need min_rollouts or min_fraction; these have an effect "
-            "only with 'keep' or 'refill'"
+            f"min_rollouts and min_fraction have an effect only with 'keep' or 'refill'; got {found}"
         )
     above_zero("min_fraction", options.min_fraction, 1)
     above_zero("timeout_seconds", options.timeout_seconds)
-    refills = "refill" in (*actions, options.on_stale)
-    if refills != callable(options.refill) and not ("keep" in actions and callable(options.refill)):
-        raise ValueError(
-            "on_failure='refill', on_timeout='refill' and on_stale='refill' need a callable refill; it has "
-            "an effect only with 'refill' or 'keep'"
-        )
+    refills, found = "refill" in (*actions, options.on_stale), f"{found}, on_stale={options.on_stale!r}"
+    if refills and not callable(options.refill):
+        raise ValueError(f"'refill' needs a callable refill; got {options.refill!r}, with {found}")
+    if callable(options.refill) and not refills and "keep" not in actions:
+        raise ValueError(f"refill has an effect only with 'refill' or 'keep'; got {found}")
     if options.max_staleness is not None and options.ahead > options.max_staleness:
         raise ValueError(
             f"steps_ahead must be at most max_staleness={options.max_staleness}, or groups become too old "
@@ -255,8 +261,9 @@ def check_limits(options: Any) -> None:
         )
     if options.waits and (options.groups is None or options.partition_key is not None):
         raise ValueError(
-            "on_stale='wait' needs groups, the number that a step trains, and no partition_key, because a "
-            "step trains groups of one partition: set groups, or on_stale='drop', 'mask' or 'refill'"
+            "on_stale='wait' needs groups (how many groups a step trains) and partition_key=None, because a "
+            f"step trains groups of one partition; got groups={options.groups} and "
+            f"partition_key={options.partition_key!r}. Or set on_stale='drop', 'mask' or 'refill'"
         )
     most, size = options.max_concurrent_rollouts, options.group_size
     if most is not None and most < (size or 1):

@@ -1,6 +1,6 @@
 """The columns of a batch: default key and content of each role, defined once for all stages.
 
-A stage takes another key as the keyword ``<role>_key``. In the table a column has the name of its role.
+A stage takes another key as the keyword ``<role>_key``. A stage reads a column by its role.
 """
 
 from __future__ import annotations
@@ -48,13 +48,15 @@ COLUMNS: dict[str, Role] = {
     "expected": Role("expected_rollouts", "(N,) or (N, 1) int ≥ 1: rollouts dispatched in the row's group"),
     "done": Role(DONE, "(N,) or (N, 1) bool, True on the last row of a rollout; None: all have ended", True),
     "init": Role(
-        INIT, "(N,) or (N, 1) bool, True on the first row of a rollout; None: none is missing", True
+        INIT, "(N,) or (N, 1) bool, True on the first row of a rollout; None: no first row is missing", True
     ),
     "segment": Role(None, "(N,) or (N, 1) int: order of the segments, each with its own end", True),
-    "expected_segments": Role(EXPECTED_SEGMENTS, "(N,) or (N, 1) int ≥ 1: segments that have their own end"),
+    "expected_segments": Role(
+        EXPECTED_SEGMENTS, "(N,) or (N, 1) int ≥ 1: segments of the row's rollout, each with its own end"
+    ),
     "turn": Role(None, "(N,) or (N, 1) int: order of a rollout's rows; None: order of the batch", True),
     "state": Role("state_id", f"{ID}: the environment's state when the row began"),
-    "parent": Role("parent_id", f"{ID}: the rollout that this one was forked from; −1: none"),
+    "parent": Role("parent_id", f"{ID}: the rollout that this one was forked from; negative: none"),
     "baseline": Role(None, "ids with a running mean each; None: one running mean for all", True),
     "baseline_value": Role("baseline_value", "(N,) or (N, 1) float: baseline of the row's rollout"),
     "loss_mask": Role(("masks", "all_assistant_mask"), "(N, T) bool, True at tokens in the loss"),

@@ -191,7 +191,7 @@ class Table:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def row_numbers(self) -> Tensor:
-        """(N,) int64: row number of each row in the batch of its rank, as the batch arrived."""
+        """(N,) int64: the row number of each row of this rank in the batch as it came; 0 for other ranks."""
         if self.ranks.size == 1:
             return self.every
         own = self.of_this_rank(self.every)
@@ -340,7 +340,7 @@ class Table:
         return batch
 
     def decided_in_parts(self) -> Iterator[TensorDictBase]:
-        """Yield :meth:`as_decided` in parts, without text columns. There is at least one part, maybe empty.
+        """Yield :meth:`as_decided` in parts, at least one; a dense batch without its text columns.
 
         In this way, the columns that are computed when rows are gathered never exist for all rows at once.
         """

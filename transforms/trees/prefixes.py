@@ -26,7 +26,7 @@ class PrefixOrder(NamedTuple):
 def prefix_order(labels: Tensor, within: Tensor | None = None, lengths: Tensor | None = None) -> PrefixOrder:
     """Sort rows so that rows with equal prefixes are neighbours. One device read.
 
-    Any two rows share the shortest of the prefixes that neighbours from the first to the second share.
+    The prefix that two rows share is the shortest of the prefixes that neighbours between them share.
 
     Args:
         labels: (N, T) int64, from :func:`left_aligned`.

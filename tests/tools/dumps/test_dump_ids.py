@@ -168,5 +168,5 @@ def test_groups_by_order_compare_only_the_prompts_of_first_segments():
     rows = [("q", 0), ("q a", 0), ("q", 1), ("q b", 1), ("r", 2), ("r", 3)]
     samples = [Sample(BY_ORDER, rollout, 1.0, prompt=prompt) for prompt, rollout in rows]
     assert [row.group for row in group_by_order(samples, 2)] == [("q #1",)] * 4 + [("r #2",)] * 2
-    with pytest.raises(SourceError, match="each 2 rollouts next to one another have one prompt"):
+    with pytest.raises(SourceError, match="every 2 consecutive rollouts must have the same prompt"):
         group_by_order(samples[2:5], 2)  # the first rollout is missing

@@ -945,7 +945,7 @@ def test_a_group_uid_has_to_be_declared(tmp_path):
         ({"format": "verl", "reward_key": ["a", "b"]}, "takes one reward_key"),
     ],
 )
-def test_unknown_options_are_refused(tmp_path, options, message):
+def test_invalid_values_of_options_are_refused(tmp_path, options, message):
     path = write_lines(tmp_path / "7.jsonl", [verl_row("a_0_0", 1.0)])
     with pytest.raises(ValueError, match=message):
         open_dump(path, **options)

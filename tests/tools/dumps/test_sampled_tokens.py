@@ -492,13 +492,13 @@ def test_groups_by_order_are_consecutive_rows(tmp_path):
     assert list(batch["group_label"])[4] == "What is this? #2"
     assert source.notices[0].startswith("Groups come from the order of the rows: each 4 rollouts next to one")
     assert_refused(
-        "divides the rollouts of each step; found 12 .*group_size=5", path, group_by="order", group_size=5
+        "must divide the rollouts of each step; found 12 .*group_size=5", path, group_by="order", group_size=5
     )
     assert_refused("a sample needs a group", path)
     rows[5]["input"] = "another"
     write_lines(path, rows)
     assert_refused(
-        "7.jsonl:6: .* have one prompt; found another prompt", path, group_by="order", group_size=4
+        "7.jsonl:6: .* must have the same prompt; found another prompt", path, group_by="order", group_size=4
     )
     for options, why in (
         ({"group_by": "order"}, "so group_size is required"),

@@ -36,8 +36,9 @@ class Sample:
     """One sample: a rollout, or one of its segments.
 
     The tokens are one sequence, with the prompt first. The response begins at the first token of the policy.
-    It includes the tokens that tools wrote later. The length of a sample is unknown without `tokens`,
-    `response_length`, `loss_mask` and `log_probs` (:mod:`~headrace.pipeline.tools.dumps.readers.tokenizing`).
+    It includes the tokens that tools wrote later. The length of a sample is unknown if it has none of
+    `tokens`, `response_length`, `loss_mask` and `log_probs`. A tokenizer can add the tokens
+    (:mod:`~headrace.pipeline.tools.dumps.readers.tokenizing`).
 
     Args:
         group: label of the group, unique within its step.
@@ -47,14 +48,15 @@ class Sample:
         status: how the rollout ended; None if the dump does not have it.
         prompt: the prompt as text.
         response: the response as text.
-        response_parts: pairs of a boolean, whether the policy sampled the text, and a text of the response's
-            messages. The texts are contents, reasoning, names and arguments of tool calls, in order. None if
-            the response is one text.
-        chat: pairs of a boolean, whether the policy sampled the message and it is in the loss, and a message
-            of the prompt or response, for a tokenizer with a chat template; None if there are no messages.
+        response_parts: pairs (sampled, text), one for each text of the response's messages; `sampled` is True
+            if the policy sampled the text. The texts are contents, reasoning, names and arguments of tool
+            calls, in order. None if the response is one text.
+        chat: pairs (in_loss, message), one for each message of the prompt and response, for a tokenizer with
+            a chat template; `in_loss` is True if the policy sampled the message and it is in the loss. None:
+            there are no messages.
         ground_truth: the text by which the response is graded.
-        other_columns: further columns of the record, as a JSON object; empty: none. None: all columns that
-            the reader of the format has not read.
+        other_columns: further columns of the record, as a JSON object; an empty text: there are none. None:
+            all texts, numbers and booleans of the record that the reader of the format has not read.
         tokens: (L,) token ids of the whole sequence.
         loss_mask: (R,) for the response or (L,) for all tokens, 1 trains; None: the whole response trains.
         response_length: R, the number of tokens of the response.
@@ -155,23 +157,24 @@ class Sample:
 def to_batch(samples: Iterable[Sample]) -> TensorDict:
     """Make a dense batch of the samples of one step.
 
-    A column must be on all rows or on none. But a lost row, whose rollout failed or was aborted, may lack any
-    value, and has NaN, −1, no tokens or an empty text instead. Tokens are padded on the left, to the length T
-    of the longest row.
+    A column must be on all rows or on none. But a row whose rollout failed or was aborted may lack all values
+    except the ids and `expected_rollouts`. It has NaN, −1, no tokens or an empty text instead. The status,
+    the ground truth, parts of the response and other columns may be on some rows only. Tokens are padded on
+    the left, to the length T of the longest row.
 
     ====================================== ================= =============================================
     column                                  shape, dtype      meaning; when it is there
     ====================================== ================= =============================================
     ``group_id``, ``rollout_id``            (N,) int64        the dump's own, by :func:`label_ids`
     ``group_label``, ``rollout_label``      N strings         the ids as text (:func:`label_text`)
-    ``("next", "reward")``                  (N, 1) float64    NaN if a lost row has none; (N, K) for K rewards
+    ``("next", "reward")``                  (N, 1) float64    NaN: a failed row has none; (N, K): K rewards
     ``reward_names``                        K strings         names of K rewards, in order of the columns
     ``status``                              (N,) int64        :class:`~headrace.transforms.Status`, −1 where
                                                               it is not known; a row has it
     ``("masks", "all_assistant_mask")``     (N, T) bool       tokens that train; rows have tokens or lengths
-    ``("headrace", "no_lengths")``          (N,) bool         True on every row; rows have neither
-    ``("headrace", "in_loss")``             (N,) bool         rows in the loss; rows have neither, and one is
-                                                              out of the loss
+    ``("headrace", "no_lengths")``          (N,) bool         True; rows have no tokens and no lengths
+    ``("headrace", "in_loss")``             (N,) bool         rows in the loss; rows have no tokens and no
+                                                              lengths, and a row is out of the loss
     ``("tokens", "full")``                  (N, T) int64      rows have tokens; 0 is padding
     ``("masks", "all_attention_mask")``     (N, T) bool       rows have tokens
     ``("log_probs", "full")``               (N, T) float32    rows have them; NaN outside of the response
@@ -189,8 +192,8 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
         samples: the samples of one step, at least one.
 
     Raises:
-        SourceError: there are no samples, or too many; a column is on some rows only; a rollout is in two
-            groups; a group has more rollouts than expected; or :meth:`Sample.check` raised.
+        SourceError: there are no samples; they have too many tokens; a column is on some rows only; a rollout
+            is in two groups; a group has more rollouts than expected; or :meth:`Sample.check` raised.
 
     Example:
         >>> batch = to_batch([Sample(3, 0, 1.0, response="yes"), Sample(5, 1, 0.0, response="no")])
@@ -337,7 +340,7 @@ def group_by_order(samples: Sequence[Sample], size: int) -> list[Sample]:
     numbers = {rollout: at for at, rollout in enumerate(dict.fromkeys(row.rollout for row in samples))}
     if len(numbers) % size:
         raise SourceError(
-            f"with source.group_by=order, source.group_size divides the rollouts of each step; found "
+            f"with source.group_by=order, source.group_size must divide the rollouts of each step; found "
             f"{len(numbers)} rollouts and source.group_size={size}. Were rows left out of the dump?"
         )
     first: dict[int, Sample] = {}
@@ -350,7 +353,7 @@ def group_by_order(samples: Sequence[Sample], size: int) -> list[Sample]:
             grouped.append(replace(row, group=(f"{asked_line(head.prompt or 'rollouts')} #{number}",)))
             continue
         raise SourceError(
-            f"{row.where}: with source.group_by=order, each {size} rollouts next to one another have one "
+            f"{row.where}: with source.group_by=order, every {size} consecutive rollouts must have the same "
             f"prompt; found another prompt than at {head.where}. Is source.group_size wrong, or were rows "
             "permuted before they were dumped?"
         )
@@ -363,14 +366,16 @@ def separate_draws(
     """Split groups that contain several draws of one prompt.
 
     A group is too large if its prompt was drawn twice in a step and the dump has only the prompt. For
-    example, it has 16 rollouts, and 8 were dispatched for each draw. Then each run of 8 consecutive rollouts
-    may be a draw. The first draw keeps the label of the group. The labels of the others also have their
-    number. A group is split if
+    example, it has 16 rollouts, and 8 were dispatched for each draw. Then each block of 8 consecutive
+    rollouts may be a draw. The first draw keeps the label of the group. The labels of the others also have
+    their number. A group is split if
 
-    1. its logged advantages were computed within the runs (:func:`draws_by_advantages`), in any format; or
-    2. groups were made from prompts, not all groups of the step are too large, the dump has the order of
-       arrival, and each run has 8 consecutive indices of arrival. Other groups are left out. If the
-       advantages of a group were computed over all of its rollouts, it has one draw, and is left out, too.
+    1. its logged advantages were computed within the blocks (:func:`draws_by_advantages`), in any format; or
+    2. groups were made from prompts, the dump has the order of arrival, each block has consecutive indices of
+       arrival, and not all groups of the step are too large, or advantages confirmed a split.
+
+    Groups that are too large and fit neither rule are left out, if both options are true. If the advantages
+    of a group were computed over all of its rollouts, it has one draw, and is left out, too.
 
     If all groups of a step are too large, and advantages confirm no split, `expected_rollouts` may be wrong.
     Then nothing is split, and :func:`to_batch` raises an error.
@@ -433,19 +438,19 @@ def separate_draws(
 
 
 def consecutive(rollouts: Sequence[list[Sample]]) -> bool:
-    """Whether the places of samples are known and consecutive."""
+    """Whether the indices of arrival of samples are known and consecutive."""
     places = [row.place for rows in rollouts for row in rows]
     return places[0] is not None and places == list(range(places[0], places[0] + len(places)))
 
 
 def draws_by_advantages(rollouts: Sequence[list[Sample]], size: int) -> list[list[list[Sample]]]:
-    """Cut a group into runs of rollouts that explain their own logged advantages; empty if no cut is right.
+    """Split a group into blocks of rollouts that explain their own logged advantages; empty if no split fits.
 
-    A run explains its advantages if they were computed within the run (:func:`fits_advantages`). A cut is
-    right if each run has `size` rollouts, at least one run explains its advantages, and the whole group does
-    not. Then the advantages of another run may have a fault, which an audit finds. A cut is also right if
-    every run explains its advantages. Then one run may have fewer rollouts, if some are missing. If all
-    rewards are equal and all advantages are 0, every cut into runs of `size` is right.
+    A block explains its advantages if they were computed within it (:func:`fits_advantages`). A split fits if
+    each block has `size` rollouts, at least one block explains its advantages, and the whole group does not.
+    Then the advantages of another block may have a fault, which an audit finds. A split also fits if every
+    block explains its advantages. Then one block may have fewer rollouts, if some are missing. If all rewards
+    are equal and all advantages are 0, every split into blocks of `size` fits.
 
     Args:
         rollouts: the rollouts of a group, in the order of arrival. Each is a list of samples.
@@ -520,20 +525,21 @@ class Draws(NamedTuple):
     split: int = 0
     """Number of groups that were split into their draws."""
     groups_left_out: int = 0
-    """Number of groups that could not be split."""
+    """Number of groups that were left out because they could not be split."""
     rows_left_out: int = 0
-    """Number of rows of the groups that could not be split."""
+    """Number of rows of the groups that were left out."""
     drawn: tuple[tuple[str, int], ...] = ()
-    """The label of each of these groups, and its number of rollouts."""
+    """The label and the number of rollouts of each group that was too large, split or not."""
     confirmed: int = 0
     """Number of groups that were split because their logged advantages are those of the draws."""
 
 
 def column(rows: Sequence[Sample], name: str, *, default: Any) -> list[Any] | None:
-    """The values of a field on all rows, with `default` for lost rows without one. None if no row has it.
+    """The values of a field on all rows, with `default` for failed rows without one. None: no row has it.
 
     Raises:
-        SourceError: some rows have the field, and a row that is not lost lacks it.
+        SourceError: some rows have the field, and a row of a rollout that neither failed nor was aborted
+            lacks it; failed rows need `expected_rollouts`, too.
     """
     values = [getattr(row, name) for row in rows]
     if all(value is None for value in values):
@@ -573,8 +579,9 @@ def put_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:
         rows: N samples, in the order of the batch.
 
     Raises:
-        SourceError: some rows have a length, and a row that is not lost has none; or the padded batch would
-            have more than :data:`MAX_CELLS` cells, or more than :data:`PADDING` times its tokens.
+        SourceError: some rows have a length, and a row of a rollout that neither failed nor was aborted has
+            none; or the padded batch would have more than :data:`MAX_CELLS` cells, or more than the larger of
+            :data:`UNPADDED` and :data:`PADDING` times its tokens.
     """
     column(rows, "response_length", default=0)
     tokens = column(rows, "tokens", default=[])
