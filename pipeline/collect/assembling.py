@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from tensordict import TensorDict, TensorDictBase
 
+from headrace.spelling import suggest
 from headrace.transforms import BatchError, GroupAssembler, StalledError
 from headrace.transforms.table import listing
 from headrace.transforms.table.options import above_zero, takes_options
@@ -202,7 +203,11 @@ class OverSource:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "source":  # private, or not set yet
             raise AttributeError(name)
-        return self._of_source(name)
+        try:
+            return self._of_source(name)
+        except AttributeError:
+            meant = suggest(name, dir(self))
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{meant}") from None
 
 
 @dataclass(eq=False, repr=False)

@@ -376,8 +376,17 @@ class Writers:
         self.watch(tasks)
 
     def watch(self, tasks: Sequence[Any]) -> None:
-        """Watch further writers."""
+        """Watch further writers.
+
+        Raises:
+            TypeError: a task is neither a reference of Ray nor a future.
+        """
         for task in tasks:
+            if not isinstance(task, Future) and not type(task).__module__.startswith("ray"):
+                raise TypeError(
+                    "a task to watch is what .remote() of Ray or submit() of an executor returned; got "
+                    f"{task!r:.200}. Run a function in a thread with ThreadPoolExecutor().submit(function)"
+                )
             self.open[task] = self.number
             self.number += 1
 

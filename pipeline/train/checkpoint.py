@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.transforms.carry import write_whole
+from headrace.transforms.table import listing
 from headrace.transforms.table.options import at_least, takes_options
 
 NAME = "step_{step:010d}.rank{rank}of{ranks}.pt"
@@ -83,6 +84,7 @@ class Checkpoint:
                     f"{name} must have state_dict() and load_state_dict(); {type(part).__name__} has not"
                 )
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._begun = False  # whether the files in the folder are known to be of this run
 
     def save(self, step: int) -> None:
         """Save all parts at a step, and commit the stream.
@@ -91,8 +93,15 @@ class Checkpoint:
             step: number of optimiser steps so far, ≥ 0.
 
         Raises:
+            FileExistsError: the folder has steps of another run, and :meth:`load` was not called.
             OSError: the file could not be written. Earlier files are unchanged.
         """
+        if not self._begun and (own := sorted(self._own_steps())):
+            raise FileExistsError(
+                f"{self.folder} has the steps of another run: {listing(map(str, own))}. Call load() first to "
+                "go on from them, or take another folder"
+            )
+        self._begun = True
         state = {name: part.state_dict() for name, part in self.states.items()}
         write_whole(self._path(at_least("step", step, 0)), partial(torch.save, state), durable=True)
         if self.ranks > 1 and _is_shared():
@@ -117,6 +126,7 @@ class Checkpoint:
             ValueError: the file has other parts; or the stream refuses its state, for example because its
                 journal was committed for newer weights.
         """
+        self._begun = True
         known = self._complete_steps()
         if step is None:
             step = max(known, default=None)

@@ -252,6 +252,23 @@ def test_a_lost_task_ends_the_stream_after_the_last_complete_batch(dies):
             next(iter(stream))
 
 
+def test_what_cannot_be_watched_is_refused_at_once():
+    stream = RolloutStream(RepeatSampler(2, group_size=2), epochs=1)
+    for task in (threading.Thread(target=print), [], 7):
+        with pytest.raises(
+            TypeError, match=r"\.remote\(\) of Ray or submit\(\) of an executor returned; got"
+        ):
+            stream.watch(task)
+
+
+def test_an_unknown_name_of_a_stream_is_answered_with_the_nearest():
+    stream = RolloutStream(RepeatSampler(2, group_size=2), epochs=1)
+    with pytest.raises(
+        AttributeError, match=r"'RolloutStream' object has no attribute 'versoin' \(did you mean"
+    ):
+        stream.versoin  # noqa: B018
+
+
 def test_a_watched_future_that_raises_ends_the_stream_with_its_error():
     stream = RolloutStream(RepeatSampler(2, group_size=2), steps_ahead=1, epochs=1, patience=60)
 

@@ -196,7 +196,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("GroupAssembler", {"on_stale": "wait", "max_staleness": 2}, "on_stale='wait' needs groups"),
     ("GroupAssembler", {"max_concurrent_rollouts": 0}, "max_concurrent_rollouts must be"),
     ("GroupAssembler", REFILL | {"min_fraction": 0.5}, "an effect only with"),
-    ("CompletenessGate", {"on_incomplete": "keep"}, "reads min_rollouts or min_fraction"),
+    ("CompletenessGate", {"on_incomplete": "keep"}, "needs min_rollouts or min_fraction; got neither"),
     ("CompletenessGate", {"on_incomplete": "keep", "min_rollouts": 0}, "min_rollouts must be an integer ≥ 1"),
     ("CompletenessGate", {"on_incomplete": "keep", "min_fraction": 1.5}, r"min_fraction must be in \(0, 1\]"),
     ("CompletenessGate", {"group_size": 0}, "group_size must be an integer ≥ 1; got 0"),

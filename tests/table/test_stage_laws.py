@@ -12,7 +12,7 @@ from batches import batch_of
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
-from headrace.pipeline import Pipeline, load_pipeline
+from headrace.pipeline import Pipeline, StageError, load_pipeline
 from headrace.transforms import (
     BatchError,
     BatchTransform,
@@ -102,6 +102,17 @@ def test_writing_to_some_rows_leaves_the_others_unchanged(values):
     assert Some()(batch_of([1.5, 2, 3], [0, 0, 0]))["next", "reward"].flatten().tolist() == [1.5, 2, 0]
 
 
+def test_a_stage_that_returns_what_it_should_write_is_refused():
+    class Doubles(BatchTransform):
+        def decide(self, rows):
+            return torch.ones(len(rows))
+
+    said = r"Doubles.decide returned a Tensor, and must return nothing: write a column with rows\.put"
+    for run in (Doubles(), Pipeline({"doubles": Doubles()})):
+        with pytest.raises((TypeError, StageError), match=said):
+            run(batch_of([1.0, 2.0], [0, 0]))
+
+
 def reading(base, read, columns=(), **declared):
     """A user's own stage, shaping or criterion that declares columns, and calls `read`."""
 
@@ -113,7 +124,7 @@ def reading(base, read, columns=(), **declared):
 
         def decide(self, rows):
             read(rows)
-            return torch.ones(len(rows), dtype=torch.bool)
+            return None if base is BatchTransform else torch.ones(len(rows), dtype=torch.bool)
 
     class Shapes(Mine):
         decide = base.decide

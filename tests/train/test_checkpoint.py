@@ -141,6 +141,18 @@ def test_older_steps_are_kept_and_loaded_on_request(tmp_path):
     assert checkpoint.load() == 6  # the later step is of an earlier run, which this one replaces
 
 
+def test_a_save_before_the_steps_of_an_earlier_run_are_loaded_is_refused(tmp_path):
+    """The newest files are kept, so an earlier run with higher steps would replace what is saved."""
+    for step in (4, 5):
+        Checkpoint(tmp_path / str(step), policy=Weights()).save(step)
+        with pytest.raises(FileExistsError, match=f"the steps of another run: {step}. Call load"):
+            Checkpoint(tmp_path / str(step), policy=Weights()).save(1)
+        again = Checkpoint(tmp_path / str(step), policy=Weights())
+        assert again.load() == step
+        again.save(step + 1)
+        again.save(step + 2)
+
+
 def test_the_first_step_that_can_be_saved_is_0(tmp_path):
     checkpoint = Checkpoint(tmp_path, policy=Weights())
     checkpoint.save(0)

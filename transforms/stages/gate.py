@@ -365,8 +365,13 @@ class CompletenessGate(
         self.group_size, self.expected_groups = at_least("group_size", group_size, 1), expected_groups
         self.on_incomplete = on_incomplete
         given = min_rollouts is not None or min_fraction is not None
-        if (on_incomplete == "keep") != given:
-            raise ValueError("only on_incomplete='keep' reads min_rollouts or min_fraction, and needs one")
+        if on_incomplete == "keep" and not given:
+            raise ValueError("on_incomplete='keep' needs min_rollouts or min_fraction; got neither")
+        if given and on_incomplete != "keep":
+            raise ValueError(
+                "min_rollouts and min_fraction have an effect only with on_incomplete='keep'; got "
+                f"on_incomplete={on_incomplete!r}"
+            )
         at_least("min_rollouts", min_rollouts, 1)
         self.min_rollouts, self.min_fraction = min_rollouts, above_zero("min_fraction", min_fraction, 1)
 

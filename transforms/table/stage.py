@@ -134,8 +134,11 @@ class BatchTransform(TakesColumns, Transform):
         """Run the stage on the rows that it sees: call ``apply(batch, rows)`` or ``decide(rows)``."""
         if _takes_rows(cast(Any, type(self))):
             rows.table.accept(self.apply(rows.tokens(), rows))  # type: ignore[call-arg]
-        else:
-            self.decide(rows.only_declared(self))
+        elif (given := cast(Any, self).decide(rows.only_declared(self))) is not None:
+            raise TypeError(
+                f"{type(self).__name__}.decide returned a {type(given).__name__}, and must return nothing: "
+                "write a column with rows.put(name, values), and take rows out with rows.leave(rows, reason)"
+            )
 
     def forward(self, batch: TensorDictBase) -> TensorDictBase:
         """Read the table, decide, and write the decisions into a new batch.

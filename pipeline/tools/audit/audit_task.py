@@ -155,6 +155,7 @@ def audit_dump(
         results["advantages"].hint += f"{'; ' * bool(unlike)}{recorded}"
     notices, failed = read.said, [each._asdict() for each in read.failed]
     verdict = verdict_of(results, source.format)
+    verdict += f" The recipe refuses {refused:,} of {steps:,} steps{source.advice}." * bool(refused)
     report = head | {"verdict": verdict, "findings": found, "notices": notices, "failed_steps": failed}
     report["checks"] = [each.plain(steps) for each in results.values()]
     title = f"{config.source.path} ({source.format}), {rows:,} rows, steps: {steps:,}, against {recipe}"
@@ -296,9 +297,12 @@ def _findings(result: CheckResult, most: int) -> FittedTable:
 def _lines_below(results: dict[str, CheckResult]) -> list[str]:
     """Lines below the tables: hints, what was not checked and why, and the formula of the share."""
     lines = [f"{each.title}: {each.hint}" for each in results.values() if each.hint]
+    unchecked: dict[str, list[str]] = {}
     for each in results.values():
         for why, steps in list(each.lacking.items())[:REASONS]:
-            lines.append(f"not checked: {each.title}: {why}" + (f" ({steps:,} steps)" if steps > 1 else ""))
+            unchecked.setdefault(why + (f" ({steps:,} steps)" if steps > 1 else ""), []).append(each.title)
+    lines += [f"not checked: {', '.join(titles)}: {why}" for why, titles in unchecked.items()]
+    for each in results.values():
         if (more := len(each.lacking) - REASONS) > 0:
             lines.append(f"not checked: {each.title}: {more:,} more reasons, see audit.json")
     return [*lines, SHARE]

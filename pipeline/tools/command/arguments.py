@@ -55,7 +55,7 @@ BASES = {  # base classes for users, with the title of their section in CONTRIBU
 }
 INSTEAD = {  # flags and commands of other programs, and what to use here
     "list": "headrace recipes",
-    **dict.fromkeys(("demo", "run"), "headrace pipeline=NAME"),
+    **dict.fromkeys(("demo", "run"), "headrace pipeline=NAME, or for the demo headrace alone"),
     **dict.fromkeys(("plot", "show"), "headrace view FOLDER"),
     "verbose": "hydra.verbose=true",
     "v": "headrace --version",

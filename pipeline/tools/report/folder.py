@@ -236,8 +236,16 @@ class ReportFolder:
             self._write_failed()
 
     def close(self) -> Path | None:
-        """Write the page of a run that has ended, and return its path; None if no page is written."""
-        if self.page and not self._closed:
+        """Write the page of a run that has ended, and return its path; None if no page is written.
+
+        If a resumed run has no new step, the page stays as it is.
+        """
+        resumed_nothing = self.existing == "resume" and not (self._begun or self.failed)
+        if (
+            self.page
+            and not self._closed
+            and not (resumed_nothing and (self.folder / "report.html").exists())
+        ):
             self._write(live=None)
             self._closed = True
         return self.folder / "report.html" if self.page else None

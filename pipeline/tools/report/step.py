@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from headrace.faces import AnswersGuesses
 from headrace.pipeline.account_keys import TEXTS
 from headrace.pipeline.conversations import labels_of_ids, strings
 from headrace.pipeline.wording import printable
@@ -43,7 +44,7 @@ TOKENS_READ = 50_000  # a report has numbers of at most this many tokens; a page
 
 
 @dataclass(frozen=True)
-class StepReport:
+class StepReport(AnswersGuesses):
     """What happened to one batch between the collector and the loss. It is on the CPU and keeps no pipeline.
 
     Attributes:

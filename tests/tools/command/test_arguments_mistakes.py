@@ -43,7 +43,7 @@ MISTAKES = {
     "compare dump": "did you mean headrace task=compare source.path=dump 'pipelines=[as/verl,grpo]'?",
     "compare dump dump": "did you mean headrace view dump dump, for two runs, or headrace task=compare",
     "doctr": "did you mean headrace doctor?)",
-    "demo rloo": "did you mean headrace pipeline=rloo?",
+    "demo rloo": "did you mean headrace pipeline=rloo, or for the demo headrace alone?",
     "plot": "did you mean headrace view FOLDER?",
     "repaly": "did you mean task=replay",
     "task=repaly": "unknown task 'repaly' (did you mean 'replay'?); choose from train",

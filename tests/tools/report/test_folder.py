@@ -9,6 +9,7 @@ import pytest
 from busy import reported
 from omegaconf import OmegaConf
 from pages import data_of
+from stored_runs import report_of_step
 
 from headrace.installed import versions
 from headrace.pipeline import Pipeline, ReportFolder, make_report
@@ -166,3 +167,12 @@ def test_an_object_that_is_not_a_run_or_report_is_refused(tmp_path, make_batch):
 def test_negative_seconds_are_refused(tmp_path):
     with pytest.raises(ValueError, match="every must be finite and ≥ 0; got -1"):
         ReportFolder(tmp_path, every=-1)
+
+
+def test_a_resumed_run_without_a_new_step_keeps_its_page(tmp_path):
+    with ReportFolder(tmp_path, every=None) as folder:
+        folder.add(report_of_step(0))
+    page = (tmp_path / "report.html").read_text()
+    with ReportFolder(tmp_path, every=None, existing="resume"):
+        pass
+    assert (tmp_path / "report.html").read_text() == page
