@@ -64,6 +64,7 @@ class PipelineOptions(TypedDict, total=False):
     microbatches: int | None
     max_tokens: int | None
     ranks: int
+    rank: int | None
     shuffle: bool
     seed: int
     loss_unit: Mean
@@ -134,6 +135,8 @@ def load_pipeline(
         microbatches: option of the split: number of micro-batches per optimiser step.
         max_tokens: option of the split: tokens in a micro-batch.
         ranks: option of the split and of the weight: number of ranks that each hold the whole batch.
+        rank: option of the split: take the rows of this rank alone. Set it with `ranks`: None takes the rows of
+            all ranks.
         shuffle: option of the split: whether the rows are in random order.
         seed: option of the split: seed of the random order.
         loss_unit: option `unit` of the weight: what the loss is a mean over, such as ``token`` or ``sample``.
@@ -296,7 +299,7 @@ OF_STAGES = {
     "gate": ("group_size", "on_incomplete", "min_rollouts"),
     "collapse": ("missing", "reward"),
     "advantage": ("baseline", "scale"),
-    "split": ("minibatches", "microbatches", "max_tokens", "ranks", "shuffle", "seed"),
+    "split": ("minibatches", "microbatches", "max_tokens", "ranks", "rank", "shuffle", "seed"),
 }
 # The key below `pipeline` for each keyword. Keywords that are no option of a stage belong to the pipeline.
 KEYWORDS = {word: word for word in PipelineOptions.__annotations__ if word not in ("rows", "stages")}

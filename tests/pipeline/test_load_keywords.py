@@ -35,6 +35,7 @@ VALUES = {
     "microbatches": (3, "3"),
     "max_tokens": (1 << 14, "16384"),
     "ranks": (2, "2"),
+    "rank": (0, "0"),
     "shuffle": (False, "false"),
     "seed": (11, "11"),
     "loss_unit": ("sample", "sample"),
