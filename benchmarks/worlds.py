@@ -188,10 +188,17 @@ class Run:
         group.spent, group.ended = group.spent + group.ticks[at], group.ended + 1
         fails = group.fails[at] and rollout < 10**9  # a refilled rollout does not fail
         group.oldest = group.oldest if fails else min(group.oldest, version)
-        batch = columns(group_id=[number] * rows, rollout_id=[rollout] * rows, version=[version] * rows)
-        batch["next", "done"] = [False] * (rows - 1) + [True]
-        batch["status"] = [0] * (rows - 1) + [FAILED * fails]
-        batch["log_probs", "full"] = [[0.0]] * rows
+        batch = TensorDict(
+            {
+                "group_id": torch.full((rows,), number),
+                "rollout_id": torch.full((rows,), rollout),
+                "version": torch.full((rows,), version),
+                "status": torch.tensor([0] * (rows - 1) + [FAILED * fails]),
+                "next": {"done": torch.arange(1, rows + 1) == rows},
+                "log_probs": {"full": torch.zeros(rows, 1)},
+            },
+            batch_size=[rows],
+        )
         if self.world.tokens:
             lengths = torch.tensor([0] * (rows - 1) + [group.ticks[at]])
             batch["masks", "all_assistant_mask"] = torch.arange(TOKENS) < lengths.unsqueeze(1)
@@ -298,7 +305,8 @@ class Run:
 
 def columns(**numbers: list[int]) -> TensorDict:
     """Make columns with one row for each number."""
-    return TensorDict(dict(numbers), batch_size=[len(next(iter(numbers.values())))])
+    tensors = {name: torch.tensor(each) for name, each in numbers.items()}  # tensordict is slow with lists
+    return TensorDict(tensors, batch_size=[len(next(iter(numbers.values())))])
 
 
 def side_by_side(function: Callable[..., Any], runs: Sequence[Sequence[Any]], *, quick: bool) -> list[Any]:

@@ -378,7 +378,8 @@ class GroupReplayBuffer:
                     keys += source.keys_of(kept)
                     source.clear([group], rows=False)
                     taken += 1
-            held = set(assembler.state_dict()["state"]["groups"]["group"].tolist())
+            stream = assembler._stream
+            held = {group.group for group in (*stream.waiting.values(), *stream.whole_groups())}
             if gone := source.groups.keys() - held:  # the assembler has dropped these groups
                 source.clear(gone)
                 evicted["rollout_failure"] += len(gone)

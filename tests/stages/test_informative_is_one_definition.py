@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from any_rank import results_of
+from composed import composed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from headrace.pipeline import Pipeline, informative, load_pipeline, make_report
+from headrace.pipeline import Pipeline, informative, make_report
 from headrace.transforms import BestOf, FanOutCollapse, GroupRelativeAdvantage, RewardsVary, SampleFilter
 
 GROUPS, SIZE, COLUMNS = 12, 4, 3
@@ -51,7 +52,7 @@ def made(several: str, *, missing: bool, has_filter: bool) -> Pipeline:
     order = [name for name in ORDER if has_filter or name != "filter"]
     order.remove("whitening")
     filters = ["pipeline.stages.filter={action: drop}"] if has_filter else []
-    return load_pipeline("gdpo", *filters, stages=stages, order=order, shuffle=False, **keywords)
+    return composed("gdpo", *filters, stages=stages, order=order, shuffle=False, **keywords)
 
 
 @pytest.mark.parametrize("several", ["sum", "decoupled"])

@@ -128,7 +128,6 @@ def test_each_part_of_the_rule_is_needed(broken, monkeypatch):
         monkeypatch.setattr(assembler_module, "waits_for", too_few)
     if broken == "no order":
         monkeypatch.setattr(Steps, "in_order", lambda self, groups: list(groups))
-    found: Counter = Counter()
     for seed in range(60):
         run = random_run(seed)
         if broken == "dispatches too much":
@@ -137,8 +136,9 @@ def test_each_part_of_the_rule_is_needed(broken, monkeypatch):
             if run.world.versions != (1,) or run.world.equal or len(run.world.takers) != 1:
                 continue
             run.assembler._stream.steps = Forgets()
-        found += broken_laws(run)
-    assert found
+        if broken_laws(run):
+            return
+    pytest.fail("no world needs it")
 
 
 @pytest.mark.slow

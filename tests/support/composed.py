@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hydra import compose, initialize_config_module
 from kept import kept
 from omegaconf import DictConfig
@@ -10,9 +12,10 @@ from headrace.pipeline import Pipeline, load_pipeline
 from headrace.pipeline.run import LastRun
 
 
-def composed(*overrides: str) -> Pipeline:
-    """A new copy of the pipeline that ``load_pipeline(*overrides)`` has made once for all tests."""
-    pipeline = kept(repr(("load_pipeline", *overrides)), lambda: load_pipeline(*overrides))
+def composed(*overrides: str, **keywords: Any) -> Pipeline:
+    """A new copy of the pipeline that ``load_pipeline`` has made once for all tests."""
+    key = repr(("load_pipeline", *overrides, keywords))
+    pipeline = kept(key, lambda: load_pipeline(*overrides, **keywords))
     LastRun.__init__(pipeline)  # a copied LastRun raises an error that it is a copy
     return pipeline
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from tensordict import TensorDict
 
 import headrace
 
-pytestmark = pytest.mark.slow  # each starts processes that import torch
+pytestmark = pytest.mark.slow  # they need processes that import torch
 
 # The beginning of a program in which TorchRL cannot be imported, for example because of another tensordict.
 WITHOUT = """
@@ -40,11 +42,38 @@ BATCH = {
 }
 
 
-def run(program: str, *, refused: tuple[str, ...] = ("torchrl",)) -> str:
-    code = f"REFUSED = {refused}\n{WITHOUT}\n{program}"
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+# It forks for each program, because to import torch takes longer than most of them.
+FORKS = """
+import json, os
+import torch, tensordict, tensordict.nn, hydra, omegaconf
+
+for line in sys.stdin:
+    program, file = json.loads(line)
+    if os.fork() == 0:
+        os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY), 1)
+        exec(program)
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Iterator[Callable[[str], str]]:
+    """Runs a program without TorchRL, and returns its output."""
+    file = tmp_path_factory.mktemp("said") / "said"
+    code = f"REFUSED = ('torchrl',)\n{WITHOUT}\n{FORKS}"
+    words = [sys.executable, "-W", "error", "-c", code]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, bufsize=1) as process:
+
+        def said(program: str) -> str:
+            file.unlink(missing_ok=True)
+            process.stdin.write(json.dumps([program, str(file)]) + "\n")
+            assert process.stdout.readline() == "0\n", "the captured stderr has its error"
+            return file.read_text()
+
+        yield said
+        process.stdin.close()
 
 
 def advantages() -> list[float]:
@@ -70,7 +99,7 @@ batch = TensorDict(keys, batch_size=[8])
 """
 
 
-def test_numbers_without_torchrl_equal_those_with_torchrl(saved):
+def test_numbers_without_torchrl_equal_those_with_torchrl(run, saved):
     program = LOAD.format(path=str(saved)) + (
         "from headrace import load_pipeline\n"
         "run = load_pipeline('grpo', group_size=4, shuffle=False).run(batch)\n"
@@ -79,7 +108,7 @@ def test_numbers_without_torchrl_equal_those_with_torchrl(saved):
     assert run(program) == f"{advantages()}\n"
 
 
-def test_pickles_can_be_loaded_with_and_without_torchrl(saved, tmp_path):
+def test_pickles_can_be_loaded_with_and_without_torchrl(run, saved, tmp_path):
     pipeline = headrace.load_pipeline("grpo", group_size=4, shuffle=False)
     with_torchrl, without = tmp_path / "with", tmp_path / "without"
     with_torchrl.write_bytes(pickle.dumps(pipeline))
@@ -93,7 +122,7 @@ def test_pickles_can_be_loaded_with_and_without_torchrl(saved, tmp_path):
     assert said == f"{back.run(batch).batch['advantage'].flatten().tolist()}\n" == f"{advantages()}\n"
 
 
-def test_all_recipes_build_without_torchrl():
+def test_all_recipes_build_without_torchrl(run):
     program = (
         "from headrace.pipeline.composing import recipes\n"
         "from headrace import load_pipeline\n"
@@ -102,7 +131,7 @@ def test_all_recipes_build_without_torchrl():
     assert int(run(program)) > 50
 
 
-def test_names_that_need_torchrl_say_so():
+def test_names_that_need_torchrl_say_so(run):
     program = f"import headrace\nfor name in {NEED_TORCHRL}:\n" + (
         "    try:\n        getattr(headrace, name)\n    except ImportError as err:\n        print(err)\n"
     )
@@ -127,7 +156,7 @@ def test_the_error_of_a_training_without_torchrl_is_one_sentence(tmp_path):
     assert done.stderr.startswith("headrace: task=train needs TorchRL: pip install 'headrace[torchrl]'")
 
 
-def test_plain_columns_and_adapters_need_neither_rich_nor_pyarrow(saved):
+def test_plain_columns_and_adapters_need_neither_rich_nor_pyarrow(run):
     """rich and pyarrow are not imported even if they are installed."""
     program = (
         "from headrace import decide\n"
@@ -138,14 +167,18 @@ def test_plain_columns_and_adapters_need_neither_rich_nor_pyarrow(saved):
         "print([name for name in ('rich', 'pyarrow', 'torchrl') if name in sys.modules])"
     )
     expected = "[-1.0, 1.0, -2.0, 2.0]\n[]\n"
-    assert run(program, refused=("torchrl", "rich", "pyarrow")) == expected
     assert run(program) == expected
+    code = f"REFUSED = ('torchrl', 'rich', 'pyarrow')\n{WITHOUT}\n{program}"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert done.stdout == expected, done.stderr
 
 
-def test_plain_columns_need_only_torch_tensordict_and_hydra():
-    """Each module makes the start slower, so few of headrace's own modules are imported."""
+def test_plain_columns_need_only_torch_tensordict_and_hydra(run):
+    """Each module makes the start slower, so few of headrace's own modules are imported.
+
+    The process has imported these four packages before.
+    """
     program = (
-        "import torch, tensordict, tensordict.nn, hydra, omegaconf\n"
         "def packages():\n"
         "    return {name.partition('.')[0] for name in sys.modules}\n"
         "before = packages()\n"

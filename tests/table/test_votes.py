@@ -87,14 +87,14 @@ def test_random_batches_equal_those_of_a_loop():
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_that_share_a_batch_count_the_votes_of_all_ranks(world, tmp_path):
-    seeds = range(300)
+    seeds = range(world % 2, 300, 2)  # both halves have each advantage, filter and mean
     of_ranks = results_of(voting.vote_on_ranks, world, tmp_path, seeds)
-    for seed in seeds:
+    for at, seed in enumerate(seeds):
         batch = voting.drawn(seed)
         expected, _ = voting.by_loops(batch, seed)
         advantage, weight, ledger = {}, {}, {}
         for found in of_ranks:
-            for every, own in zip((advantage, weight, ledger), found[seed], strict=True):
+            for every, own in zip((advantage, weight, ledger), found[at], strict=True):
                 every |= own
         close({row: advantage[row] for row in expected}, expected)
         weights = voting.weights_by_loops(batch, list(expected), voting.options_of(seed)[2])
