@@ -156,12 +156,32 @@ def test_a_column_of_one_row_that_no_stage_reads_does_not_stop_the_run(place):
     assert rows_of(again.minibatches(lazy_stack(rows))) == rest
 
 
-def test_recomputed_rewards_may_differ_in_the_last_digits():
-    state, rest = left_in_the_middle(sixteen())
-    restored, again = make(), sixteen()
-    again["next", "reward"] *= 1 + 1e-6
-    restored.load_state_dict(state)
-    assert rows_of(restored.minibatches(again)) == rest
+@pytest.mark.parametrize(("before", "by"), [(0.0, 1e-4), (1000.0, 0.1)])
+def test_recomputed_rewards_may_differ_by_1e_4_of_their_value_or_of_1(before, by):
+    batch = sixteen()
+    batch["next", "reward"][3], batch["next", "reward"][4] = before, torch.nan
+    state, rest = left_in_the_middle(batch)
+    for share in (0.9, 1.2):
+        restored, again = make(), batch.clone()
+        again["next", "reward"][3] += share * by
+        restored.load_state_dict(state)
+        if share < 1:
+            assert rows_of(restored.minibatches(again)) == rest
+            continue
+        with pytest.raises(BatchError, match=r"at rows \[3\]"):
+            restored.minibatches(again)
+
+
+@pytest.mark.parametrize(("epochs", "begun", "taken"), [(1, 0, 4), (1, 1, 1), (2, 0, 0), (2, 3, 3)])
+def test_reading_the_whole_batch_takes_it_if_it_is_one_pass_that_was_not_begun(epochs, begun, taken):
+    pipeline, restored = make(), make()
+    run = pipeline.run(sixteen(), epochs=epochs)
+    stream = run.minibatches()
+    for _ in range(begun):
+        next(stream)
+    assert len(run.batch) == ROWS
+    restored.load_state_dict(pipeline.state_dict())
+    assert len(list(restored.minibatches(sixteen(), epochs=epochs))) == 4 * epochs - taken
 
 
 # -- discarded batches ------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from headrace.transforms.split.bins import (
     even_out,
     first_fit,
     lightest_first,
+    one_more_for_empty,
 )
 
 COSTS = st.one_of(
@@ -123,6 +124,66 @@ def test_many_items_of_three_lengths_need_the_fewest_bins_possible_in_any_order(
     assert bins_within(column(lengths), 53) == least
 
 
+def lightest_by_loops(lengths, costs, budget, count):
+    """The largest cost if each item goes into the cheapest bin with room, or None if one finds no room.
+
+    Items are in descending order of their cost or, if one finds no room, of their length.
+    """
+    by_length = sorted(range(len(lengths)), key=lambda item: -lengths[item])
+    for order in (sorted(by_length, key=lambda item: -costs[item]), by_length):
+        room, load, items = [budget] * count, [0] * count, [0] * count
+        for item in order:
+            free = [number for number in range(count) if room[number] >= lengths[item]]
+            if not free:
+                break
+            number = min(free, key=lambda each: (load[each], items[each]))
+            room[number] -= lengths[item]
+            load[number] += costs[item]
+            items[number] += 1
+        else:
+            return max(load)
+    return None
+
+
+def gains(lengths, costs, budget, bins) -> list[tuple]:
+    """The moves and swaps that make the heavier of two bins lighter, for the heaviest bin and each other."""
+
+    def load(items):
+        return sum(costs[item] for item in items)
+
+    heavy, *others = sorted(bins, key=load, reverse=True)
+    found = []
+    for light in others:
+        for x, y in product(heavy, [None, *light]):
+            both = [[*heavy], [*light]]
+            both[0].remove(x)
+            both[1].append(x)
+            if y is not None:
+                both[1].remove(y)
+                both[0].append(y)
+            if both[0] and all(sum(lengths[item] for item in items) <= budget for items in both):
+                found += [(x, y)] * (max(map(load, both)) < load(heavy))
+    return found
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(0, 40)), min_size=1, max_size=16),
+    st.integers(12, 20),
+    st.integers(1, 3),
+)
+def test_bins_within_a_budget_are_as_level_as_documented(items, budget, multiple):
+    """No exchange with another bin helps the heaviest bin, and it is no heavier than by the loops."""
+    lengths, costs = map(list, zip(*items, strict=True))
+    found = balance_within(column(lengths), budget, multiple_of=multiple, costs=column(costs)).tolist()
+    bins = [[item for item, at in enumerate(found) if at == number] for number in range(max(found) + 1)]
+    heaviest = max(sum(costs[item] for item in each) for each in bins)
+    if len(bins) < len(items):  # otherwise each item has a bin of its own
+        limit = lightest_by_loops(lengths, costs, budget, len(bins))
+        assert limit is None or heaviest <= limit
+        if heaviest > sum(costs) / len(bins) * 1.0005:
+            assert not gains(lengths, costs, budget, bins)
+
+
 @given(LENGTHS, st.integers(1, 40))
 def test_the_number_of_bins_is_within_its_bounds(lengths, budget):
     lengths = [length for length in lengths if length <= budget]
@@ -164,6 +225,22 @@ def test_an_item_goes_into_the_cheapest_bin_with_room_for_it(items, count, budge
         min(room, key=lambda each: (sum(other for _, other in each), len(each))).append((length, cost))
     found = lightest_first(range(len(items)), *zip(*items, strict=True) if items else ((), ()), count, budget)
     assert (None if found is None else [[items[at] for at in each] for each in found]) == bins
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1, max_size=6), st.data())
+def test_each_further_bin_gets_the_costliest_item_of_the_heaviest_bin_of_several_items(held, data):
+    count = data.draw(st.integers(len(held), sum(map(len, held))), label="count")
+    cost = [each for items in held for each in items]
+    numbers = iter(range(len(cost)))
+    bins = [[next(numbers) for _ in items] for items in held]
+    one_more_for_empty(bins, cost, count)
+    while len(held) < count:
+        heaviest = max((items for items in held if len(items) > 1), key=sum)
+        costliest = max(heaviest)
+        heaviest.remove(costliest)
+        held.append([costliest])
+    loads = [sum(cost[item] for item in items) for items in bins]
+    assert loads == [sum(items) for items in held]
 
 
 @pytest.mark.slow

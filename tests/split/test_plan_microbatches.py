@@ -14,13 +14,15 @@ from headrace.pipeline import Pipeline
 from headrace.transforms import (
     BatchError,
     BatchTransform,
+    LengthWithin,
     LossWeight,
+    SampleFilter,
     ShuffleSplit,
     assign_rows,
     split_microbatches,
     split_minibatches,
 )
-from headrace.transforms.table.schema import MICROBATCH, MINIBATCH, PADDING, RANK
+from headrace.transforms.table.schema import IN_LOSS, MICROBATCH, MINIBATCH, PADDING, RANK, ROW
 
 ATTENTION, LOSS = ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
 
@@ -69,7 +71,7 @@ def test_the_split_keeps_its_documented_promises(lengths, fan_out, options, cut)
     batch = batch_of(lengths, [i // fan_out for i in range(len(lengths))])
     split = ShuffleSplit(**options)
     try:
-        out, verdict, *_ = cut_alone(split, batch)
+        out, verdict, measured, *_ = cut_alone(split, batch)
     except BatchError as err:  # too few rows for the ranks without padding, or too few units
         assume(
             not any(
@@ -119,6 +121,24 @@ def test_the_split_keeps_its_documented_promises(lengths, fan_out, options, cut)
     # Padding trains nothing.
     assert not out[LOSS][padding].any()
     assert out["log_probs", "full"][padding].isnan().all()
+
+    # The metrics are those of the output.
+    load = dict(zip(map(tuple, place.unique(dim=0).tolist()), tokens, strict=True))
+    steps = sorted({minibatch for minibatch, _, _ in load})
+    assert measured["minibatches"] == len(steps)
+    assert measured["microbatches"] == len(load) / options["ranks"]
+    assert (measured["padded"], measured["left"]) == (int(padding.sum()), len(left))
+    if "max_tokens" in cut or options["balance"] != "none":
+        of_ranks = [
+            [
+                sum(n for (k, r, _), n in load.items() if (k, r) == (step, rank))
+                for rank in range(options["ranks"])
+            ]
+            for step in steps
+        ]
+        apart = max(max(own) / (sum(own) / len(own)) for own in of_ranks) - 1
+        assert measured["max_tokens"] == max(tokens)
+        assert measured["rank_imbalance"] == pytest.approx(apart)
 
 
 @given(LENGTHS, st.integers(0, 99), st.sampled_from(["none", "tokens"]))
@@ -202,6 +222,15 @@ def test_each_epoch_of_each_batch_has_its_own_order():
     assert pipeline.stages["split"].state.calls == 6
 
 
+@pytest.mark.parametrize("epochs", [1, 2, 4])
+def test_a_row_is_left_over_if_no_epoch_trains_it(epochs):
+    pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=4, unit="sample", remainder="drop")})
+    run = pipeline.run(batch_of([2] * 7), epochs=epochs)
+    trained = {name for part in run.minibatches() for name in part["name"].tolist()}
+    assert {row["row"] for row in run.ledger.rows("split/remainder")} == {*range(7)} - trained
+    assert run.metrics["split/left"] == 7 - len(trained)
+
+
 def test_costs_are_balanced_over_ranks():
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 4000, (1024,), generator=generator)
@@ -248,6 +277,9 @@ def test_a_row_as_long_as_the_budget_is_not_above_it():
     batch = batch_of([9, 9, 3])
     assert cut_alone(ShuffleSplit(minibatches=1, max_tokens=9), batch).measured["oversized"] == 0
     assert cut_alone(ShuffleSplit(minibatches=1, max_tokens=8), batch).measured["oversized"] == 2
+    shorter = SampleFilter(criterion=LengthWithin(high=8), action="drop")
+    pipeline = Pipeline({"filter": shorter, "split": ShuffleSplit(minibatches=1, max_tokens=2)})
+    assert pipeline.run(batch).metrics["split/oversized"] == 1  # rows that left before do not count
 
 
 def test_too_few_rows_for_the_ranks_are_refused_with_advice():
@@ -382,3 +414,31 @@ def test_the_heaviest_microbatches_go_to_the_rank_with_the_fewest_tokens():
     lengths = torch.tensor([6, 9, 7, 8])
     assigned = assign_rows(lengths, ranks=2, max_tokens=9, balance="tokens")
     assert [[lengths[rows].tolist() for rows in own] for own in assigned] == [[[9], [6]], [[8], [7]]]
+    lengths = torch.tensor([9, 5, 5, 4, 3, 1])  # after two rounds the ranks have 13 and 10
+    assigned = assign_rows(lengths, ranks=2, microbatches=3, balance="tokens")
+    assert [[lengths[rows].tolist() for rows in own] for own in assigned] == [
+        [[9], [4], [1]],
+        [[5], [5], [3]],
+    ]
+
+
+def test_padding_has_no_row_number_and_is_not_in_the_loss():
+    """The columns may be in the batch, or in the table of a pipeline."""
+    batch = batch_of([2, 2, 2])
+    batch[IN_LOSS], batch["loss_weight"] = torch.tensor([True, False, True]), torch.ones(3)
+    split = {"minibatches": 1, "microbatches": 2, "remainder": "pad", "shuffle": False}
+    alone = ShuffleSplit(**split)(batch.clone().set(ROW, torch.arange(3)))
+    second = SampleFilter(criterion=lambda rows: torch.arange(len(rows)) != 1)
+    piped = Pipeline({"filter": second, "split": ShuffleSplit(**split), "weight": LossWeight()})(batch)
+    for out in (alone, piped):
+        assert out[PADDING].tolist() == [False, False, False, True]
+        assert out[ROW].tolist() == [0, 1, 2, -1]
+        assert out[IN_LOSS].tolist() == [True, False, True, False]
+        assert (out["loss_weight"] > 0).tolist()[3:] == [False]
+
+
+def test_a_second_split_removes_the_ranks_and_padding_of_the_first():
+    first = ShuffleSplit(minibatches=1, ranks=2, remainder="pad")(batch_of([2, 2, 2]))
+    again = ShuffleSplit(minibatches=1)(first[~first[PADDING]])
+    assert RANK not in again.keys(True)
+    assert PADDING not in again.keys(True)

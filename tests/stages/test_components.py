@@ -450,7 +450,8 @@ def test_ragged_rows_of_an_optimiser_step_are_checked_too():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"components": {"loss_kl": {}}}, "named after its term: 'kl' for loss_kl"),
+        ({"components": {"loss_kl": {}}}, "named after its term: 'kl' for loss_kl; got 'loss_kl'"),
+        ({"components": {"": {}}}, "named after its term: 'kl' for loss_kl; got ''"),
         ({"components": {"kl": {"weight": 1.0}}}, r"options of unit, length, .*; got \['weight'\]"),
         ({"components": {"kl": 0.1}}, "must be a mapping with options .*; got 0.1"),
         ({"components": {"kl": {"unit": "turn"}}}, "unit of components.* must be one of 'token', 'sample'"),

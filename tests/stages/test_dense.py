@@ -22,7 +22,7 @@ from headrace.transforms import (
 )
 from headrace.transforms.table import schema
 
-PAD = 0
+PAD = 10
 FULL, LOSS_MASK, ATTENTION = (
     ("tokens", "full"),
     ("masks", "all_assistant_mask"),
@@ -161,9 +161,19 @@ def test_log_probabilities_of_transformers_wrapper_are_ignored():
     found = DenseRows(pad_id=PAD)(ragged(ROWS, {("log_probs", "response"): zeros}))["log_probs", "full"]
     assert sorted(found[found.isfinite()].tolist()) == [-3, -1, 0]
     zeros[0] += 1
+    empty = {("log_probs", "response"): [*zeros, torch.zeros(0)]}
+    dense = DenseRows(pad_id=PAD)(ragged([*ROWS, ([5], [])], empty))  # such a row has no first token
+    assert ("log_probs", "full") not in dense.keys(True)
     zeros[1][0] = -2.0
     found = DenseRows(pad_id=PAD)(ragged(ROWS, {("log_probs", "response"): zeros}))["log_probs", "full"]
     assert sorted(found[found.isfinite()].tolist()) == [-3, -2, 0]
+
+
+def test_log_probabilities_of_rows_without_a_prompt_keep_their_dtype():
+    values = [torch.tensor([-1.0, -2.0]).double(), torch.tensor([-3.0]).double()]
+    found = DenseRows(pad_id=PAD)(ragged([([], [5, 6]), ([], [7])], {LOG_PROB: values}))[LOG_PROB]
+    assert found.dtype is torch.float64
+    assert found[found.isfinite()].tolist() == [-1, -2, -3]
 
 
 def test_columns_of_prompts_and_responses_are_removed():
@@ -192,12 +202,13 @@ def with_column(key, values):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (ragged([([5, 6], [7]), ([5, PAD], [8])]), r"pad_id=0 .* is a real token in row 1 \(roll"),
+        (ragged([([5, 6], [7]), ([5, PAD], [8])]), r"pad_id=10 .* is a real token in row 1 \(roll"),
         (ragged([([5], [PAD, 6]), ([5], [8])]), r"its own padding token"),
         (with_column(FULL, [torch.tensor([5, 6, 4]), torch.tensor([5, 8, 9])]), "they are not in row 0"),
         (ragged([([5, 6], []), ([5], [])]), r"all are empty in row 0 \(rollout 100\), row 1"),
         (ragged([([], []), ([5], [8])]), r"every row needs a token; found none in row 0"),
         (with_column(LOG_PROB, [torch.zeros(3), torch.zeros(2)]), r"row 1 has 2 for 3 tokens. Were"),
+        (with_column("importance_weight", [torch.zeros(2)] * 2), r"row 0 has 2 for 3 tokens"),
         (with_column("seen", [torch.zeros(2), torch.zeros(4)]), r"'seen', .*; row 0 has 2 for 3 tokens"),
         (with_column("seen", [torch.zeros(3, 1), torch.zeros(3, 2)]), r"'seen' must be tensors of one dtype"),
         (with_column(("tokens", "seen"), [None, torch.zeros(2)]), r"'seen'\) is on 1 of 2 rows: 1"),
@@ -218,11 +229,20 @@ def test_prompt_and_attention_mask_are_optional():
         DenseRows(pad_id=PAD)(rows)
 
 
+def test_a_column_of_one_number_per_row_is_no_column_of_one_token():
+    batch = as_written_padded([([], [5]), ([], [])])
+    batch["next", "reward"] = torch.zeros(2, 1)
+    with pytest.raises(BatchError, match="every row needs a token; found none in row 1"):
+        DenseRows(pad_id=PAD)(batch)
+
+
 def test_truncated_rows_are_refused():
     rows = ragged([([5, 6], [7, 8]), ([5], [8])])
     for row in rows.tensordicts:
         row[FULL], row[ATTENTION] = row[FULL][:3], row[ATTENTION][:3]
-    with pytest.raises(BatchError, match=r"Were tokens cut off, or is `full` from another turn"):
+    with pytest.raises(
+        BatchError, match=r"they are not in row 0 \(rollout 100\)\. Were tokens cut off, or is"
+    ):
         DenseRows(pad_id=PAD)(rows)
 
 

@@ -212,11 +212,23 @@ def test_a_merged_row_is_the_first_segment_if_one_of_its_turns_was():
 
 
 def test_a_row_that_trains_a_token_again_is_not_merged():
-    batch = batch_of(rows_of([[(2, 2, False), (1, 2, False)]]))
-    batch[LOSS][1] |= batch[ATTENTION][1] & (batch[ATTENTION][1].cumsum(0) == 4)
-    said = said_by(MergeTurns(), batch)
-    assert len(said.batch) == 2
-    assert said.metrics["broken"] == 1
+    for alone in (False, True):  # the row trains only this token, or tokens of its own, too
+        batch = batch_of(rows_of([[(2, 2, False), (1, 2, False)]]))
+        again = batch[ATTENTION][1] & (batch[ATTENTION][1].cumsum(0) == 4)
+        batch[LOSS][1] = again if alone else again | batch[LOSS][1]
+        said = said_by(MergeTurns(), batch)
+        assert len(said.batch) == 2
+        assert said.metrics["broken"] == 1
+
+
+def test_merged_rows_may_differ_in_how_they_end_and_in_their_prompts():
+    """The merged row ends like its last turn. Prompts and responses of turns are removed."""
+    batch = batch_of(rows_of([[(2, 2, False), (1, 2, False), (1, 2, False)], [(1, 1, False)]]))
+    batch["next", "done"] = torch.tensor([[False], [False], [True], [True]])
+    batch["tokens", "prompt"] = torch.arange(4)[:, None]
+    merged = MergeTurns()(batch)
+    assert merged["next", "done"].flatten().tolist() == [True, True]
+    assert ("tokens", "prompt") not in merged.keys(True)
 
 
 def test_rows_that_cannot_be_merged_are_refused_with_the_reason():
@@ -233,6 +245,12 @@ def test_rows_that_cannot_be_merged_are_refused_with_the_reason():
     with pytest.raises(BatchError, match=r"the width of the tokens, \d+; \('entropy', 'full'\) has \(3,\)"):
         MergeTurns()(batch)
     batch = batch_of(rows)
+    padding = batch.clone()
+    padding[LOSS][1] |= ~padding[ATTENTION][1]
+    with pytest.raises(BatchError, match=r"mask is False in row 1 \(rollout 0\), and merging would drop"):
+        MergeTurns()(padding)
+    with pytest.raises(BatchError, match="needs a rollout_id ≥ 0; found -1 at row 2: rows without an id"):
+        MergeTurns()(batch.clone().set("rollout_id", torch.tensor([0, 0, -1])))
     with pytest.raises(BatchError, match="put MergeTurns before ShuffleSplit"):
         MergeTurns()(ShuffleSplit(minibatches=1)(batch))
     with pytest.raises(BatchError, match="must have different turns"):

@@ -71,6 +71,7 @@ def test_ragged_rows_are_packed_like_padded_rows():
 def packed_by_hand(rows, width) -> dict[str, list]:
     """The packed batch, made token by token."""
     found = {"input_ids": [], "position_ids": [], "segment_ids": [], "packed_at": [], "loss_weight": []}
+    found["cu_seqlens"] = [0]
     for number, row in enumerate(rows):
         places = [place for place, there in enumerate(row[ATTENTION].tolist()) if there]
         found["input_ids"] += [int(row[FULL][place]) for place in places]
@@ -78,6 +79,7 @@ def packed_by_hand(rows, width) -> dict[str, list]:
         found["segment_ids"] += [number] * len(places)
         found["packed_at"] += [number * width + place for place in places]
         found["loss_weight"] += [float(row["loss_weight"])] * len(places)
+        found["cu_seqlens"].append(len(found["input_ids"]))
     return found
 
 
@@ -90,6 +92,7 @@ def test_packed_rows_equal_those_of_a_loop_for_any_padding(lengths, stacked):
     width = max(len(row[FULL]) for row in rows)
     for key, values in packed_by_hand(rows, width).items():
         assert packed[key][0].tolist() == values, key
+    assert packed["cu_seqlens"].dtype is torch.int32  # which kernels of attention need
     assert packed["packed_from"] == (len(rows), width)
     back = unpack(packed)
     for number, row in enumerate(rows):
@@ -160,8 +163,8 @@ def test_rows_that_cannot_be_packed_are_refused_with_the_reason():
             pack(rows.exclude(FULL))
     with pytest.raises(BatchError, match=r"every row needs a token; rows \[0\] have none"):
         pack(batch_of([0, 3]))
-    with pytest.raises(BatchError, match=r"rows \[1\] have none"):  # the last row
-        pack(batch_of([3, 0]))
+    with pytest.raises(BatchError, match=r"rows \[1, 3\] have none"):  # the last row
+        pack(batch_of([3, 0, 1, 0]))
     first = batch.clone()
     first[LOSS] = first[ATTENTION].clone()
     with pytest.raises(BatchError, match=r"first token of a row has no context.*rows \[0, 1\]"):
@@ -176,6 +179,13 @@ def test_rows_that_cannot_be_packed_are_refused_with_the_reason():
         pack(outside)
     with pytest.raises(BatchError, match="a loss mask is bool"):
         pack(batch.clone().set(LOSS, batch[LOSS].float()))
+    for key, options in (
+        ("segment_ids", {"token_keys": ["segment_ids"]}),
+        ("tree_end", {"token_keys": ["tree_end"]}),
+        ("input_ids", {"input_keys": ["input_ids"], "tree": True}),
+    ):
+        with pytest.raises(BatchError, match=rf"pack writes the columns \['{key}'\]: rename"):
+            pack(batch.clone().set(key, batch[FULL]), **options)
     with pytest.raises(BatchError, match="at least one row"):
         pack(no_rows(batch))
     with pytest.raises(MissingKeyError, match="written by pack"):

@@ -267,6 +267,8 @@ def test_the_function_takes_turns_inside_rows_only_for_unit_turn():
     for options in ({"unit": "token"}, {"unit": "turn", "turn": tokens, "rollout_id": tokens}):
         with pytest.raises(ValueError, match="turns is only read with unit='turn' and without turn"):
             loss_weight(tokens, turns=tokens, **options)
+    with pytest.raises(ValueError, match="unit='turn' needs rollout_id and turn"):
+        loss_weight(tokens, "turn", turn=tokens)
 
 
 def test_token_weights_that_would_not_be_applied_once_are_refused():
@@ -287,5 +289,9 @@ def test_token_weights_that_would_not_be_applied_once_are_refused():
     for again in (LossWeight(), LossWeight(**INSIDE)):
         with pytest.raises(BatchError, match="already have token weights"):
             again(out)
+    with pytest.raises(BatchError, match="already have token weights"):
+        Pipeline({"first": LossWeight(**INSIDE), "second": LossWeight(weight_key="w")})(
+            batch_of_rows(rows, False)
+        )
     packed = pack(out, token_keys=[MASK])
     assert packed[TOKEN_WEIGHT].tolist() == [[0, 1, 0, 1, 1]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from alone import said_by
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
@@ -18,7 +19,7 @@ from headrace.transforms import (
     split_minibatches,
     weighted_loss,
 )
-from headrace.transforms.table.schema import IN_LOSS, MICROBATCH, MINIBATCH, RANK, STEP_WEIGHT
+from headrace.transforms.table.schema import FOLDED_WEIGHT, IN_LOSS, MICROBATCH, MINIBATCH, RANK, STEP_WEIGHT
 
 MASK, WEIGHT = ("masks", "all_assistant_mask"), "loss_weight"
 MEANS = ("token", "sample", "rollout", "group", "constant", "inverse_length")
@@ -77,7 +78,8 @@ def named_mean(unit, loss, mask, rollouts, groups, length) -> float:
         lambda n: st.tuples(
             st.lists(st.integers(0, 4), min_size=n, max_size=n),
             st.lists(st.integers(0, 2), min_size=n, max_size=n),
-            st.lists(st.integers(-1, 2), min_size=n, max_size=n),
+            # Most optimiser steps have no row of this batch if one of them has the number 90.
+            st.lists(st.sampled_from([-1, 0, 1, 2, 90]), min_size=n, max_size=n),
             st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=n, max_size=n),
         )
     ),
@@ -101,10 +103,11 @@ def test_the_weighted_sum_of_an_optimiser_step_is_its_mean(columns, unit):
     assert out[WEIGHT].isfinite().all()
     for step in set(steps):
         rows = [i for i in range(len(steps)) if steps[i] == step]
-        expected = named_mean(
-            unit, loss[rows], batch[MASK][rows], [rollouts[i] for i in rows], [groups[i] for i in rows], 7
-        )
+        own = batch[MASK][rows], [rollouts[i] for i in rows], [groups[i] for i in rows], 7
+        expected = named_mean(unit, loss[rows], *own)
         assert summed(out[rows]) == pytest.approx(expected if step >= 0 else 0.0, rel=1e-12)
+        total = named_mean(unit, torch.ones(len(rows), 3), *own) if step >= 0 else 0.0
+        assert out[STEP_WEIGHT][rows].tolist() == pytest.approx([total] * len(rows), rel=1e-12)
         tokens = int(batch[MASK][rows].sum())
         assert out["num_tokens"][rows].tolist() == [tokens if step >= 0 else 0] * len(rows)
         speaking = [i for i in rows if any(mask[i])] if step >= 0 else []
@@ -121,6 +124,22 @@ def test_power_0_weighs_tokens_equally_and_power_1_rollouts():
         out = LossWeight(unit="inverse_length", power=power, dtype="float64")(batch)
         assert out[WEIGHT].tolist() == pytest.approx(expected)
         assert out[STEP_WEIGHT].tolist() == pytest.approx([4 * expected[0] + 2 * expected[2]] * 3)
+
+
+def test_the_order_of_the_rows_changes_no_bit_of_a_weight():
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.rand(40, 9, generator=generator) < 0.5
+    ids = torch.randint(0, 12, (40,), generator=generator)
+    batch = TensorDict({MASK: mask, "rollout_id": ids, MINIBATCH: ids % 2}, batch_size=[40])
+    weight, order = LossWeight(unit="inverse_length", power=POWER, dtype="float64"), torch.randperm(40)
+    for key in (WEIGHT, STEP_WEIGHT):
+        assert torch.equal(weight(batch)[key][order], weight(batch[order])[key])
+
+
+def test_the_metrics_are_counts_of_the_rows_in_the_loss():
+    batch = batch_of(NINE, [[1, 1, 0], [0, 0, 0], [1, 1, 1]], rollout_id=[0, 1, 2])
+    found = said_by(LossWeight(unit="constant", length=7), batch).metrics
+    assert (found["tokens"], found["samples"], found["divisor"]) == (5, 2, 7)
 
 
 def test_masked_rows_are_in_no_denominator():
@@ -144,18 +163,25 @@ def test_masked_rows_are_in_no_denominator():
 def test_folding_into_a_token_mean_cancels_its_denominator():
     batch = batch_of(TWELVE, rollout_id=[3, 3, 3, 8])
     batch["advantage"] = torch.ones(4, 1, 1, dtype=torch.float64)
-    for columns in ({}, {MICROBATCH: [0, 0, 1, 1]}, {MICROBATCH: [0, 1, 0, 1], RANK: [0, 0, 1, 1]}):
+    # The rollouts have the means 5 and 11; in two optimiser steps, 3.5, and 8 and 11.
+    for columns, expected in (
+        ({}, 8),
+        ({MICROBATCH: [0, 0, 1, 1]}, 8),
+        ({MICROBATCH: [0, 1, 0, 1], RANK: [0, 0, 1, 1]}, 8),
+        ({MINIBATCH: [0, 0, 1, 1], MICROBATCH: [0, 0, 0, 0]}, 3.5 + 9.5),
+    ):
         cut = batch.clone()
         for key, values in columns.items():
             cut[key] = torch.tensor(values)
         out = LossWeight(unit="rollout", fold="token_mean")(cut)
         assert WEIGHT not in out.keys()
+        assert torch.equal(out[FOLDED_WEIGHT], LossWeight(unit="rollout")(cut)[WEIGHT])
         passes = torch.stack([torch.tensor(v) for v in columns.values()] or [torch.zeros(4)]).T.tolist()
         total = 0.0
         for each in {tuple(p) for p in passes}:
             rows = [i for i, p in enumerate(passes) if tuple(p) == each]
             total += float((out["advantage"][rows].squeeze(-1) * batch["loss"][rows]).mean())
-        assert total == pytest.approx(8, rel=1e-12)  # the rollouts have the means 5 and 11
+        assert total == pytest.approx(expected, rel=1e-12)
     summing = LossWeight(unit="rollout", fold="sum")(batch)
     assert float((summing["advantage"].squeeze(-1) * batch["loss"]).sum()) == pytest.approx(8, rel=1e-12)
 
@@ -197,9 +223,10 @@ def test_averaged_gradients_need_the_number_of_ranks():
 
 def test_averaged_gradients_multiply_weights_by_the_number_of_ranks():
     batch = batch_of(NINE)
-    once = LossWeight(dtype="float64")(batch)[WEIGHT]
-    assert torch.equal(LossWeight(dtype="float64", gradients="mean", ranks=4)(batch)[WEIGHT], 4 * once)
-    assert torch.equal(LossWeight(dtype="float64", ranks=4)(batch)[WEIGHT], once)
+    for key in (WEIGHT, STEP_WEIGHT):
+        once = LossWeight(dtype="float64")(batch)[key]
+        assert torch.equal(LossWeight(dtype="float64", gradients="mean", ranks=4)(batch)[key], 4 * once)
+        assert torch.equal(LossWeight(dtype="float64", ranks=4)(batch)[key], once)
 
 
 def test_weights_have_the_dtype_of_the_advantage_and_at_least_float32():
@@ -260,7 +287,7 @@ def test_a_batch_without_a_loss_mask_or_a_response_is_refused():
 
 
 def test_an_unset_id_is_refused_only_in_the_loss():
-    batch = batch_of(NINE, rollout_id=[0, -1, 2])
+    batch = batch_of(NINE, [[1, 1, 1], [0, 1, 0], [1, 1, 1]], rollout_id=[0, -1, 2])
     with pytest.raises(BatchError, match="rollout_id ≥ 0; found -1 at row 1"):
         LossWeight(unit="rollout")(batch)
     batch[IN_LOSS] = torch.tensor([True, False, True])

@@ -89,7 +89,7 @@ class Progress:
     @property
     def in_the_middle(self) -> bool:
         """Whether some minibatches were taken and an iterator is open for the others."""
-        return not self.done and self.open > 0 and 0 < self.taken < self.minibatches
+        return not self.done and self.open > 0 and self.taken < self.minibatches
 
 
 class OptimiserSteps:

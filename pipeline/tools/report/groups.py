@@ -128,7 +128,7 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
         "compared": ids.sum((compared > 0).long()) if "compared" in columns else torch.full_like(counted, -1),
         "baseline": torch.where(one, low, torch.nan),
         "reward_mean": mean,
-        "reward_std": torch.where(number > 1, (squares / (number - 1)).sqrt(), torch.nan),
+        "reward_std": (squares / (number - 1).clamp_min(0)).sqrt(),  # 0 / 0 is NaN
         "reward_min": torch.where(number > 0, scored.min(reward), torch.nan),
         "reward_max": torch.where(number > 0, scored.max(reward), torch.nan),
         "zero_variance": (number > 1) & equal,

@@ -256,8 +256,8 @@ class DenseRows(
             return None
         log_probs = torch.cat(entries).float()
         if key == OF_RESPONSE:
-            begins = torch.tensor([0, *accumulate(responses[:-1])])
-            if 0 not in responses and not log_probs[begins].any():
+            begins = [end - size for size, end in zip(responses, accumulate(responses), strict=True) if size]
+            if not log_probs[begins].any():
                 return None  # TransformersWrapper writes 0 for first tokens (TorchRL 0.14.1)
         return log_probs
 
@@ -324,7 +324,7 @@ def of_one_shape(rows: Sequence[Tensor]) -> bool:
 
 
 def entries_behind(attention: Tensor) -> Tensor:
-    """(N,) int64: the number of entries after the last real token of each row.
+    """(N,) int64: the number of entries after the last real token of each row; 0 if it has none.
 
     Args:
         attention: (N, T) bool, True at real tokens.
@@ -335,8 +335,7 @@ def entries_behind(attention: Tensor) -> Tensor:
     """
     if attention.shape[1] == 0:
         return attention.sum(1)
-    has_token, behind = attention.flip(1).max(1)  # max returns the first of equal values
-    return torch.where(has_token, behind, attention.shape[1])
+    return attention.flip(1).max(1).indices  # of equal values, max returns the first
 
 
 def turn_right(column: Tensor, by: Tensor) -> Tensor:

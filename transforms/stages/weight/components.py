@@ -134,7 +134,7 @@ def read_components(
         component = Component(**options)
         within(f"factor of {where}", component.factor, 0)
         component = component._replace(loss_mask_key=nested_key(component.loss_mask_key))
-        if component.loss_mask_key == nested_key(loss_mask_key):
+        if component.loss_mask_key == loss_mask_key:
             raise ValueError(f"leave out loss_mask_key of {where}: the loss mask is the default")
         found[name] = component
     return found

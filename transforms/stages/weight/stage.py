@@ -212,7 +212,7 @@ def weigh(
     elif unit == "inverse_length":
         of_unit = counted["rollout"][0].double().clamp_min(1)
         # Each row adds its part of its rollout's term.
-        parts = torch.where(in_loss, of_unit.pow(-(power or 0.0)) * tokens / of_unit, 0.0)
+        parts = of_unit.pow(-(power or 0.0)) * tokens / of_unit
         divisor = sum_of_step(parts) * of_unit.pow(power or 0.0)
     else:
         of_unit, units = counted[unit]
