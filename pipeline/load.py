@@ -135,8 +135,8 @@ def load_pipeline(
         microbatches: option of the split: number of micro-batches per optimiser step.
         max_tokens: option of the split: tokens in a micro-batch.
         ranks: option of the split and of the weight: number of ranks that each hold the whole batch.
-        rank: option of the split: take the rows of this rank alone. Set it with `ranks`: None takes the rows of
-            all ranks.
+        rank: option of the split: take the rows of this rank alone. None with several `ranks`: the rows of
+            all of them.
         shuffle: option of the split: whether the rows are in random order.
         seed: option of the split: seed of the random order.
         loss_unit: option `unit` of the weight: what the loss is a mean over, such as ``token`` or ``sample``.
