@@ -130,8 +130,7 @@ def attach(
     """
     it: Any = trainer
     bases = [(package_of(base), base.__name__) for base in type(trainer).__mro__]
-    found = [key for key in bases if key in TRAINERS]
-    kind = found[0][1] if found else ""
+    package, kind = next((key for key in bases if key in TRAINERS), ("", ""))
     asynchronous = kind == "AsyncGRPOTrainer"  # which adds rewards up in another process, without weights
     if not (asynchronous or (kind and hasattr(trainer, "reward_weights"))):
         raise TypeError(
@@ -141,9 +140,8 @@ def attach(
         )
     if isinstance(getattr(trainer, "pipeline", None), Pipeline):
         raise ValueError("this trainer has a recipe already: set trainer.pipeline to change it")
-    package = found[0][0]
     module = "trl_async" if asynchronous else package
-    variant = getattr(import_module(f"headrace.adapters.{module}"), TRAINERS[found[0]])
+    variant = getattr(import_module(f"headrace.adapters.{module}"), TRAINERS[package, kind])
     variant.check(trainer)
     of_trainer = dict[str, str]()
     weights = [] if asynchronous else it.reward_weights.tolist()

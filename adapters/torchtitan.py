@@ -42,8 +42,8 @@ class RecipeEstimator(Configurable):
             "tokens": [sum(len(turn.completion_token_ids) for turn in rollout.turns) for rollout in rollouts],
         }
         words = scale_here("as/tinker", self.config.should_std_normalize)
-        if words and self.config.should_std_normalize:
-            words += LIKE_TORCHTITAN
+        if words:
+            words += LIKE_TORCHTITAN  # without a scale they change nothing
         return decide_here("as/tinker", columns, *words).advantage.tolist()
 
 

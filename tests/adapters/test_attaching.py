@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import queue
+import statistics
 import warnings
+from collections import defaultdict
+from contextlib import suppress
 from itertools import product
 from math import nan
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -15,10 +20,12 @@ from tensordict import TensorDict
 from headrace.adapters import FewerRowsWarning, attach
 from headrace.adapters.attaching import warn_of_no_rows
 from headrace.adapters.environment import scale_overrides
+from headrace.adapters.swift import RecipeAdvantages as OfSwift
 from headrace.adapters.trl import RecipeAdvantagesOfUnsloth, say_without_reward
-from headrace.pipeline import advantages_of, load_pipeline
+from headrace.adapters.trl_async import WholeGroups
+from headrace.pipeline import Pipeline, advantages_of, load_pipeline
 from headrace.pipeline.composing.recipe_names import Recipe
-from headrace.transforms import GroupRelativeAdvantage, MissingKeyError
+from headrace.transforms import GroupRelativeAdvantage, MissingKeyError, TokenAdvantage
 
 SCALES = {"group": "group", True: "group", "batch": "batch", "none": "none", False: "none"}
 CLIP = "pipeline.stages.advantage.clip=[-5,5]"
@@ -91,9 +98,13 @@ def test_rewards_that_are_normalized_one_by_one_are_refused_unless_the_scale_is_
 def test_the_trainers_scale_applies_unless_the_overrides_set_the_scale_or_replace_the_stage():
     for (words, _), recipe in product(OTHERS, (None, "as/verl")):
         assert scale_overrides(False, recipe, "as/verl", words) == ("pipeline.stages.advantage.scale=none",)
+    others = ["pipeline.stages.advantage={rescale: 2}", "pipeline.stages.advantage.scales=2"]
+    assert scale_overrides(False, None, "as/verl", others)  # of a stage of your own
     assert scale_overrides(False, "grpo", "as/verl", []) == ()
     for word in (
         "pipeline.stages.advantage.scale=batch",
+        "++pipeline.stages.advantage.scale=batch",
+        "pipeline.stages.advantage={clip: [-5, 5],\n scale: none}",
         "~pipeline.stages.advantage.scale",
         "stage@pipeline.stages.advantage=whitening",
         "pipeline.stages.advantage=null",
@@ -119,6 +130,14 @@ def test_unsloths_grpo_trainer_is_recognised_and_its_other_trainers_are_refused(
     for name in ("UnslothRLOOTrainer", "UnslothSFTTrainer"):
         with pytest.raises(TypeError, match=f"of trl, unsloth or swift, .*; got a {name}\\.{name}"):
             attach(of_unsloth(name), "grpo")
+
+
+def test_the_nearest_class_of_a_trainer_decides():
+    """The trainer of ms-swift is derived from TRL's, and yours is derived from that of ms-swift."""
+    base = type(trainer_of())
+    swifts = type("GRPOTrainer", (base,), {"__module__": "swift.rlhf_trainers.grpo_trainer"})
+    mine = type("Mine", (swifts,), {"__module__": "my.trainers", "reward_weights": torch.ones(1)})()
+    assert isinstance(attach(mine, "grpo"), OfSwift)
 
 
 CANNOT_RUN = {
@@ -160,8 +179,14 @@ def test_a_recipe_is_refused_if_and_only_if_it_lacks_a_column_of_trl(recipe):
             attach(trainer, pipeline)
         advantages_of(pipeline, batch)
         return
-    with pytest.raises(ValueError, match=f"the trainer cannot run this recipe: stage {CANNOT_RUN[recipe]}"):
+    with pytest.raises(
+        ValueError, match=f"the trainer cannot run this recipe: stage {CANNOT_RUN[recipe]}"
+    ) as refused:
         attach(trainer, pipeline)
+    said = str(refused.value)
+    first = said.partition("stage ")[2].partition(" reads")[0]
+    assert f"stages={{{first}: None}}" in said
+    assert all(repr(key) in said.partition("gives only ")[2] for key in batch.keys(True, True))
     assert type(trainer).__module__ == "trl.trainer"  # its class is unchanged
     with pytest.raises(MissingKeyError):
         advantages_of(pipeline, batch)
@@ -171,6 +196,8 @@ def test_a_group_size_that_is_not_num_generations_is_refused():
     said = "'gate' has group_size=8, and the trainer num_generations=4"
     with pytest.raises(ValueError, match=said):
         attach(trainer_of(num_generations=4), "grpo", group_size=8)
+    with pytest.raises(ValueError, match=said):  # AsyncGRPOTrainer has only the arguments
+        attach(trainer_of(args=SimpleNamespace(num_generations=4)), "grpo", group_size=8)
     trainer = attach(trainer_of(num_generations=4), "grpo", group_size=4)
     with pytest.raises(ValueError, match=said):
         trainer.pipeline = load_pipeline("grpo", group_size=8)
@@ -203,3 +230,312 @@ def test_the_reward_functions_without_a_reward_are_named():
     rewards = torch.tensor([[1.0, nan, 0.0], [1.0, 2.0, nan]])
     assert say_without_reward(["a", "b", "c"], rewards).endswith(": b, c")
     assert say_without_reward(["a"], rewards[:, :1]) == ""
+
+
+# -- batches of stand-ins for trainers ---------------------------------------------------------------------
+
+REWARDS = [1.0, 0.0, 0.5, 2.0]
+STOP, PAD = 1, 0
+
+
+class OfTrl:
+    """The parts of TRL's trainers that the adapter replaces or reads; a process has two groups of two."""
+
+    reward_weights, reward_func_names, multi_objective_aggregation = (
+        torch.ones(1),
+        ["right"],
+        "sum_then_normalize",
+    )
+    num_generations = num_generations_eval = 2
+    eos_token_ids, _tokenizer = [STOP], SimpleNamespace(pad_token_id=PAD)
+    beta, normalize_advantages, reward_clip_range = 0.0, False, None
+
+    def __init__(self, ids: list[list[int]], rewards: list[float] = REWARDS, rank: int = 0, **output: Any):
+        self.ids, self.rewards, self.output = ids, torch.tensor(rewards).unsqueeze(1), output
+        self.accelerator = SimpleNamespace(process_index=rank, gather=lambda values: values)
+        self.model, self.state = SimpleNamespace(training=True), SimpleNamespace(global_step=3)
+        self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
+        self._logs = {"advantages": [7.0, 8.0]}
+
+    def _calculate_rewards(self, inputs, prompts, completions, ids):
+        return self.rewards
+
+    def _generate_and_score_completions(self, inputs):
+        self._calculate_rewards(inputs, None, None, self.ids)
+        return {"completion_mask": torch.ones(len(self.ids), 2, dtype=torch.int), **self.output}
+
+    def step(self) -> dict[str, Any]:
+        return self._generate_and_score_completions([{"prompt": "a"}] * 2 + [{"prompt": "b"}] * 2)
+
+
+def of_trl(name: str, *arguments: Any, **output: Any) -> Any:
+    kind = type(
+        f"_Unsloth{name}" if output.pop("unsloth", False) else name, (OfTrl,), {"__module__": "trl.trainer"}
+    )
+    return kind(*arguments, **output)
+
+
+ENDED = [[5, STOP]] * 4
+
+
+def test_a_completion_is_cut_off_if_it_ends_neither_with_a_stop_token_nor_with_padding():
+    trainer = of_trl("GRPOTrainer", [[5, STOP], [STOP, 5], [5, PAD], [5, STOP]])
+    attach(trainer, "grpo", "criterion@pipeline.stages.filter.criterion=not_truncated").step()
+    ledger = trainer.last_run.ledger
+    assert [ledger.names[code] for code in ledger.reason.tolist()] == [
+        "trained",
+        "filter/truncated",
+        "trained",
+        "trained",
+    ]
+    assert trainer.last_run.step == 3
+    assert trainer._metrics["train"]["headrace/rows/trained"] == [3]
+
+
+def test_a_rank_of_trl_has_its_own_rows_of_the_rewards_of_all_ranks():
+    trainer = attach(of_trl("GRPOTrainer", ENDED, [9.0] * 4 + REWARDS, 1), "dr_grpo")
+    found = trainer.step()["advantages"]
+    assert found.flatten().tolist() == [0.5, -0.5, -0.75, 0.75]
+    assert trainer._scored["rollout_id"].tolist() == [4, 5, 6, 7]
+    assert trainer._logs["advantages"] == found.flatten().tolist()
+
+
+def test_tokens_of_tools_stay_out_of_trls_loss():
+    tools = torch.tensor([[1, 0], [1, 1], [0, 1], [1, 1]])
+    found = attach(of_trl("GRPOTrainer", ENDED, tool_mask=tools), "dr_grpo").step()
+    assert torch.equal(found["tool_mask"], tools.int())
+    assert found["num_items_in_batch"] == 6
+
+
+def test_an_evaluation_without_a_training_row_is_no_warning():
+    trainer = attach(of_trl("GRPOTrainer", ENDED, [1.0] * 4), "grpo")
+    trainer.model.training = False
+    trainer.step()  # warnings are errors here
+    assert trainer._metrics["eval"]["headrace/rows/trained"] == [0]
+    assert not trainer._metrics["train"]
+    trainer.model.training = True
+    with pytest.warns(FewerRowsWarning, match="step 3"):
+        trainer.step()
+
+
+def test_a_loss_of_whole_completions_refuses_advantages_and_masks_of_tokens():
+    stages = dict(load_pipeline("rloo").stages)
+    stages = {name: stages[name] for name in ("gate", "collapse", "advantage")}
+    stages["token"] = TokenAdvantage(term=lambda batch, tokens: tokens.float().cumsum(1))
+    for name, unsloth, said in (
+        ("RLOOTrainer", False, "RLOOTrainer's loss has one advantage and one probability ratio"),
+        ("GRPOTrainer", True, "Unsloth's loss has one advantage of each completion"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            attach(of_trl(name, ENDED, unsloth=unsloth), Pipeline(stages)).step()
+        assert len(attach(of_trl(name, ENDED, unsloth=unsloth), "rloo").step()["advantages"]) == 4
+    partly = torch.tensor([[1, 1], [1, 1], [0, 1], [1, 1]])
+    with pytest.raises(ValueError, match="masks some of them"):
+        attach(of_trl("RLOOTrainer", ENDED, tool_mask=partly), "rloo").step()
+    wholly = torch.tensor([[1, 1], [1, 1], [0, 0], [1, 1]])  # no token of the third row trains
+    found = attach(of_trl("RLOOTrainer", ENDED, tool_mask=wholly), "rloo", "pipeline.empty=count").step()
+    assert found["advantages"].tolist() == [1.0, -1.0, 0.0, 1.5]
+
+
+class OfSwiftsTrainer:
+    """The parts of ms-swift's trainer that the adapter reads; a training group has four rollouts."""
+
+    num_generations, num_generations_eval = 4, 2
+    kl_in_reward, beta, scale_rewards = False, 0.04, "group"
+
+    def __init__(self, rewards: int = 1):
+        self.reward_weights = torch.ones(rewards)
+        self.model, self.state = SimpleNamespace(training=True), SimpleNamespace(global_step=0)
+        self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
+        self.counted = 0
+
+    def _compute_advantages(self, samples, rewards_per_func, batches):
+        self.counted += 1
+
+
+def swifts(groups: list[int], ends: dict[int, str] | None = None) -> list[SimpleNamespace]:
+    """Samples of groups. `ends` has the finish reasons other than ``stop``, by row."""
+    return [
+        SimpleNamespace(
+            prompt_id=f"p{group}", request_id=f"r{row}", finish_reason=(ends or {}).get(row, "stop")
+        )
+        for row, group in enumerate(groups)
+    ]
+
+
+def of_swift(rewards: int = 1, *arguments: Any, **options: Any) -> Any:
+    kind = type("GRPOTrainer", (OfSwiftsTrainer,), {"__module__": "swift.rlhf_trainers.grpo_trainer"})
+    return attach(kind(rewards), *arguments, **options)
+
+
+def test_ms_swift_gets_the_advantages_of_a_loop_over_its_groups():
+    """Two reward functions are added up, and the groups are not in order."""
+    pytest.importorskip("accelerate", reason="the extra `llm` is not installed")
+    groups = [0, 1, 0, 1, 1, 0, 0, 1]
+    rewards = torch.tensor(
+        [[1.0, 0.5], [0.0, 0.0], [2.0, 0.0], [1.0, 1.0], [0.0, 3.0], [0.25, 0], [0, 1], [4, 0]]
+    )
+    trainer = of_swift(2)
+    found = trainer._compute_advantages(swifts(groups), rewards, None)
+    sums = rewards.sum(1).tolist()
+    for row, group in enumerate(groups):
+        own = [each for each, other in zip(sums, groups, strict=True) if other == group]
+        expected = (sums[row] - statistics.fmean(own)) / (statistics.stdev(own) + 1e-4)
+        assert found[row].item() == pytest.approx(expected, abs=1e-5)
+    assert (found.dtype, trainer.counted) == (rewards.dtype, 1)  # ms-swift's method ran for its own metrics
+    assert trainer._metrics["train"]["headrace/rows/trained"] == [8]
+
+
+def test_a_batch_of_ms_swift_has_statuses_group_sizes_and_no_kl_in_its_rewards():
+    pytest.importorskip("accelerate", reason="the extra `llm` is not installed")
+    trainer = of_swift(1, "dr_grpo", "criterion@pipeline.stages.filter.criterion=not_truncated")
+    rewards = torch.tensor([[1.0], [0.0], [1.0], [0.0]])
+    found = trainer._compute_advantages(swifts([0, 0, 0, 0], {1: "length"}), rewards, None)
+    assert found.tolist() == [0.5, 0.0, 0.5, -0.5]  # the filter masks the row, which counts in the mean
+    with pytest.raises(ValueError, match="2 of 4"):
+        trainer._compute_advantages(swifts([0, 0, 1, 1]), rewards, None)
+    trainer.model.training = False  # evaluation groups have two rollouts
+    found = trainer._compute_advantages(swifts([0, 0, 1, 1]), rewards, None)
+    assert found.tolist() == [0.5, -0.5, 0.5, -0.5]
+    trainer.kl_in_reward = True
+    with pytest.raises(ValueError, match="set kl_in_reward=false"):
+        trainer._compute_advantages(swifts([0, 0, 1, 1]), rewards, None)
+    trainer.beta = 0.0
+    trainer._compute_advantages(swifts([0, 0, 1, 1]), rewards, None)
+
+
+# -- the queue of AsyncGRPOTrainer, without TRL ------------------------------------------------------------
+
+
+def queue_of(*words: str, size: int = 2, groups: int = 1, **args: Any) -> WholeGroups:
+    """The queue of a stand-in for AsyncGRPOTrainer, whose step has `groups` groups."""
+    settings = {
+        "max_staleness": 3,
+        "weight_sync_steps": 1,
+        "token_budget": None,
+        "num_generations": size,
+    } | args
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(
+            per_device_train_batch_size=size, gradient_accumulation_steps=groups, **settings
+        ),
+        accelerator=SimpleNamespace(num_processes=1),
+        rollout_worker=SimpleNamespace(rollout_buffer=queue.Queue()),
+        pipeline=load_pipeline(*words),
+        eos_token_ids=[STOP],
+        model_version=0,
+        _trained_groups=set(),
+        _metrics={"train": defaultdict(list)},
+        state=SimpleNamespace(global_step=0),
+    )
+    return WholeGroups(trainer)
+
+
+def put(
+    queued: WholeGroups, group: int, reward: float, *, ids=(5, STOP), mask=(1, 1), version=0, **metrics: Any
+):
+    """Put a sample on TRL's queue."""
+    metrics = {"reward": reward, "reward_std": 7.0} | {
+        name.replace("_", "/"): v for name, v in metrics.items()
+    }
+    sample = SimpleNamespace(
+        group_id=group,
+        metrics=metrics,
+        input_ids=[*ids],
+        completion_mask=np.array(mask),
+        model_version=version,
+        advantage=None,
+    )
+    queued.trainer.rollout_worker.rollout_buffer.put(sample)
+
+
+def taken(queued: WholeGroups) -> list[Any]:
+    """All samples that can be trained now."""
+    found = []
+    with suppress(queue.Empty):
+        while True:
+            found.append(queued.get(block=False))
+    return found
+
+
+def test_only_the_last_row_of_a_rollout_may_be_cut_off():
+    queued = queue_of("dr_grpo", "criterion@pipeline.stages.filter.criterion=not_truncated", size=3)
+    put(queued, 0, 1.0, ids=(5, 5), headrace_rollout=0, headrace_last=False)
+    put(queued, 0, 1.0, headrace_rollout=0, headrace_last=True)
+    put(queued, 0, 0.0, ids=(STOP, 5), headrace_rollout=1, headrace_last=True)
+    put(queued, 0, 2.0, headrace_rollout=2, headrace_last=True)
+    assert queued.qsize() == 4
+    assert [each.advantage for each in taken(queued)] == [0.0, 0.0, 1.0]  # the mean is 3 / 3
+    assert queued.counts["filter/truncated"] == 1
+    assert queued.qsize() == 0
+
+
+def test_rows_up_to_the_last_one_are_a_rollout_if_rollouts_have_no_numbers():
+    queued = queue_of("dr_grpo")
+    for reward, last in ((8.0, False), (8.0, True)):
+        put(queued, 0, reward, headrace_last=last)
+    queued_here = [queued._take_in(queued._queue.get()) for _ in range(2)]
+    assert (len(queued_here), queued.qsize()) == (2, 2)  # they wait for the other rollout
+    put(queued, 0, 0.0)
+    assert [each.advantage for each in taken(queued)] == [4.0, 4.0, -4.0]
+    assert not queued._rollouts  # nothing is kept of a group that has ended
+
+
+def test_each_reward_function_of_the_queue_is_a_column():
+    queued = queue_of("dr_grpo", "pipeline.stages.collapse.columns=2")
+    put(queued, 0, 9.0, rewards_a=1.0, rewards_b=2.0)
+    put(queued, 0, 9.0, rewards_a=0.0, rewards_b=1.0)
+    assert [each.advantage for each in taken(queued)] == [1.0, -1.0]
+
+
+def test_a_row_of_the_queue_keeps_its_own_mask():
+    queued = queue_of("dr_grpo")
+    masks = [[1, 0, 1], [0, 1]]
+    for reward, mask in enumerate(masks):
+        put(queued, 0, float(reward), mask=mask)
+    assert [each.completion_mask.tolist() for each in taken(queued)] == masks
+    stages = {name: load_pipeline("rloo").stages[name] for name in ("gate", "collapse", "advantage")}
+    queued.trainer.pipeline = Pipeline(
+        stages | {"token": TokenAdvantage(term=lambda batch, tokens: tokens.float().cumsum(1))}
+    )
+    for reward in (0.0, 1.0):
+        put(queued, 1, reward)
+    with pytest.raises(ValueError, match="one advantage of each sample"):
+        queued.get(block=False)
+
+
+def test_one_more_group_fills_a_step_from_which_a_row_was_taken_out():
+    queued = queue_of("dr_grpo", size=3, groups=2)
+    for group, reward in product((0, 1), (0.0, 1.0, 2.0)):
+        put(queued, group, reward, mask=(0, 0) if (group, reward) == (1, 2.0) else (1, 1))
+    assert len(taken(queued)) == 5
+    for reward in (0.0, 1.0, 2.0):
+        put(queued, 2, reward)
+    assert [each.group_id for each in taken(queued)] == [2, 2, 2]
+
+
+def test_rows_that_became_too_old_are_logged_once():
+    queued = queue_of("dr_grpo", max_staleness=0)
+    logged = queued.trainer._metrics["train"]
+    for group in range(2):
+        queued.trainer.model_version = 5 + group
+        put(queued, group, 0.0)
+        put(queued, group, 1.0)
+        assert taken(queued) == taken(queued) == []
+        assert logged["headrace/out/stream/stale_total"] == [2.0] * (group + 1)
+
+
+def test_a_step_ends_the_version_of_its_rows_unless_its_size_is_a_number_of_tokens():
+    for args, versions in (
+        ({}, [0, 1, 2]),
+        ({"weight_sync_steps": 2}, [0, 0, 1]),
+        ({"token_budget": 9}, [0, 0, 0]),
+    ):
+        queued = queue_of("dr_grpo", **args)
+        found = []
+        for group in range(3):
+            found.append(queued._version())
+            put(queued, group, 0.0)
+            put(queued, group, 1.0)
+            assert len(taken(queued)) == 2
+        assert found == versions

@@ -23,14 +23,15 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.adapters import attach, recipe_of_environment, slime
+from headrace.adapters import attach, recipe_of_environment, slime, swift
 from headrace.pipeline import load_pipeline
-from headrace.transforms import BatchError, IncompleteGroupsError
+from headrace.transforms import BatchError, IncompleteGroupsError, Status
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
+NOT_TRUNCATED = "criterion@pipeline.stages.filter.criterion=not_truncated"
 
 
 def adapter(name: str) -> ModuleType:
@@ -87,10 +88,14 @@ def test_a_misspelt_recipe_raises_before_any_rollout(recipe):
 
 
 def test_a_missing_option_is_named_as_an_environment_override(monkeypatch, recipe):
-    registry = foreign.skyrl_ppo_utils(monkeypatch)
+    registry, status = foreign.skyrl_ppo_utils(monkeypatch), foreign.torchtitan_config(monkeypatch)
     adapter("skyrl")
-    with pytest.raises(BatchError, match=r'HEADRACE_OVERRIDES="pipeline\.stages\.gate\.group_size=8"'):
+    said = r'HEADRACE_OVERRIDES="pipeline\.stages\.gate\.group_size=8"'
+    with pytest.raises(BatchError, match=said):
         registry["headrace"](torch.ones(2, 1), torch.ones(2, 1), index=["u", "u"])
+    estimator = adapter("torchtitan").RecipeEstimator.Config().build()
+    with pytest.raises(BatchError, match=said):
+        estimator(foreign.torchtitan_group([1.0, 0.0], [status.COMPLETED] * 2))
 
 
 def test_without_std_in_the_trainer_the_default_recipe_has_none(monkeypatch, recipe):
@@ -119,6 +124,84 @@ def test_without_std_in_the_trainer_the_default_recipe_has_none(monkeypatch, rec
             assert found() == pytest.approx([0.75 / std, *[-0.25 / std] * 3], abs=1e-5)
     recipe("grpo", size)
     assert of_slime() == pytest.approx([1.5, *[-0.5] * 3], abs=1e-5)
+
+
+def statuses_by(name: str, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each of four rollouts trains, of which the trainer has cut off the second."""
+    rewards, cut = [1.0, 0.0, 0.0, 0.0], [False, True, False, False]
+    if name == "slime":
+        samples = samples_of(rewards, [0] * 4)
+        samples[1].status = foreign.SlimeStatus.TRUNCATED
+        slime.post_process_rewards(foreign.slime_args(4, 1), samples)
+        return [not sample.remove_sample for sample in samples]
+    if name == "torchtitan":
+        status = foreign.torchtitan_config(monkeypatch)
+        ends = [status.TRUNCATED_LENGTH if each else status.COMPLETED for each in cut]
+        found = adapter(name).RecipeEstimator.Config().build()(foreign.torchtitan_group(rewards, ends))
+        return [value != 0 for value in found]
+    if name == "trinity":
+        foreign.trinity_operator(monkeypatch)
+        mask = torch.ones(2, dtype=torch.bool)
+        rows = [
+            foreign.trinity_experience("t", f"{at}", 0, reward, mask, "response_truncated" if each else None)
+            for at, (reward, each) in enumerate(zip(rewards, cut, strict=True))
+        ]
+        asyncio.run(adapter(name).RecipeOperator().process(rows))
+        return [bool(row.advantages.any()) for row in rows]
+    maker = foreign.openrlhf_maker(monkeypatch, group_size=4)
+    one = foreign.openrlhf_experience([0, 1, 2, 3], ["a"] * 4, torch.tensor(rewards), torch.ones(4, 2).bool())
+    one.truncated = torch.tensor(cut).int()
+    adapter(name).replace_advantages()
+    return [bool(row.any()) for row in maker.compute_advantages_and_returns([one])[0].advantages]
+
+
+@pytest.mark.parametrize("name", ["slime", "torchtitan", "trinity", "openrlhf"])
+def test_a_rollout_that_a_trainer_has_cut_off_is_truncated_for_the_recipe(monkeypatch, recipe, name):
+    recipe("grpo", "pipeline.stages.gate.group_size=4", NOT_TRUNCATED)
+    assert statuses_by(name, monkeypatch) == [True, False, True, True]
+
+
+def test_finish_reasons_of_ms_swift_become_statuses():
+    assert [swift.status_of(each) for each in ("length", "stop", None)] == [
+        Status.TRUNCATED,
+        Status.COMPLETED,
+        Status.COMPLETED,
+    ]
+
+
+@pytest.mark.parametrize("name", ["prime_rl", "rllm"])
+def test_roles_are_compared_apart(monkeypatch, recipe, name):
+    """In each role the advantage is ±1/2. Over both roles the mean would be 3/2."""
+    roles = ["solver", "judge", "solver", "judge"]
+    recipe("roles", "~pipeline.stages.gate", "pipeline.stages.advantage.scale=none")
+    if name == "prime_rl":
+        foreign.prime_rl_algo(monkeypatch)
+        agents = [SimpleNamespace(name=role, trainable=True) for role in roles]
+        episodes = [
+            episode(reward, [True], agent=agent)
+            for reward, agent in zip([0.0, 2.0, 1.0, 3.0], agents, strict=True)
+        ]
+        found = [values[0] for values in score(adapter(name), episodes)]
+        recipe(
+            "roles",
+            "~pipeline.stages.gate",
+            "pipeline.stages.advantage.scale=none",
+            "pipeline.stages.peers.keys=[group_id,episode_id]",
+        )
+        for number, each in enumerate(episodes):
+            each.id = "first" if number < 2 else "second"
+        by_episode = [values[0] for values in score(adapter(name), episodes)]
+        assert by_episode == pytest.approx([-1.0, 1.0, -1.0, 1.0])
+    else:
+        registry = foreign.rllm_advantage(monkeypatch)
+        adapter(name)
+        group = SimpleNamespace(group_id="task", trajectories=[])
+        for at, role in enumerate(roles):
+            steps = [SimpleNamespace(response_ids=[1])]
+            group.trajectories.append(SimpleNamespace(uid=f"{at}", name=role, steps=steps))
+        rewards = [np.array([0.0, 2.0, 1.0, 3.0])]
+        (found,), _ = registry["headrace"](rewards=rewards, algorithm_config=None, traj_groups=[group])
+    assert [*found] == pytest.approx([-0.5, -0.5, 0.5, 0.5])
 
 
 def test_an_unknown_trainer_is_refused():
@@ -215,7 +298,8 @@ def test_slimes_data_have_the_weights_of_the_recipe(monkeypatch, recipe, trainer
         for sample in samples:
             sample.loss_mask = [1] + [rng.randint(0, 1) for _ in range(rng.randint(0, 2))]
             sample.response_length = len(sample.loss_mask)
-        steps = foreign.slime_coefficients(hook(args, samples), 8)
+        data = hook(args, samples)
+        steps = foreign.slime_coefficients(data, 8)
         mean = {group: statistics.fmean(reward[4 * group : 4 * group + 4]) for group in range(4)}
         varies = {group: len(set(reward[4 * group : 4 * group + 4])) > 1 for group in range(4)}
         silent += sum(not each for each in varies.values())
@@ -224,6 +308,17 @@ def test_slimes_data_have_the_weights_of_the_recipe(monkeypatch, recipe, trainer
             weights = mean_of(unit, rows)
             expected = {s.index: weights[s.index] * (s.reward - mean[s.group_index]) for s in rows}
             assert step == pytest.approx(expected, rel=1e-6, abs=1e-9)
+        assert data["raw_reward"] == [samples[at].reward for at in data["sample_indices"]]
+        for at, sums, advantage in zip(
+            *(data[name] for name in ("sample_indices", "rollout_mask_sums", "rewards")), strict=True
+        ):
+            group = samples[at].group_index
+            if not varies[group]:  # masked rows have no weight, and a finite number all the same
+                assert (advantage, sums) == (0, 1)
+            elif trainer == "miles":
+                assert type(sums) is int
+            elif sums > 1:  # slime stores exact denominators, so that the advantage is the recipe's own
+                assert advantage == pytest.approx(reward[rollouts[at]] - mean[group], abs=1e-6)
     assert silent > 4
 
 
@@ -252,9 +347,9 @@ def test_weights_and_steps_that_slimes_data_cannot_express_are_refused(monkeypat
     args.global_batch_size = 1
     with pytest.raises(BatchError, match=r"global_batch_size=1 rollouts; found steps of \[2, 2\]"):
         slime.convert_samples_to_train_data(args, samples)
-    args.use_dynamic_global_batch_size = True
-    with pytest.raises(BatchError, match="no metadata"):
-        adapter("miles").convert_samples_to_train_data(args, samples)
+    for args.use_dynamic_global_batch_size, samples[2].adapter in ((True, None), (False, "lora")):
+        with pytest.raises(BatchError, match="no metadata"):
+            adapter("miles").convert_samples_to_train_data(args, samples)
     args.calculate_per_token_loss = True
     with pytest.raises(ValueError, match=r"ignores weights of rows.*weight\.unit=token"):
         slime.convert_samples_to_train_data(args, samples)
@@ -278,7 +373,10 @@ def test_slimes_tokens_have_the_recipes_advantage(recipe):
     for seed in range(5):
         recipe("as/slime")
         data = rollout_data(seed)
+        for mask in data["loss_masks"]:
+            mask[1::2] = 0  # the term changes nothing at these tokens
         slime.compute_advantages(args, data)
+        data["returns"][0] = None  # slime may whiten one of the lists
         for row, length in enumerate(data["response_lengths"]):
             assert data["advantages"][row].tolist() == pytest.approx(
                 [data["rewards"][row]] * length, abs=1e-6
@@ -288,7 +386,7 @@ def test_slimes_tokens_have_the_recipes_advantage(recipe):
             student = data["rollout_log_probs" if args.use_rollout_logprobs else "log_probs"]
             slime.compute_advantages(args, data)
             for row, teacher in enumerate(data["teacher_log_probs"]):
-                theirs = data["rewards"][row] - 0.5 * (student[row] - teacher)
+                theirs = data["rewards"][row] - 0.5 * (student[row] - teacher) * data["loss_masks"][row]
                 torch.testing.assert_close(data["advantages"][row], theirs, rtol=1e-6, atol=1e-6)
                 assert torch.equal(data["returns"][row], data["advantages"][row])
 
@@ -308,12 +406,18 @@ def test_slimes_hooks_share_a_recipe_between_rows_and_tokens(recipe):
     [
         ("gtpo", {}, ValueError, r"without their groups: .*these compare rows: entropy"),
         ("kl_in_advantage", {}, ValueError, r"without their groups: .*these compare rows: kl"),
+        (
+            "opd pipeline.stages.signs=signs pipeline.after.signs=teacher",
+            {},
+            ValueError,
+            r"must come last, .*found gate, collapse, advantage, teacher, signs$",
+        ),
         ("opd", {"teacher_log_probs": None}, BatchError, "teacher_log_probs"),
-        ("opd", {"kl": [torch.zeros(1)] * 6}, BatchError, r"kl must .*found 1 for the \d+ tokens of row 0"),
+        ("opd", {"kl": [torch.zeros(4)] * 6}, BatchError, r"kl must .*found 4 for the 1 tokens of row 2"),
     ],
 )
 def test_recipes_that_compare_rows_of_slimes_ranks_are_refused(recipe, name, columns, error, message):
-    recipe(name)
+    recipe(*name.split())
     with pytest.raises(error, match=message):
         slime.compute_advantages(foreign.slime_args(2, 3), rollout_data(0, **columns))
 
@@ -360,6 +464,8 @@ def test_prime_rl_gets_an_advantage_per_token(prime_rl, recipe):
     recipe("as/prime_rl", *words)
     episodes = [episode(1.0, [True, True], [False, True]), episode(0.0, [True])]
     assert score(prime_rl, episodes) == [[0.0, 0.5], [1.0], [-0.0]]
+    episodes = [episode(1.0, [True, True]), episode(0.0, [True])]
+    assert score(prime_rl, episodes) == [[0.0, 0.5], [-0.0]]
 
 
 def test_prime_rl_refuses_a_group_that_lacks_a_rollout(prime_rl, recipe):
@@ -397,6 +503,8 @@ def test_skyrl_gets_its_usual_advantages_in_groups_of_different_sizes(monkeypatc
             found, foreign.verl_advantages(rewards, mask, uids)[0], rtol=2e-6, atol=2e-6
         )
         assert torch.equal(found, returns)
+    pairs = [(uid, 0) for uid in uids]  # a uid may be any object
+    assert torch.equal(registry["headrace"](rewards, mask, index=pairs)[0], found)
     recipe(None, "pipeline.stages.gate.group_size=8")
     with pytest.raises(IncompleteGroupsError, match=r"uid-0.* of 8"):
         registry["headrace"](token_level_rewards=rewards, response_mask=mask, index=uids)
@@ -435,6 +543,12 @@ def test_verl_gives_all_outputs_of_a_session_the_advantage_of_the_last_output(mo
             assert advantages.tolist() == pytest.approx((own * expected).tolist(), abs=1e-5), key
         assert torch.equal(data.batch["returns"], found)
     assert seen > 20
+    by_std = compute(data, keys, "headrace", num_repeat=4).batch["advantages"]
+    off = compute(data, keys, "headrace", num_repeat=4, norm_adv_by_std_in_grpo=False).batch["advantages"]
+    assert not torch.equal(by_std, off)
+    for options, said in (({"num_repeat": 3}, "4 of 3"), ({}, "4 of 1")):
+        with pytest.raises(BatchError, match=said):
+            compute(data, keys, "headrace", **options)
     recipe(None, "~pipeline.stages.gate")
     row = {"token_level_rewards": scores, "response_mask": mask, "index": ["u"] * len(mask)}
     with_std, usual, without = (
@@ -443,7 +557,12 @@ def test_verl_gives_all_outputs_of_a_session_the_advantage_of_the_last_output(mo
     )
     assert torch.equal(with_std, usual)
     assert not torch.equal(with_std, without)
-    assert compute(data, keys, "grpo") == "verl's grpo"
+    assert compute(data, keys, "grpo", num_repeat=4) == "verl's grpo, 4 rollouts"
+    recipe("grpo")
+    few = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])  # the last session has no token in the loss
+    data = SimpleNamespace(batch={"response_mask": few, "token_level_rewards": torch.eye(3)[:, :2]})
+    found = compute(data, ["a_0_0", "a_1_0", "a_2_0"], "headrace", num_repeat=3).batch["advantages"]
+    assert not found.any()  # the other two have equal rewards
 
 
 def test_rllm_gets_its_usual_advantages_for_each_role(monkeypatch, recipe):
@@ -462,6 +581,7 @@ def test_rllm_gets_its_usual_advantages_for_each_role(monkeypatch, recipe):
             expected = (theirs - (0 if alone else theirs.mean())) / ((1 if alone else theirs.std()) + 1e-6)
             assert mine == pytest.approx(expected, rel=2e-6, abs=2e-6)
             assert again is mine
+    assert registry["headrace"](rewards=[], algorithm_config=None, traj_groups=[]) == ([], [])
     groups[1].trajectories.append(groups[0].trajectories[0])  # a rollout of another task
     rewards[1] = np.append(rewards[1], rewards[0][0])
     with pytest.raises(BatchError, match="group"):
@@ -482,11 +602,20 @@ def test_torchtitan_gets_its_usual_advantages_and_failed_rollouts_are_refused(mo
     estimator = module.RecipeEstimator.Config(should_std_normalize=True).build()
     std = np.std(rewards) + 1e-6
     assert estimator(group) == pytest.approx([(reward - mean) / std for reward in rewards], abs=2e-6)
+    for each in group.rollouts:
+        each.reward *= 1e-6
+    tiny = [(reward - mean) * 1e-6 / (np.std(rewards) * 1e-6 + 1e-6) for reward in rewards]
+    assert estimator(group) == pytest.approx(tiny, abs=1e-4)
+    for each, reward in zip(group.rollouts, rewards, strict=True):
+        each.reward = reward
     group.rollouts[2].status = status.ERROR_TIMEOUT
     with pytest.raises(IncompleteGroupsError, match=r"5 of 6"):
         estimator(group)
     group.rollouts[2].status = status.TRUNCATED_LENGTH
     assert estimator(group)[2] == pytest.approx((rewards[2] - mean) / std, abs=2e-6)
+    recipe("grpo", "pipeline.stages.gate.group_size=6")
+    own = statistics.stdev(rewards)  # a recipe that you name keeps its divisor n − 1
+    assert estimator(group)[2] == pytest.approx((rewards[2] - mean) / own, abs=1e-4)
 
 
 # -- Trinity-RFT, OpenRLHF ---------------------------------------------------------------------------------
@@ -518,13 +647,27 @@ def test_trinity_gets_its_own_numbers_of_runs_with_several_steps(monkeypatch, re
             assert torch.equal(each.returns, each.advantages)
             assert each.returns is not each.advantages
     assert asyncio.run(operator.process([])) == ([], {})
+    assert not operator.compute_in_trainer()  # a step of the trainer has only some experiences
+    assert operator.default_args() == {}
     last = next(each for each in experiences if each.action_mask.any())
     last.truncate_status = "response_truncated"
-    truncated = "criterion@pipeline.stages.filter.criterion=not_truncated"
-    recipe("grpo", "pipeline.stages.gate.group_size=4", truncated)
+    recipe("grpo", "pipeline.stages.gate.group_size=4", NOT_TRUNCATED)
     found, _ = asyncio.run(adapter("trinity").RecipeOperator().process(experiences))
     assert found
     assert id(last) not in map(id, found)
+
+
+def test_the_steps_of_a_run_of_trinity_are_in_order(monkeypatch, recipe):
+    """The rewards of the last steps are 0 and 1."""
+    foreign.trinity_operator(monkeypatch)
+    by_turn = ("pipeline.stages.collapse.reward=last", "pipeline.stages.collapse.turn_key=turn")
+    recipe(None, "pipeline.stages.gate.group_size=2", *by_turn)
+    rows = [("a", 1, 0.0), ("b", 1, 1.0), ("a", 0, 5.0), ("b", 0, 5.0)]
+    mask = torch.ones(2, dtype=torch.bool)
+    given = [foreign.trinity_experience("t", run, step, reward, mask) for run, step, reward in rows]
+    found, _ = asyncio.run(adapter("trinity").RecipeOperator().process(given))
+    signs = [float(each.advantages[0].sign()) for each in found]
+    assert signs == [-1.0, 1.0, -1.0, 1.0]
 
 
 def test_openrlhf_gets_its_own_numbers_with_its_kl(monkeypatch, recipe):
@@ -559,6 +702,27 @@ def test_openrlhf_gets_its_own_numbers_with_its_kl(monkeypatch, recipe):
     experiences[0].prompts[0] = "another"
     with pytest.raises(IncompleteGroupsError, match="of 4"):
         maker.compute_advantages_and_returns(experiences)
+
+
+def test_openrlhfs_penalties_of_length_and_clip_range_apply(monkeypatch, recipe):
+    """A penalty lowers the second reward from 3 to 1. The advantages −1 and 1 are clipped to ±1/2."""
+    maker = foreign.openrlhf_maker(monkeypatch, group_size=2)
+    maker.strategy.args.reward.clip_range = (-0.5, 0.5)
+
+    def penalise(experiences, args):
+        experiences[0].rewards[1] -= 2.0
+
+    penalties = sys.modules["openrlhf.trainer.ppo_utils.length_penalty"]
+    monkeypatch.setattr(penalties, "apply_length_penalties", penalise)
+    recipe("as/openrlhf", "pipeline.stages.advantage.scale=none")
+    mask = torch.tensor([[True, True], [True, False]])
+    one = foreign.openrlhf_experience([0, 1], ["a", "a"], torch.tensor([-1, 3]), mask)  # whole numbers
+    adapter("openrlhf").replace_advantages()
+    (found,) = maker.compute_advantages_and_returns([one])
+    assert found.advantages.tolist() == [[-0.5, -0.5], [0.5, 0.0]]
+    assert found.rewards.tolist() == [-1.0, 1.0]
+    found.advantages += 1.0  # OpenRLHF normalizes the advantages in place
+    assert found.returns.tolist() == [[-0.5, -0.5], [0.5, 0.0]]
 
 
 def test_modules_and_calls_in_the_pages_exist():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,6 +96,8 @@ def test_columns_without_a_row_for_each_completion_are_refused():
         (2.0, 8, 1, "grpo", r"over_generation must be an integer ≥ 1; got 2\.0"),
         (3, 8, 1, "grpo", r"a multiple of 3, .*3 \* num_generations = 12; got 8 and 8"),
         (2, 4, 1, "grpo", r"2 \* num_generations = 8; got 4 and 4"),
+        (2, 3, 8, "grpo", "must be a multiple of 2, .*got 3 and 24"),
+        (2, 4, 3, "grpo", "8; got 4 and 12"),
         (2, 8, 1, "as/trl", "the recipe's filter, and the recipe has none"),
     ],
 )
@@ -105,6 +108,15 @@ def test_a_batch_that_cannot_be_cut_is_refused(factor, rows, steps, recipe, mess
     with pytest.raises(ValueError, match=message):
         check_over_generation(trainer, load_pipeline(recipe, group_size=4), factor)
     check_over_generation(trainer, load_pipeline(recipe, group_size=4), 1)
+
+
+def test_over_generation_needs_whole_groups_of_a_rank_over_all_steps_of_a_generation():
+    settings = SimpleNamespace(per_device_train_batch_size=4, steps_per_generation=2)
+    trainer = SimpleNamespace(args=settings, num_generations=4)
+    check_over_generation(trainer, pipeline := load_pipeline("grpo", group_size=4), 2)
+    pipeline.rank_options = replace(pipeline.rank_options, process_group=object())
+    with pytest.raises(ValueError, match=r"leave out process_group, .* multiple of num_generations \(4\)"):
+        check_over_generation(trainer, pipeline, 2)
 
 
 def test_first_groups_refuses_a_batch_without_groups():

@@ -62,7 +62,11 @@ def verl_trainer(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], Modul
     registry: dict[str, Any] = {}
     names = {"register_adv_est": lambda name: lambda each: registry.setdefault(name, each)}
     module_of(monkeypatch, "verl.trainer.ppo.core_algos", names)
-    sessions = {"compute_advantage_for_multi_trajectories": lambda data, keys, name, **_: f"verl's {name}"}
+    sessions = {
+        "compute_advantage_for_multi_trajectories": lambda data, keys, name, num_repeat: (
+            f"verl's {name}, {num_repeat} rollouts"
+        )
+    }
     return registry, module_of(monkeypatch, "verl.trainer.ppo.v1.trainer_base", sessions)
 
 
@@ -355,6 +359,7 @@ def openrlhf_maker(monkeypatch: pytest.MonkeyPatch, group_size: int, kl: float =
 
     def compute_reward(r, kl_coef, kl, action_mask=None, reward_clip_range=None):
         """-β · KL for each token, and the reward at the last token in the loss."""
+        r = r if reward_clip_range is None else r.clamp(*reward_clip_range)
         found = -kl_coef * (torch.zeros(action_mask.shape) if kl is None else kl)
         for row, mask in enumerate(action_mask):
             found[row, int(mask.nonzero().max())] += r[row]

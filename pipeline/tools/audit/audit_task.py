@@ -272,7 +272,7 @@ def _summary(results: dict[str, CheckResult], steps: int, title: str) -> FittedT
         [*columns, FittedColumn("share of the gradient", gives="wrap", right=True)], f"\n{title}"
     )
     for each in results.values():
-        share = each.share(steps) if each.findings else 0.0
+        share = each.share(steps)
         shown = "–" if share is None or each.state == "not checked" else f"{share:.1%}"
         table.add(
             each.title, each.state, f"{len(each.findings):,}", shown, style="" if each.findings else "dim"
@@ -304,7 +304,8 @@ def _lines_below(results: dict[str, CheckResult]) -> list[str]:
     lines += [f"not checked: {', '.join(titles)}: {why}" for why, titles in unchecked.items()]
     for each in results.values():
         if (more := len(each.lacking) - REASONS) > 0:
-            lines.append(f"not checked: {each.title}: {more:,} more reasons, see audit.json")
+            s = "s" * (more > 1)
+            lines.append(f"not checked: {each.title}: {more:,} more reason{s}, see audit.json")
     return [*lines, SHARE]
 
 

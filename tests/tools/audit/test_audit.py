@@ -97,7 +97,7 @@ def sound_rows():
 def test_five_faults_of_a_slime_dump_are_found(tmp_path):
     rows = sound_rows()
     rows.add(1, R[:3], grpo(R[:3]))
-    rows.add(2, R, grpo(R), rollout_2={"prompt": "another prompt"})
+    rows.add(2, R, grpo(R), rollout_2={"prompt": 50 * "a" + " prompt"})
     rows.add(3, R, grpo(R, [1.0, *R]), rows={0: 2})
     rows.add(4, R, grpo(R), **REMOVED)
     rows.add(5, [*R, 0.75], grpo([*R, 0.75]))
@@ -112,12 +112,14 @@ def test_five_faults_of_a_slime_dump_are_found(tmp_path):
     }
     twice, masked = checks["counted_twice"]["findings"][0], checks["masked"]["findings"][0]
     assert twice["rollouts"] == ["300"]
+    for each in (twice, masked):  # the reward ½ is on the other side of the mean
+        assert each["text"].endswith("; wrong signs among these: 1")
     assert twice["expected"] == pytest.approx([grpo(R)[at] for at in (0, 0, 1, 2, 3)], abs=1e-5)
     assert twice["found"] == pytest.approx([grpo(R, [1.0, *R])[at] for at in (0, 0, 1, 2, 3)], abs=1e-5)
     assert masked["rollouts"] == ["401"]
     assert "group 1 has 3 of 4 rollouts" in text
     assert "group 5 has 5 rollouts, but was dispatched with 4" in text
-    assert "group 2 has 2 prompts: 'prompt 2', 'another prompt'" in text
+    assert f"group 2 has 2 prompts: 'prompt 2', '{33 * 'a'} prompt'" in text  # questions are at the end
     assert checks["signs"]["state"] == checks["advantages"]["state"] == "passed"
     assert checks["weights"]["state"] == "not checked"
 
@@ -135,6 +137,8 @@ def test_three_faults_of_a_verl_dump_are_found(tmp_path):
         assert checks[name]["state"] == "not checked"
         assert list(checks[name]["not_checked"]) == ["the dump has no advantages"]
     assert "not checked: rollouts in the baseline only: the dump has no loss masks" in text
+    assert re.search(r"advantages of the wrong sign +not checked +0 +–", text)
+    assert re.search(r"groups of several prompts +found +1 +–", text)  # the dump has no lengths
     assert text.count("the dump has no loss masks") == 1
     assert not text.startswith("\n")
 
@@ -180,7 +184,8 @@ def test_wrong_signs_in_a_trl_table_are_found(tmp_path):
     advantages = grpo(R, eps=1e-4) + grpo(R[::-1], eps=1e-4)
     wrong = [-value if i in (1, 4, 6) else value for i, value in enumerate(advantages)]
     path = dumps.trl_dump(tmp_path / "completions" / "completions_4.parquet", **trl_columns(wrong))
-    text, checks = audited(path, tmp_path, *AS_TRL)
+    text, checks = audited(path, tmp_path, "pipeline=rloo", *AS_TRL)  # the last recipe counts
+    assert json.loads((tmp_path / "audit.json").read_text())["pipeline"] == "as/trl"
     assert set(found(checks)) == {"signs"}
     assert [each["rows"] for each in checks["signs"]["findings"]] == [[1], [4, 6]]
     assert checks["signs"]["findings"][0]["expected"] == pytest.approx([advantages[1]], abs=1e-6)
@@ -483,6 +488,39 @@ def test_a_check_with_a_finding_is_found_even_if_a_step_was_not_checked():
     states.append(result.state)
     result.add(CheckOutcome([finding]))
     assert [*states, result.state] == ["passed", "not checked", "found"]
+
+
+def test_the_share_of_a_check_is_the_mean_over_all_steps():
+    """Two findings have the shares 1/2 and 1/4, and two of four steps have none."""
+    result = CheckResult("mixed", "groups of several prompts")
+    finding = AuditFinding(3, "a", ["0"], [0], [1.0], [2.0], "a has 2", 0.5)
+    result.add(CheckOutcome([finding, finding._replace(share=0.25)]))
+    assert (result.share(4), result.plain(4)["gradient_share"]) == (0.1875, 0.1875)
+    result.add(CheckOutcome([finding._replace(share=None)]))
+    assert result.share(4) is None
+
+
+def test_eight_findings_and_two_reasons_of_a_check_are_printed_and_the_others_counted(tmp_path):
+    """In each of nine steps a row has the wrong sign. A scale that needs rewards ≥ 0 refuses each step."""
+    wrong = grpo(R, eps=1e-4)
+    wrong[0] *= -1
+    for step in range(9):
+        columns = {name: values[:4] for name, values in trl_columns(wrong * 2).items()}
+        columns |= {"step": [step] * 4, "accuracy": [value - 5 for value in R]}
+        dumps.trl_dump(tmp_path / "completions" / f"completions_{step}.parquet", **columns)
+    printed, checks = audited(tmp_path / "completions", tmp_path, *AS_TRL)
+    text = " ".join(printed.split())
+    assert len(checks["signs"]["findings"]) == 9
+    assert text.count("wrong signs: row 0") == 8
+    assert "and 1 more, see audit.json" in text
+    assert "(source.group_by=prompt) (9 steps)" in text
+    words = (*AS_TRL, "pipeline.stages.advantage.scale=mean")
+    three = f"'{tmp_path}/completions/completions_[0-2].parquet'"
+    text, checks = audited(three, tmp_path / "refused", *words)
+    title, reasons = checks["signs"]["title"], checks["signs"]["not_checked"]
+    shown = [f"not checked: {title}: {why}\n" in text for why in reasons]
+    assert shown == [True, True, False]
+    assert f"not checked: {title}: 1 more reason, see audit.json" in text
 
 
 OF_TURNS = ("pipeline.stages.weight.unit=turn", "pipeline.stages.weight.turn_index_key=turn_index")

@@ -120,6 +120,16 @@ def test_a_comparison_of_some_steps_says_how_many_it_compared(monkeypatch):
         monkeypatch.setattr(logged, "logged_rows", lambda _, each=each: each)
         seen.add(None)
     assert "; they are those of dr_grpo, as/prime_rl" in seen.said
+    apart = [
+        abs(one - other)
+        for members in REWARDS.values()
+        for one, other in zip(centred(members), against_others(members), strict=True)
+    ]
+    agree = sum(each <= 1e-4 for each in apart) + 16  # all 16 rows of the second step agree
+    assert seen.said.startswith(
+        f"logged advantages: 32 rows have one, {agree / 32:.0%} agree with yours within 0.0001; the greatest "
+        f"difference is {max(apart):.2g}, the mean {sum(apart) / 32:.2g};"
+    )
     assert seen.said.endswith(" (compared: the first 16 rows, 1 of 2 steps).")
 
 
@@ -148,6 +158,28 @@ def test_the_numbers_of_logged_advantages_equal_numbers_by_hand():
         "logged_advantage/agree": 0.5,
     }
     assert logged_numbers({"advantage": np.ones(2)}) == {}
+
+
+def test_rows_without_an_advantage_or_a_reward_are_not_compared():
+    class Report:
+        columns = {  # noqa: RUF012
+            "logged_advantage": np.array([1.0, np.nan, 2.0, 3.0]),
+            "reward": np.array([0.5, 1.0, np.nan, 1.0]),
+            "collected_reward": np.array([5.0, 5.0, 5.0, np.nan]),
+            "group_id": np.array([7, 8, 9, 9]),
+        }
+
+        def __len__(self):
+            return 4
+
+    found = logged.logged_rows(Report())
+    assert [column.tolist() for column in (found.logged, found.reward, found.collected)] == [
+        [1.0],
+        [0.5],
+        [5.0],
+    ]
+    assert (found.group.tolist(), found.rollout.tolist(), found.tokens) == ([7], [0], None)
+    assert np.isnan(found.ours).all()
 
 
 # -- from dumps --------------------------------------------------------------------------------------

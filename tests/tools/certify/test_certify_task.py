@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -9,9 +10,19 @@ import pytest
 import torch
 from command import headrace_here, told
 from composed import configure
+from rich.console import Console
 
 from headrace.pipeline import ConfigError
-from headrace.pipeline.tools.certify import OneTurn, certify
+from headrace.pipeline.tools.certify import (
+    FanOut,
+    Forks,
+    OneTurn,
+    SeveralRewards,
+    StopOrContinue,
+    certify,
+)
+from headrace.pipeline.tools.certify.certificate import Refused, count_outcomes
+from headrace.pipeline.tools.certify.certify_task import number, show_certificates
 from headrace.transforms import BatchTransform
 
 pytestmark = pytest.mark.slow
@@ -67,6 +78,7 @@ def test_a_recipe_that_refuses_a_task_is_named_with_the_reason(tmp_path):
     _, text, found = certified(tmp_path, "pipelines=[gigpo,rloo]", "certify.only=[stop_or_continue,fan_out]")
     assert [each["recipe"] for each in found] == ["rloo", "rloo"]
     assert "gigpo refuses the rows of stop_or_continue, fan_out: stage 'states'" in text
+    assert "the batch has" not in text  # the page has the whole reason
     page = (tmp_path / "report.html").read_text()
     assert '"recipe":"rloo","task":"stop_or_continue","group_size":4' in page
     assert "stage 'states', StateAdvantage(weight=1.0) needs the key 'state_id'" in page
@@ -99,6 +111,22 @@ def test_an_unavailable_group_size_is_reported_for_its_task_only(tmp_path):
     assert "rloo refuses the rows of forks: Forks samples 2 rollouts at a time" in text
 
 
+def test_tasks_that_a_recipe_refuses_for_one_reason_are_on_one_line():
+    """A reason ends where the values of the task begin."""
+    text = io.StringIO()
+    reasons = {
+        "a": "rewards must be ≥ 0; found -1",
+        "b": "rewards must be ≥ 0; found -2",
+        "c": "needs a key; the batch has d",
+    }
+    found = [Refused("rloo", task, 4, reason) for task, reason in reasons.items()]
+    show_certificates(found, Console(file=text))
+    assert text.getvalue().splitlines() == [
+        "rloo refuses the rows of a, b: rewards must be ≥ 0",
+        "rloo refuses the rows of c: needs a key",
+    ]
+
+
 class Unknown(BatchTransform):
     """A stage whose advantage is NaN."""
 
@@ -114,6 +142,55 @@ def test_a_nan_advantage_gets_no_certificate(tmp_path):
     words += ["pipeline.stages.turns=null", "pipeline.order=[gate,collapse,advantage,split,weight]", ONLY]
     with pytest.raises(ConfigError, match="every token in the loss must be finite; found NaN"):
         certified(tmp_path, *words)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: OneTurn(theta=[0.0], fails=[0.5, 1.0]), r"got \(1, 1\), \[0\.5, 1\.0\] and 0\.0"),
+        (lambda: OneTurn(theta=[0.0], fails=[-0.5, 0.5]), r"fails and dies in \[0, 1\)"),
+        (lambda: OneTurn(theta=[0.0], dies=1.0), r"and 1\.0$"),
+        (lambda: OneTurn(theta=[0.0], lengths=[0, 1]), "lengths must be ≥ 1"),
+        (lambda: OneTurn(theta=[0.0], rewards=[1.0]), r"rewards must have 2 entries; got \[1\.0\]"),
+        (lambda: OneTurn(theta=[0.0, 0.0], shares=[1.0]), "shares must have 2 entries"),
+        (
+            lambda: OneTurn(theta=[0.0, 0.0], shares=[0.5, 0.4]),
+            r"shares must have the sum 1; got \[0\.5, 0\.4\]",
+        ),
+        (lambda: StopOrContinue(ends=[0.0]), "ends must have 4 entries"),
+        (lambda: StopOrContinue(teacher=[0.0]), "teacher must have 3 entries"),
+        (lambda: FanOut(theta=[0.0]), "theta must have 2 entries"),
+        (lambda: Forks(rewards=[1.0]), "rewards must have 4 entries"),
+        (lambda: SeveralRewards(rewards=[[0.0, 1.0]]), "rewards must have 3 entries"),
+        (lambda: OneTurn(theta=[0.0] * 2, shares=[1.5, -0.5]).outcomes(2), "≥ 0 with the sum 1; found 1$"),
+    ],
+)
+def test_options_of_a_task_that_cannot_be_are_refused(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()
+
+
+def test_certify_most_is_the_greatest_number_of_outcomes(tmp_path):
+    task = StopOrContinue()  # four trajectories, so 4ⁿ outcomes of n rollouts
+    assert count_outcomes(task, "mine", 4, 256) == 256
+    assert OneTurn(theta=[0.0] * 2, shares=[1.0, 0.0]).outcomes(2) == 8  # a prompt may have the probability 0
+    for size, most, said in (
+        (4, 255, "a group of 4 of task 'mine' has 256 outcomes, and certify.most is 255"),
+        (24, 255, "has 281,474,976,710,656 outcomes"),
+        (25, 10**6, r"has more than 10\^15 outcomes, and certify.most is 1,000,000"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            count_outcomes(task, "mine", size, most)
+    with pytest.raises(ConfigError, match=r"certify\.most must be an integer ≥ 1; got 0"):
+        certified(tmp_path, ONLY, "certify.most=0")
+
+
+def test_a_number_without_a_value_is_a_dash_and_no_zero_is_negative(tmp_path):
+    assert [number(value) for value in (None, -0.00001, 0.12345)] == ["–", "0.0000", "0.1235"]
+    ends = "certify.tasks.stop_or_continue.ends=[0.5,0.0,-0.5,-1.0]"  # the return is always 1/2
+    value, text, _ = certified(tmp_path, ONLY, ends, "certify.group_sizes=2", "pipeline=rloo")
+    assert value == 0
+    assert "– – –" in text
 
 
 def test_probabilities_that_do_not_sum_to_1_are_refused():

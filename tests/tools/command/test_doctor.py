@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +73,37 @@ def test_each_fault_has_a_line_that_says_what_to_do(examine, monkeypatch, broken
     assert shown.splitlines()[-1] == (
         "everything is in order" if not status else f"{shown.count('bad  ')} to fix, see above"
     )
+
+
+def test_each_gpu_has_a_line_with_its_memory_and_runs_the_batch(monkeypatch):
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: 2,
+        mem_get_info=lambda at: ((3 + at) * 2**29, 80 * 2**30),
+        get_device_name=lambda at: f"GPU {at}",
+    )
+    monkeypatch.setattr(torch, "cuda", cuda)
+    _, first, second, *others = doctor.devices()
+    assert [first.what, second.what, others] == [
+        "cuda:0: GPU 0, 1.5 of 80.0 GiB free",
+        "cuda:1: GPU 1, 2.0 of 80.0 GiB free",
+        [],
+    ]
+    found = {"cpu": doctor.GOLDEN, "cuda": [value + 2 * doctor.TOLERANCE for value in doctor.GOLDEN]}
+    monkeypatch.setattr(doctor, "run_golden", found.get)
+    assert [(each.state, each.what[:12]) for each in doctor.golden_runs()] == [
+        ("ok", "grpo on cpu:"),
+        ("bad", "grpo on cuda"),
+    ]
+
+
+def test_a_torch_for_cuda_that_finds_no_device_is_a_note(monkeypatch):
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: False, device_count=lambda: 0))
+    for built, said in ((None, ("ok", "no CUDA")), ("13.0", ("note", "torch is built for CUDA 13.0"))):
+        monkeypatch.setattr(torch.version, "cuda", built)
+        found = [(each.state, each.what) for each in doctor.devices()][1]
+        assert found[0] == said[0]
+        assert found[1].startswith(said[1])
 
 
 def test_without_torch_the_other_checks_still_run(examine, monkeypatch):

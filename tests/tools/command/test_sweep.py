@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 
 import pytest
 from batches import batch_of
@@ -30,6 +31,25 @@ def test_the_results_of_different_tasks_have_different_names(tmp_path):
     assert "rows trained 0.25" in text
     assert "uninformative 1.25" in text
     assert "number" in text
+
+
+def test_the_numbers_of_a_training_are_those_of_its_file(tmp_path):
+    """Twelve steps have the rewards 0 to 11. Each trains one row more than the step before, from 0, of 20."""
+    lines = [f"{step},{step},20,{step}" for step in range(12)]
+    (tmp_path / "metrics.csv").write_text("\n".join(["step,reward/all/mean,rows/in,rows/trained", *lines]))
+    said = {"job": 0, "task": "train", "overrides": [], "number": 11.0, "failure": ""}
+    record_job(tmp_path, began=0.0, **said)
+    found = json.loads((tmp_path / FILE).read_text())
+    assert (found["steps"], found["rewards"], found["trained"]) == (12, [1.0, 10.0], 66 / 240)
+    later = time.time() + 60
+    record_job(tmp_path, began=later, **said)
+    found = json.loads((tmp_path / FILE).read_text())
+    assert not {"steps", "rewards", "trained"} & found.keys()  # the file is of an earlier job
+    assert found["seconds"] == found["ended"] - later
+    (tmp_path / "metrics.csv").write_text("step,rows/in\n0,0\n")
+    record_job(tmp_path, began=0.0, **said)
+    found = json.loads((tmp_path / FILE).read_text())
+    assert (found["steps"], found["rewards"], found["trained"]) == (1, [], None)
 
 
 def table(done):

@@ -124,6 +124,55 @@ def test_columns_may_be_lists_arrays_tensors_or_text():
     assert all(str(row["group"]).startswith("prompt ") for row in named.ledger.rows(out))
 
 
+class Series:
+    """A column of a data frame, whose rows have the labels 7 and 8."""
+
+    iloc = None
+
+    def __init__(self, values):
+        self.values = values
+
+    def __len__(self):
+        return len(self.values)
+
+    def __getitem__(self, label):
+        return {7: self.values[0], 8: self.values[1]}[label]
+
+    def to_numpy(self):
+        return np.array(self.values)
+
+
+def test_arrays_may_be_read_only_masked_or_of_a_data_frame():
+    columns = {"group_id": ["a", "a"], "rollout_id": [0, 1], "reward": [1.0, 0.0], "mine": [1, 2]}
+    read_only = np.array([1.0, 0.0])
+    read_only.setflags(write=False)
+    usual = decide(columns, extra=["mine"], group_size=2).advantage
+    for change in (
+        {"reward": read_only},  # torch would warn
+        {"reward": np.ma.array([1, 0], mask=[False, False])},
+        {"reward": np.array([1, 0], dtype=np.int64)},
+        {"mine": np.ma.array([1, 2], mask=[False, False])},
+        {name: Series(values) for name, values in columns.items()},
+    ):
+        assert torch.equal(decide(columns | change, extra=["mine"], group_size=2).advantage, usual), change
+    for change, said in (
+        ({"reward": np.ma.array([1, 0], mask=[False, True])}, r"finite.*row 1\b"),
+        ({"reward": np.array([1, 2**53 + 1])}, "9007199254740993"),
+        ({"reward": [1j, 0]}, "reward must be one number for each row, or K of them: found complex128"),
+        ({"mine": [1j, 0]}, "mine must be one number for each row, or K of them: found complex128"),
+        ({"mine": np.array(["2026-01-01"] * 2, "M8[D]")}, r"found datetime64\[D\]"),
+        ({"mine": np.array([1, 2], "m8[s]")}, r"found timedelta64\[s\]"),
+        (
+            {"mine": np.ma.array([1, 2], mask=[False, True])},
+            "mine must have a value .* masked ones at rows 1$",
+        ),
+        ({"status": ["complete", "truncated"]}, r"found complete\. Give 'completed' for 'complete'$"),
+        ({"status": ["zzz", "truncated"]}, r"found zzz$"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            decide(columns | change, extra=["mine"], group_size=2)
+
+
 def test_a_seed_gives_the_same_order_in_every_call():
     columns = read_by("grpo", columns_of(2))
     options = {"group_size": 4, "minibatches": 2}

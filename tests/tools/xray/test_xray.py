@@ -19,6 +19,7 @@ from headrace.pipeline import (
     xray,
     xray_batch,
 )
+from headrace.pipeline.tools.xray.means import StepTokens, odd_part
 from headrace.transforms import BatchError, TokenAdvantage, TokenFilter
 
 FULL, LOSS = ("tokens", "full"), ("masks", "all_assistant_mask")
@@ -214,8 +215,14 @@ def test_repeated_pairs_and_models_without_a_table_are_refused():
     model, batch = small()
     mean_of_step(model, batch, 1)
     again = batch.clone().set(FULL, batch[FULL][:1].expand_as(batch[FULL]).clone())
-    with pytest.raises(BatchError, match=r"each pair of tokens must occur once.*found \d+ then \d+"):
+    with pytest.raises(BatchError, match=r"each pair of tokens must occur once.*found \d+ then \d+") as said:
         token_weights(model, again)
+    pairs = [*pairwise(batch[FULL][0].tolist())]
+    for first, second in re.findall(r"(\d+) then (\d+)", str(said.value)):
+        assert (int(first), int(second)) in pairs
+    with pytest.raises(ValueError, match=r"vocabulary must be ≥ 3, .*; got 2"):
+        TokenTable(2)
+    assert TokenTable(3).vocabulary == 3
     with pytest.raises(ValueError, match="must contain one TokenTable; found 0"):
         token_weights(torch.nn.Linear(2, 2), batch)
     shaky = torch.nn.Sequential(model, torch.nn.Dropout(0.1))
@@ -224,6 +231,36 @@ def test_repeated_pairs_and_models_without_a_table_are_refused():
     assert torch.equal(token_weights(shaky.eval(), batch), token_weights(model, batch))
     with pytest.raises(ValueError, match="need a vocabulary of at least 5; got 4"):
         xray_batch([2, 3], [0.0, 1.0], 2, vocabulary=4)
+
+
+def test_an_unexplained_part_of_a_gradient_is_named_by_its_tokens():
+    model, batch = small()
+    size = model.vocabulary
+    (7 * model.table[size - 1, 0]).backward()  # no token follows the last token of the vocabulary
+    largest = f"after 1 of {size} tokens: the largest is -7, for token 0 after token {size - 1}"
+    with pytest.raises(BatchError, match=largest):
+        token_weights(model, batch)
+    model.table.grad = None
+    every = batch.clone().set(LOSS, torch.ones_like(batch[LOSS]))
+    (-5 * model.get_dist(every).log_prob(batch[FULL])[2, 1]).backward()  # the prompt has two tokens
+    with pytest.raises(BatchError, match="token 1 of row 2 is outside the mask and has a coefficient of 5"):
+        token_weights(model, batch)
+
+
+def test_one_of_two_micro_batches_is_not_said_to_be_the_odd_one():
+    for weights, found in (([1.0, 2.0], None), ([1.0, 2.0, 1.0], (1, 2.0)), ([1.0, 2.0, 3.0], None)):
+        rows = torch.arange(len(weights))
+        inside = torch.ones(len(rows), 2, dtype=torch.bool)
+        tokens = StepTokens(inside, rows, rows, rows, torch.zeros_like(rows))
+        assert odd_part(torch.tensor(weights).double()[:, None].expand(-1, 2), tokens) == found
+
+
+def test_a_micro_batch_may_be_one_row_and_the_table_has_the_least_weight_first():
+    xray(mean_of_step, cuts=(1, 12)).assert_uniform()
+    found = xray(mean_of_micro_batches, cuts=(1, 2))
+    low, high = found.spread["2 micro-batches"]
+    assert low < 1 < high
+    assert re.search(rf"{low:.6g}\b.*{high:.6g}\b", found._repr_html_(), re.DOTALL)
 
 
 # -- clipping -----------------------------------------------------------------------------------------------

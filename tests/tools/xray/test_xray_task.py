@@ -8,8 +8,14 @@ import json
 import math
 import re
 import runpy
+import sys
+from dataclasses import replace
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,6 +23,7 @@ from command import headrace_here, refused
 from rich.console import Console
 
 from headrace.adapters import attach
+from headrace.adapters import measured as measured_adapters
 from headrace.pipeline import (
     TokenTable,
     load_pipeline,
@@ -34,6 +41,7 @@ from headrace.pipeline.tools.xray.setting import (
     TOKENS_OF_STEP,
     MeasuredSetting,
     Setting,
+    rounded,
 )
 from headrace.pipeline.tools.xray.xray_task import show_settings
 
@@ -82,13 +90,57 @@ def test_the_page_equals_the_stored_numbers():
     assert page == make_xray["page"](KEPT), "run tools/make_xray.py"
 
 
-@pytest.mark.parametrize("trainer", ["torchrl", "trl"])
-def test_the_settings_with_a_curve_are_those_of_the_page(trainer):
-    pytest.importorskip(trainer, reason=f"{trainer} is not installed")
+# The modules that settings of trainers import, for stand-ins of packages that are not installed.
+NEEDED = {
+    "verl": "utils.tensordict_utils workers.config.actor workers.utils.losses trainer.ppo.core_algos",
+    "openrlhf": "models.loss utils.loss_utils utils.deepspeed.deepspeed trainer.ray.ppo_actor "
+    "trainer.ppo_utils.experience_maker",
+    "swift": "model.model_meta rlhf_trainers.grpo_trainer template",
+}
+
+
+# What the trainers' losses divide by, as `unit` and `length` of LossWeight: 16 is the longest response.
+MODES = {
+    **dict.fromkeys(("dapo", "token-mean"), ("token", None)),
+    **dict.fromkeys(("grpo", "seq-mean-token-mean"), ("sample", None)),
+    **dict.fromkeys(("dr_grpo", "seq-mean-token-sum-norm"), ("constant", 16)),
+}
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """Put modules from which every name can be imported in place of a package, and of DeepSpeed."""
+    paths = ["deepspeed", *(f"{package}.{path}" for path in NEEDED[package].split())]
+    for path in paths:
+        for name in accumulate(path.split("."), "{}.{}".format):
+            module = MagicMock(spec=None, __spec__=ModuleSpec(name, None, is_package=True), __path__=[])
+            module.__spec__.submodule_search_locations.append("nowhere")
+            monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize("trainer", KEPT)
+def test_the_settings_of_a_trainer_are_those_of_the_page(trainer, monkeypatch):
+    """The settings of the adapters come last. Without the package, their steps cannot run here."""
+    package = "swift" if trainer == "ms_swift" else trainer
+    if find_spec(package) is None:
+        if package not in NEEDED:
+            pytest.skip(f"{trainer} is not installed")
+        pytest.importorskip("datasets", reason="the extra `llm` is not installed")
+        stand_in(monkeypatch, package)
+        monkeypatch.delitem(sys.modules, "headrace.adapters.verl", raising=False)
     module = import_module(f"headrace.pipeline.tools.xray.of_{trainer}")
-    kept = {each["setting"]: bool(each["curve"]) for each in KEPT[trainer]["settings"]}
-    for setting in getattr(module, f"{trainer}_settings")():
-        assert setting.curve == kept[setting.name], setting.name
+    settings = getattr(module, f"{trainer}_settings")()
+    for each in (adapted := getattr(measured_adapters, f"recipes_in_{trainer}", list)()):
+        stages, mode = each.pipeline.stages, re.search(r"loss_(?:type|agg_mode)=([\w-]+)", each.name)[1]
+        assert (stages["weight"].unit, stages["weight"].length) == MODES[mode], each.name
+        assert stages["split"].minibatches == 1
+    settings += adapted
+    kept = [
+        (each["setting"], each["documented"], each["constant"], each["note"], bool(each["curve"]))
+        for each in KEPT[trainer]["settings"]
+    ]
+    found = [(each.name, each.documented, rounded(each.constant), each.note, each.curve) for each in settings]
+    assert found == kept
+    sys.modules.pop("headrace.adapters.verl" if package == "verl" else "", None)
 
 
 def test_a_curve_goes_from_the_least_to_the_greatest_ratio():
@@ -120,6 +172,27 @@ def test_a_curve_goes_from_the_least_to_the_greatest_ratio():
         assert float(across) == pytest.approx(EDGE + share * (WIDTH - EDGE), abs=0.1)
 
 
+def test_the_colour_of_a_token_is_its_weight_over_the_documented_one():
+    """The legend has nine colours. A square of another colour than the middle one says its weight."""
+    shares = [0.2, 0.3, 0.6, 0.85, 1.0, 1.1, 1.5, 3.0, 5.0]  # in this order, one for each colour
+
+    def step(model, batch, cut):
+        inside, factor = batch["masks", "all_assistant_mask"], torch.ones(batch["tokens", "full"].shape)
+        for row, share in enumerate(shares):
+            factor[row, inside[row].nonzero()[1]] = share
+        terms = model.get_dist(batch).log_prob(batch["tokens", "full"]) * batch["advantage"].squeeze(-1)
+        (-(terms * factor)[inside].sum() / inside.sum()).backward()
+
+    documented = MeasuredSetting("mine", xray(step, cuts=(1,)), TOKENS_OF_STEP, note="a note")
+    page = xray_page("a page", [documented])
+    assert f"Documented: {TOKENS_OF_STEP} (a note)" in page
+    squares = re.findall(r'class="c(\d)" x="\d+" y="\d+"[^>]*><title>row (\d+), token (\d+): ([\d.]+)<', page)
+    by_row = {int(row): (int(colour), int(token), float(value)) for colour, row, token, value in squares}
+    assert by_row == {row: (row, 3, share) for row, share in enumerate(shares) if share != 1}
+    constant = xray_page("a page", [replace(documented, constant=2.0)])
+    assert f"Documented: {TOKENS_OF_STEP}, times 2 (a note)" in constant
+
+
 def test_a_verdict_is_printed_unless_the_setting_agrees_with_its_documentation():
     def step(model, batch, cut):
         terms = model.get_dist(batch).log_prob(batch["tokens", "full"]) * batch["advantage"].squeeze(-1)
@@ -129,6 +202,8 @@ def test_a_verdict_is_printed_unless_the_setting_agrees_with_its_documentation()
     documented = {"right": SUM_OF_STEP, "wrong": TOKENS_OF_STEP, "silent": ""}
     settings = [MeasuredSetting(name, found, means, constant=12.0) for name, means in documented.items()]
     show_settings("a trainer", settings, console)
+    show_settings("cut", [replace(settings[0], xray=xray(step, cuts=(1, 4)))], console)
+    assert "4 / 1" in console.file.getvalue()
     said = [line.partition(":")[0] for line in console.file.getvalue().splitlines() if found.verdict in line]
     assert said == ["wrong", "silent"]
 
