@@ -8,6 +8,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+from headrace.spelling import suggest
 from headrace.transforms import GroupAssembler
 from headrace.transforms.streams import Survivors
 from headrace.transforms.table.options import at_least, takes_options
@@ -102,6 +103,13 @@ class RolloutStream(OverSource):
         self.patience, self.worker_patience, self.leftovers = patience, worker_patience, leftovers
         self._pacing = Pacing(sampler, self.assembler, self._is_over)
         self._filter = self._filtered(informative, max_batches)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_filter" in self.__dict__ and name[0] != "_" and name not in dir(self):  # after __init__
+            raise AttributeError(
+                f"a RolloutStream has no attribute {name!r} to set{suggest(name, dir(self))}"
+            )
+        super().__setattr__(name, value)
 
     @property
     def _makes_source(self) -> bool:

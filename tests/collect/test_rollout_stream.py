@@ -267,6 +267,10 @@ def test_an_unknown_name_of_a_stream_is_answered_with_the_nearest():
         AttributeError, match=r"'RolloutStream' object has no attribute 'versoin' \(did you mean"
     ):
         stream.versoin  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'verison' to set \(did you mean 'version'\?\)"):
+        stream.verison = 3
+    stream.version = 3
+    assert stream.version == 3
 
 
 def test_a_watched_future_that_raises_ends_the_stream_with_its_error():
