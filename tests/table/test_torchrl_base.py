@@ -44,9 +44,10 @@ BATCH = {
 
 # It forks for each program, because to import torch takes longer than most of them.
 FORKS = """
-import json, os
+import json, os, warnings
 import torch, tensordict, tensordict.nn, hydra, omegaconf
 
+warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # of Python 3.12, for threads of BLAS
 for line in sys.stdin:
     program, file = json.loads(line)
     if os.fork() == 0:
