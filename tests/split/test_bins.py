@@ -145,34 +145,12 @@ def lightest_by_loops(lengths, costs, budget, count):
     return None
 
 
-def gains(lengths, costs, budget, bins) -> list[tuple]:
-    """The moves and swaps that make the heavier of two bins lighter, for the heaviest bin and each other."""
-
-    def load(items):
-        return sum(costs[item] for item in items)
-
-    heavy, *others = sorted(bins, key=load, reverse=True)
-    found = []
-    for light in others:
-        for x, y in product(heavy, [None, *light]):
-            both = [[*heavy], [*light]]
-            both[0].remove(x)
-            both[1].append(x)
-            if y is not None:
-                both[1].remove(y)
-                both[0].append(y)
-            if both[0] and all(sum(lengths[item] for item in items) <= budget for items in both):
-                found += [(x, y)] * (max(map(load, both)) < load(heavy))
-    return found
-
-
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.integers(0, 40)), min_size=1, max_size=16),
     st.integers(12, 20),
     st.integers(1, 3),
 )
-def test_bins_within_a_budget_are_as_level_as_documented(items, budget, multiple):
-    """No exchange with another bin helps the heaviest bin, and it is no heavier than by the loops."""
+def test_the_heaviest_bin_within_a_budget_is_no_heavier_than_by_loops(items, budget, multiple):
     lengths, costs = map(list, zip(*items, strict=True))
     found = balance_within(column(lengths), budget, multiple_of=multiple, costs=column(costs)).tolist()
     bins = [[item for item, at in enumerate(found) if at == number] for number in range(max(found) + 1)]
@@ -180,8 +158,6 @@ def test_bins_within_a_budget_are_as_level_as_documented(items, budget, multiple
     if len(bins) < len(items):  # otherwise each item has a bin of its own
         limit = lightest_by_loops(lengths, costs, budget, len(bins))
         assert limit is None or heaviest <= limit
-        if heaviest > sum(costs) / len(bins) * 1.0005:
-            assert not gains(lengths, costs, budget, bins)
 
 
 @given(LENGTHS, st.integers(1, 40))

@@ -441,7 +441,8 @@ def _exchange(
 ) -> tuple[int, int | None] | None:
     """The two items whose swap brings the costs of two bins closest. None as the second item means a move.
 
-    Returns None if no exchange within the budget brings the costs closer.
+    For each heavy item, only its two nearest partners by cost are tried. Returns None if none of them fits
+    the budget and brings the costs closer.
     """
     partners: list[int | None] = [None] if len(bins[heavy]) > 1 else []
     partners += bins[light]
