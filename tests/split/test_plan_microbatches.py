@@ -262,6 +262,9 @@ def test_padding_costs_nothing():
     outcome = cut_alone(split, batch_of([2, 2, 2]))
     assert int(outcome.batch[PADDING].sum()) == 1
     assert outcome.measured["rank_imbalance"] == pytest.approx(4 / 3 - 1)  # 4 and 2 tokens, with mean 3
+    three = ShuffleSplit(minibatches=1, ranks=3, balance="tokens", remainder="pad")
+    measured = cut_alone(three, batch_of([1, 1])).measured
+    assert measured["rank_imbalance"] == pytest.approx(1 / 2)  # 1, 1 and 0 tokens, with mean 2 / 3
 
 
 def test_a_row_above_the_budget_is_alone_and_counted():

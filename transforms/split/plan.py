@@ -418,7 +418,7 @@ def measure_plans(
         measured["shared_tokens"] = shared_tokens
     every = torch.cat(loads, 1)
     by_rank = every.sum(-1)
-    measured["rank_imbalance"] = float((by_rank.amax(-1) / by_rank.mean(-1).clamp_min(1)).max() - 1)
+    measured["rank_imbalance"] = float((by_rank.amax(-1) / by_rank.mean(-1)).nan_to_num(1.0).max() - 1)
     measured["max_tokens"] = float(every.max())
     return measured
 
