@@ -101,7 +101,7 @@ def test_files_are_kept_only_in_a_given_folder(dump, tmp_path, monkeypatch):
         ),
         (lambda dump: headrace.audit(dump, "grp"), ConfigError, "unknown recipe 'grp'"),
         (lambda dump: headrace.plan(dump, group_sizes=[0]), ConfigError, "plan.group_sizes must be"),
-        (lambda dump: headrace.compare(dump, "grpo", "grpo"), ConfigError, "must name two recipes"),
+        (lambda dump: headrace.compare(dump, "grpo", "grpo"), ConfigError, "must name two different recipes"),
         (lambda dump: headrace.replay(dump / "no"), SourceError, "there is no such file or folder"),
     ],
 )

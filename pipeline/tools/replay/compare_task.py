@@ -80,7 +80,9 @@ def compare_recipes(
     console = console or Console()
     names = list(config.pipelines)
     if len({*names}) != 2 or len(names) != 2:
-        raise ConfigError(f"pipelines must name two recipes, such as 'pipelines=[as/verl,grpo]'; got {names}")
+        raise ConfigError(
+            f"pipelines must name two different recipes, such as 'pipelines=[as/verl,grpo]'; got {names}"
+        )
     by_recipe = overrides_by_recipe(names, overrides)
     nodes, lacking = list(recipe_nodes(by_recipe).values()), said_of_overrides(by_recipe)
     pipelines = [build_pipeline(node) for node in nodes]

@@ -95,7 +95,7 @@ def test_two_recipes_are_compared_on_the_same_rollouts(dump, tmp_path):
     assert '"difference":"grpo and dr_grpo give different gradients' in page
     assert '"verdict":""' in page  # a verdict is about a single recipe
     assert f"the page: {(tmp_path / 'out' / 'report.html').as_uri()}" in " ".join(text.split())
-    with pytest.raises(ConfigError, match=r"must name two recipes.*got \['grpo'\]"):
+    with pytest.raises(ConfigError, match=r"must name two different recipes.*got \['grpo'\]"):
         told(compare_recipes, configured("compare", dump, "pipelines=[grpo]"), tmp_path / "out", COUNTED)
 
 
