@@ -205,9 +205,9 @@ class OverSource:
             raise AttributeError(name)
         try:
             return self._of_source(name)
-        except AttributeError:
+        except AttributeError as err:  # which may also come from inside a property of the source
             meant = suggest(name, dir(self))
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{meant}") from None
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{meant}") from err
 
 
 @dataclass(eq=False, repr=False)

@@ -33,9 +33,9 @@ def missing_path(path: str | Path) -> str:
     return f"{path}: no file matches this pattern{has or suggest(folder.name, names_in(folder.parent))}"
 
 
-def newest_run(folder: str | Path) -> Path | None:
-    """Return the run below a folder whose rows were written last; None if there is none."""
-    below = [each for each in Path(folder).glob("*/**/rollouts") if any(each.glob("step_*.*"))]
+def newest_run(folder: str | Path, files: str = "step_*.*") -> Path | None:
+    """Return the run below a folder whose rows, in `files`, were written last; None if there is none."""
+    below = [each for each in Path(folder).glob("*/**/rollouts") if any(each.glob(files))]
     return max(below, key=lambda each: each.stat().st_mtime).parent if below else None
 
 

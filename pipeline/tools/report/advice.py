@@ -425,6 +425,8 @@ def added_parts(overrides: str) -> frozenset[tuple[str, str, str]]:
         frozenset()
     """
     typed = [each for each in overrides.split() if each.startswith("pipeline")]
+    if not typed:
+        return frozenset()
     added = part_words(compose_config("load", *for_hydra(typed))) - part_words(compose_config("load"))
     new = {word for word in added if (word[0], "_target_", word[0]) in added}
     return frozenset(new or (added if overrides.startswith("pipeline=") else ()))

@@ -194,7 +194,7 @@ class StoredRun:
         for name, (holds, then) in OF_TASKS.items():
             if (self.folder / name).is_file():
                 return f"{folder} holds {holds}, {name}, and no rows. {then}"
-        if newest := newest_run(folder):
+        if newest := newest_run(folder, "step_*.parquet"):
             words = ["headrace", "view", str(newest)]
             return f"{folder} is no run, but has runs in it. The newest: {shlex.join(words)}"
         words = ["headrace", "task=replay", f"source.path={folder}", "hydra.run.dir=FOLDER"]

@@ -498,6 +498,8 @@ def test_an_error_of_the_command_says_what_to_do(tmp_path, run):
     for at, name in enumerate(("1/b", "1/a", "2")):  # the last is the oldest
         shutil.copytree(run / "rollouts", tmp_path / "many" / name / "rollouts")
         os.utime(tmp_path / "many" / name / "rollouts", (1e9 - at, 1e9 - at))
+    (tmp_path / "many" / "as_text" / "rollouts").mkdir(parents=True)  # newer, and not to be viewed
+    (tmp_path / "many" / "as_text" / "rollouts" / "step_00000000.jsonl").touch()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
