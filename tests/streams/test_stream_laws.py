@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from assembly import Line, batch_of_lines
@@ -177,6 +179,30 @@ def test_refills_do_not_depend_on_order_and_a_minimum_is_kept_if_they_fail(seed,
 
 
 # -- dispatched again ------------------------------------------------------------------------------------
+
+
+def test_the_version_never_gets_smaller_except_right_after_a_restart(tmp_path):
+    """A version that goes back by mistake would make good rows stale, or rows of the policy "newer"."""
+    assembler = GroupAssembler(group_size=2, max_staleness=1, journal=tmp_path / "rows")
+    assembler.version = np.int64(3)
+    assembler.version = 3
+    for wrong in (2, 0, 3.5, "4", None):
+        said = f"it is 3, and got {wrong!r}. To go on with older weights, load the state that was saved"
+        with pytest.raises(ValueError, match=re.escape(said)):
+            assembler.version = wrong
+    assembler.put(batch_of_lines([Line(0, r, 0, True, version=3) for r in (0, 1)]))
+    assert assembler.take()["rollout_id"].tolist() == [0, 1]
+    assembler.commit(4)
+    assembler.version = 5
+    assembler.put(batch_of_lines([Line(1, r, 0, True, version=5) for r in (2, 3)]))
+    del assembler
+    again = GroupAssembler(group_size=2, max_staleness=1, journal=tmp_path / "rows")
+    again.version = 2  # the weights are older than the journal
+    again.version = 3
+    again.commit(4, emitted=1)
+    assert again.take() is None  # its rows were of version 5, which is lost
+    with pytest.raises(ValueError, match="it is 3, and got 2"):
+        again.version = 2
 
 
 def test_a_stale_group_is_dispatched_again_and_its_old_rows_stay_stale():

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -280,13 +281,23 @@ class GroupAssembler(
 
     @property
     def version(self) -> int:
-        """The newest policy version, for `max_staleness`. The trainer sets it when it updates the policy."""
+        """The newest policy version, for `max_staleness`. The trainer sets it when it updates the policy.
+
+        Raises:
+            ValueError: on setting, it is no integer, or lower than before. After a restart it may be lower,
+                before anything else happens.
+        """
         return self._version
 
     @version.setter
     def version(self, version: int) -> None:
         with self._lock:
-            changed, self._version = version != self._version, version
+            if not isinstance(version, Integral) or (version < self._version and not self._begins):
+                raise ValueError(
+                    f"version must be an integer that never gets smaller; it is {self._version}, and got "
+                    f"{version!r:.200}. To go on with older weights, load the state that was saved with them"
+                )
+            changed, self._version = version != self._version, int(version)
             if changed and self.ahead is not None:
                 self._pass_step(over=self._stream.steps.taken > 0)
 
