@@ -152,3 +152,25 @@ def test_truncation_is_read_from_the_status_after_the_step():
     assert torch.equal(NotTruncated()(root), root["status"].flatten() != TRUNCATED)
     with pytest.raises(MissingKeyError, match=r"needs the key \('next', 'status'\) \(status_key\)"):
         NotTruncated()(root.exclude("status"))
+
+
+class High(Criterion, columns=("reward",)):
+    """A criterion without a constructor."""
+
+    def decide(self, rows):
+        return rows.reward > 0.15
+
+
+def test_a_criterion_reads_the_columns_that_its_class_names():
+    """Also by another name, and the reward of a stage in place of the collected one."""
+    rows = batch()
+    assert set(SampleFilter(criterion=High(), action="drop").in_keys) == {REWARD, ("next", "reward")}
+    kept = rows[rows["next", "reward"].flatten() > 0.15]["rollout_id"].tolist()
+    assert 0 < len(kept) < len(rows)
+    rows["score"] = rows["next", "reward"]
+    for names in ({}, {"reward_key": "score"}):
+        found = SampleFilter(criterion=High(**names), action="drop")(rows)
+        assert found["rollout_id"].tolist() == kept
+        rows["next", "reward"] = -rows["next", "reward"]
+    with pytest.raises(TypeError, match=r"High.*has no option 'low'"):
+        High(low=0.15)

@@ -145,6 +145,7 @@ READS = [
     (Criterion, lambda rows: rows["tone"], {"in_keys": ("tone",)}, "'tone' must be in its in_keys"),
     (Criterion, lambda rows: rows.lengths, {"columns": ("loss_mask",)}, "columns=('loss_mask',))"),
     (Criterion, lambda rows: rows.voters, {"columns": ("rollout",)}, "columns=('rollout',))"),
+    (Criterion, lambda rows: rows.reward, {"in_keys": (REWARD,)}, "'reward') must be in its in_keys"),
     (RewardShaping, lambda rows: rows.lengths, {"columns": ("loss_mask",)}, "columns=('loss_mask',))"),
     (RewardShaping, lambda rows: rows.groups, {"columns": ("group",)}, "columns=('group',))"),
     (RewardShaping, lambda rows: rows["tone"], {"reads": ("tone",)}, "reads = ('tone',) in the class Shapes"),

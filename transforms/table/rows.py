@@ -41,8 +41,8 @@ A criterion of the filter returns the rows that stay:
 >>> class Short(Criterion, columns=("loss_mask",)):
 ...     reason = "long"  # the name in the ledger
 ...     def __init__(self, *, most: int, **names):
-...         self.name_columns(names)
-...         self.most, self.in_keys = most, (self.loss_mask_key,)
+...         super().__init__(**names)
+...         self.most = most
 ...     def decide(self, rows):
 ...         return rows.lengths <= self.most  # (M,) bool
 
@@ -754,6 +754,7 @@ class Rows:
         """Refuse to read a column that the stage or criterion does not declare."""
         key = self.key(role)
         of_the_table = isinstance(key, tuple) and (type(key) is not tuple or key[0] == "headrace")
+        of_the_table &= key != REWARD  # a stage that shapes the reward writes it
         if key is None or key == INTO or of_the_table or key in declared:
             return
         kind = type(owner).__name__
@@ -885,12 +886,16 @@ def stages_of_values(stage: Any) -> Mapping[Any, Any]:
 
 
 def column_keys(stage: Any) -> dict[str, NestedKey | None]:
-    """The key of each column that a stage names, by role: the values of its options ``<role>_key``."""
+    """The key of each column that a stage names, by role: the values of its options ``<role>_key``.
+
+    A class that names columns and has no such options reads them by their default names.
+    """
     attributes = getattr(stage, "__dict__", {})  # a function in C has none
     known = type(stage), tuple(attributes)
     if known not in _OPTIONS:
         _OPTIONS[known] = [name for name in attributes if name.endswith("_key")]
-    return {option[:-4]: nested_key(attributes[option]) for option in _OPTIONS[known]}
+    named = {role: column.default for role, column in getattr(stage, "_columns", {}).items()}
+    return named | {option[:-4]: nested_key(attributes[option]) for option in _OPTIONS[known]}
 
 
 _OPTIONS: dict[tuple[type, tuple[str, ...]], list[str]] = {}  # by class and names of attributes

@@ -20,7 +20,15 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from typing_extensions import Unpack
 
-from headrace.transforms.table import COLUMNS, BatchError, ColumnNames, Rows, TakesColumns, check_kind
+from headrace.transforms.table import (
+    COLUMNS,
+    BatchError,
+    ColumnNames,
+    Rows,
+    TakesColumns,
+    check_kind,
+    column_keys,
+)
 from headrace.transforms.table.options import (
     INF,
     LowerBound,
@@ -57,6 +65,12 @@ class Criterion(TakesColumns):
     before_baseline: bool = False  # it must run before the stages that compute a baseline
     within_groups: bool = False  # the result for a row depends only on rows of the same group
     token_keys: tuple[NestedKey, ...] = ()  # columns that it reads with rows.token_column
+
+    def __init__(self, **names: Unpack[ColumnNames]):
+        self.name_columns(names)
+        named = [key for key in column_keys(self).values() if key is not None]
+        # `rows.reward` is the reward of a stage, if there is one.
+        self.in_keys = (*self.in_keys, *named, *([REWARD] if "reward" in self._columns else []))
 
     def decide(self, rows: Rows) -> Tensor:
         """(M,) bool, True where the row stays. A subclass may implement ``__call__(batch)`` instead."""
@@ -181,11 +195,10 @@ class RewardWithin(Criterion, columns=("reward",)):
     reason = "reward_bounds"
 
     def __init__(self, *, low: LowerBound = -INF, high: UpperBound = INF, **names: Unpack[ColumnNames]):
-        self.name_columns(names)
+        super().__init__(**names)
         if not low <= high:
             raise ValueError(f"low must be ≤ high; got {low} and {high}")
         self.low, self.high = low, high
-        self.in_keys = (REWARD, self.reward_key)
 
     def decide(self, rows: Rows) -> Tensor:
         """(M,) bool."""
@@ -264,11 +277,10 @@ class LengthWithin(Criterion, columns=("loss_mask",)):
     reason = "length"
 
     def __init__(self, *, low: int = 0, high: int | None = None, **names: Unpack[ColumnNames]):
-        self.name_columns(names)
+        super().__init__(**names)
         if high is not None and not low <= high:
             raise ValueError(f"low must be ≤ high; got {low} and {high}")
         self.low, self.high = low, high
-        self.in_keys = (self.loss_mask_key,)
 
     def decide(self, rows: Rows) -> Tensor:
         """(M,) bool."""
@@ -302,10 +314,9 @@ class Fresh(Criterion, columns=("version", "loss_mask")):
     def __init__(
         self, *, current: int | Callable[[], int], max_staleness: int = 0, **names: Unpack[ColumnNames]
     ):
-        self.name_columns(names)
+        super().__init__(**names)
         self.current = current if callable(current) else at_least("current", current, 0)
         self.max_staleness = at_least("max_staleness", max_staleness, 0)
-        self.in_keys = (self.version_key, self.loss_mask_key)
 
     def decide(self, rows: Rows) -> Tensor:
         """(M,) bool."""
