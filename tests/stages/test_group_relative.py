@@ -88,8 +88,9 @@ def mad(values):
     return statistics.median(abs(x - middle) for x in values)
 
 
-def by_loops(reward, groups, ids, *, baseline, scale, ddof, eps, eps_mode, singleton, shift):
+def by_loops(reward, groups, ids, *, baseline, scale, ddof, eps, eps_mode, singleton, shift, clip=None):
     """The advantage by its definition, one rollout after another, in float64 with the standard library."""
+    low, high = clip or (None, None)
     rollouts = {r: (g, x) for x, g, r in zip(reward.tolist(), groups.tolist(), ids.tolist(), strict=True)}
     everyone = [x for _, x in rollouts.values()]
 
@@ -125,7 +126,10 @@ def by_loops(reward, groups, ids, *, baseline, scale, ddof, eps, eps_mode, singl
             "mad": lambda: mad(members),
             "batch": lambda: std(everyone),
             "nonzero": lambda: sum(y != 0 for y in everyone) / len(everyone),
+            "mean": lambda: statistics.fmean(members),
         }[scale]()
+        if scale == "mean" and not spread and eps_mode != "skip":
+            return 0.0
         divisor = {
             "add": lambda: spread + eps,
             "clamp": lambda: max(spread, eps),
@@ -133,7 +137,11 @@ def by_loops(reward, groups, ids, *, baseline, scale, ddof, eps, eps_mode, singl
         }[eps_mode]()
         return (x - base) / divisor if divisor else 0.0
 
-    return torch.tensor([one(r) for r in ids.tolist()], dtype=torch.float64)
+    def clipped(credit):
+        credit = credit if low is None else max(credit, low)
+        return credit if high is None else min(credit, high)
+
+    return torch.tensor([clipped(one(r)) for r in ids.tolist()], dtype=torch.float64)
 
 
 def credit_or_refusal(batch, options):
@@ -223,13 +231,31 @@ def test_every_baseline_equals_its_definition_in_groups_of_1_to_11(baseline):
             assert not group_relative_advantage(reward, group, rollout, **options).any(), equal
 
 
-def test_a_group_without_success_has_an_advantage_of_0():
-    """The group mean is the scale (MaxRL, arXiv:2602.02710). If it is 0, nothing is divided by ε alone."""
-    for baseline, eps_mode, eps in itertools.product(BASELINES, ("add", "clamp"), (0.0, 1e-6)):
-        options = {"baseline": baseline, "scale": "mean", "eps_mode": eps_mode, "eps": eps, "shift": 0.25}
-        found = group_relative_advantage([0.0, 0.0, 0.0, 0.0, 1.0], [0, 0, 7, 7, 7], **options).tolist()
-        assert found[:2] == [0.0, 0.0], options
-        assert 0 < max(map(abs, found[2:])) < 4, options
+FORMULAS = {
+    "eps": [0.0, 0.5],
+    "eps_mode": ["add", "clamp", "skip"],
+    "ddof": [0, 1],
+    "singleton": ["zero", "raw"],
+    "shift": [0.0, 0.25],
+    "clip": [None, [-0.5, 0.125], [None, 0.5]],
+}
+
+
+@pytest.mark.parametrize("scale", get_args(HINTS["scale"]))
+def test_every_scale_equals_its_definition_in_small_batches(scale):
+    """The groups are a single rollout, two different ones, ties, equal rewards, and no success."""
+    rewards = [[-1.0], [0.0, 2.0], [0.0, 0.0, -2.0, 3.0], [1.0, 1.0, 1.0], [0.0, 0.0]]
+    reward = torch.tensor(sum(rewards, []), dtype=torch.float64)
+    reward = reward.abs() if scale == "mean" else reward
+    group = torch.tensor([number for number, own in enumerate(rewards) for _ in own])
+    baselines, sizes = itertools.cycle(BASELINES), itertools.cycle([12, 1, 2, 3])
+    for values in itertools.product(*FORMULAS.values()):
+        options = go_together(dict(zip(FORMULAS, values, strict=True)) | {"scale": scale})
+        options["baseline"], size = next(baselines), next(sizes)
+        some = reward[:size], group[:size], torch.arange(size)
+        found = group_relative_advantage(*some, **options)
+        expected = by_loops(*some, **options)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, msg=f"{size} {options}")
 
 
 @given(
