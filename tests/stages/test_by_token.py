@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from alone import said_by
 from batches import batch_of
 from composed import composed
 from hypothesis import given, settings
@@ -114,10 +115,15 @@ def test_a_term_equals_its_formula_token_by_token(name, data):
     batch = drawn_batch(rows, tokens)
     flat = data.draw(st.lists(st.booleans(), min_size=rows * tokens, max_size=rows * tokens))
     batch[MASK] = torch.tensor(flat).view(rows, tokens)
-    out = TokenAdvantage(**TERMS[name]())(batch)["advantage"]
+    said = said_by(TokenAdvantage(**TERMS[name]()), batch)
+    out, known = said.batch["advantage"], stated(batch, name)
     assert out.shape == (rows, tokens, 1)
-    for place, expected in stated(batch, name).items():
+    for place, expected in known.items():
         assert float(out[place]) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    change = [abs(each - float(batch["advantage"][place[0]])) for place, each in known.items()]
+    number = max(len(known), 1)
+    assert said.metrics["abs_mean"] == pytest.approx(sum(change) / number, rel=1e-5, abs=1e-6)
+    assert said.metrics["changed"] == sum(float(out[place]) != batch["advantage"][place[0]] for place in known) / number
     same = batch["advantage"].expand(rows, tokens, 1)
     assert torch.equal(out[~batch[MASK]], same[~batch[MASK]])
 
@@ -173,9 +179,27 @@ def test_the_optimal_token_baseline_is_that_of_verl(groups, shift):
         assert found[row][batch[MASK][row]].tolist() == pytest.approx(own, abs=1e-6)
 
 
-def test_sums_of_squares_above_1_are_named(batch):
-    batch[MASK][3, 1], batch[SQUARES][3, 1] = True, 1.5
-    with pytest.raises(BatchError, match=r"must be in \[0, 1\]; found others in row 3"):
+def test_the_mean_of_a_term_is_measured_over_the_tokens_in_the_loss():
+    """The log-ratios are 0.5, −2 and, out of the loss, 100. In half of the rows there is no token."""
+    batch = drawn_batch(2, 3)
+    batch[MASK] = torch.tensor([[True, True, False], [False] * 3])
+    batch[LOG_PROBS], batch[TEACHER] = torch.zeros(2, 3), torch.tensor([[0.5, -2.0, 100], [7.0, 7, 7]])
+    found = said_by(TokenAdvantage(term=LogRatio(), factor=0.5), batch).metrics
+    assert found == {"term_mean": -0.75, "abs_mean": 0.625, "changed": 1.0}
+    batch[TEACHER][0, 1] = 0.0
+    assert said_by(TokenAdvantage(term=LogRatio(), factor=0.5), batch).metrics["changed"] == 0.5
+    batch[MASK][:] = False
+    assert set(said_by(TokenAdvantage(term=LogRatio()), batch).metrics.values()) == {0.0}
+
+
+@pytest.mark.parametrize(("sum_", "is_known"), [(0.0, True), (1.0, True), (1.01, True), (1.02, False), (-0.01, False)])
+def test_sums_of_squares_are_from_0_to_1_with_room_for_rounding(batch, sum_, is_known):
+    batch[MASK][3, 1], batch[SQUARES][3, 1] = True, sum_
+    if is_known:
+        TokenAdvantage(**TERMS["otb"]())(batch)
+        return
+    message = r"sums of squared probabilities must be in \[0, 1\]; found others in row 3$"
+    with pytest.raises(BatchError, match=message):
         TokenAdvantage(**TERMS["otb"]())(batch)
 
 

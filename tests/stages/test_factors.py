@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from alone import said_by
 from batches import batch_of
 
 from headrace.pipeline import Pipeline
@@ -53,21 +54,23 @@ def test_stages_change_an_advantage_per_token_like_an_advantage_per_row():
 
 def test_a_group_is_weighted_by_its_difficulty():
     """The weight of MGPO, arXiv:2511.06221, is exp(−KL((p, 1 − p) ‖ (½, ½))), with the group mean p."""
-    for successes in range(5):
+    for successes in range(5):  # rewards of exactly 0 and 1 are allowed
         batch = batch_of([1.0] * successes + [0.0] * (4 - successes), [0] * 4)
         batch = GroupRelativeAdvantage(scale="none")(FanOutCollapse()(batch))
         p = successes / 4
         weight = math.exp(-sum(x * math.log(2 * x) for x in (p, 1 - p) if x))
-        found = DifficultyWeight()(batch)["advantage"]
-        torch.testing.assert_close(found, batch["advantage"] * weight)
+        said = said_by(DifficultyWeight(), batch)
+        torch.testing.assert_close(said.batch["advantage"], batch["advantage"] * weight)
+        assert said.metrics == {"mean": pytest.approx(weight)}
         assert float(difficulty_weight(torch.tensor([p]))) == pytest.approx(weight)
 
 
 def test_difficulty_needs_rewards_from_0_to_1():
-    batch = GroupRelativeAdvantage()(FanOutCollapse()(batch_of([0.0, 1.5], [0, 0])))
-    found = r"needs rewards in \[0, 1\], .*; found 1.5 at row 1 \(rollout 1\). Put RewardScale after"
-    with pytest.raises(BatchError, match=found):
-        DifficultyWeight()(batch)
+    for wrong in (1.5, -0.5):
+        batch = GroupRelativeAdvantage()(FanOutCollapse()(batch_of([0.0, wrong], [0, 0])))
+        found = rf"needs rewards in \[0, 1\], .*; found {wrong} at row 1 \(rollout 1\). Put RewardScale after"
+        with pytest.raises(BatchError, match=found):
+            DifficultyWeight()(batch)
 
 
 def of_several(rewards: list[list[float]], groups: list[int], ids: list[int] | None = None):
@@ -104,13 +107,16 @@ def test_a_group_is_weighted_by_the_difficulty_of_one_of_its_rewards(seed):
     out = SampleFilter(criterion=lambda batch: ~batch["away"], action="exclude")
     stages = {"out": out, **decoupled("skip")}
     before = Pipeline(stages)(batch)["advantage"].flatten().tolist()
-    found = Pipeline({**stages, "difficulty": DifficultyWeight(reward=0)})(batch)["advantage"]
+    run = Pipeline({**stages, "difficulty": DifficultyWeight(reward=0)}).run(batch)
+    found, counted = run.batch["advantage"], []
     for row, number in enumerate(ids):
         same = [other for other in group if group[other] == group[number] and other not in away]
         known = [reward[other][0] for other in same if not math.isnan(reward[other][0])]
         p = sum(known) / len(known)
         weight = math.exp(-sum(x * math.log(2 * x) for x in (p, 1 - p) if x))
         assert float(found[row]) == pytest.approx(before[row] * weight, rel=1e-12)
+        counted += [weight] if number not in away and not math.isnan(reward[number][0]) else []
+    assert run.metrics["difficulty/mean"] == pytest.approx(sum(counted) / len(counted), rel=1e-12)
 
 
 def test_the_error_of_difficulty_says_which_reward_to_use():

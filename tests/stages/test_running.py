@@ -10,6 +10,7 @@ from batches import batch_of
 from drawn_rollouts import REWARDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policies import alone
 
 from headrace.pipeline import Pipeline
 from headrace.transforms import (
@@ -46,8 +47,11 @@ def test_a_running_mean_equals_that_of_a_loop(steps, decay, random):
     for step, rows in enumerate(steps):
         batch = groups_of_one([r for r, _ in rows], [k for _, k in rows], 100 * step)
         batch["advantage"] = batch["advantage"].double()
-        found = stage(batch)["advantage"].flatten()
-        rewards = batch[REWARD].tolist()
+        said = alone(stage, batch)
+        found, rewards = said.batch["advantage"].flatten(), batch[REWARD].tolist()
+        assert said.metrics["keys"] == len(known)
+        levels = [known.get(key, (0.5, 2.0))[0] for _, key in rows]
+        assert said.metrics["mean"] == pytest.approx(statistics.fmean(levels), abs=1e-9)
         expected = [
             reward - known.get(key, (0.5, 2.0))[0] for reward, (_, key) in zip(rewards, rows, strict=True)
         ]

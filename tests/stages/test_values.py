@@ -126,7 +126,15 @@ def test_the_stage_equals_the_loops_for_dense_and_ragged_rows(unit):
             "out": SampleFilter(criterion=lambda batch: ~batch["out"], action="exclude", unit="sample"),
             "gae": GAE(gamma=drawn.gamma, lam=drawn.lam, turn_key="turn", **UNITS[unit]),
         }
-        found = Pipeline(stages)(batch)
+        run = Pipeline(stages).run(batch)
+        found = run.batch
+        sizes = [
+            abs(credit)
+            for row, own in enumerate(drawn.by_loops(unit, out)[0])
+            for token, credit in enumerate(own)
+            if drawn.sampled[row][token] and row not in out
+        ]
+        assert run.metrics["gae/abs_mean"] == pytest.approx(sum(sizes) / max(len(sizes), 1), rel=1e-12)
         for key, expected in zip(("advantage", "value_target"), drawn.by_loops(unit, out), strict=True):
             for row, own in enumerate(found.unbind(0)):
                 assert off(own[key], expected[row][: len(own[key])]) < 1e-12, (seed, row, key)
