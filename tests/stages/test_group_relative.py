@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import statistics
 from fractions import Fraction
 from typing import get_args, get_type_hints
 
 import pytest
 import torch
+from alone import said_by
+from batches import batch_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.transforms import BatchError, GroupRelativeAdvantage, group_relative_advantage
+from headrace.transforms import BatchError, FanOutCollapse, GroupRelativeAdvantage, group_relative_advantage
+from headrace.transforms.table.schema import COUNTED, REWARD
 
 REWARDS = st.one_of(
     st.sampled_from([0.0, 1.0]),
@@ -297,9 +301,10 @@ def test_dtype_of_the_rewards_gives_the_bits_of_the_reshape_formula(
 
 
 def test_the_least_length_that_a_mean_is_divided_by_is_1():
-    """With lengths of 1 and 0, the length-weighted mean is the first reward."""
-    weighed = {"length": [1, 0], "baseline": "length_weighted", "scale": "none"}
-    assert group_relative_advantage([3.0, 5.0], [0, 0], **weighed).tolist() == [0.0, 2.0]
+    """With lengths of 1 and 0, the length-weighted mean is the first reward; with 0 and 0, the plain mean."""
+    for length, expected in (([1, 0], [0.0, 2.0]), ([0, 0], [-1.0, 1.0])):
+        weighed = {"length": length, "baseline": "length_weighted", "scale": "none"}
+        assert group_relative_advantage([3.0, 5.0], [0, 0], **weighed).tolist() == expected
 
 
 def test_rewards_may_be_lists_or_column_vectors():
@@ -503,18 +508,116 @@ def test_a_baseline_of_a_column_is_subtracted_from_each_rollout():
             group_relative_advantage(reward, [0, 0, 3, 3], [0, 1, 2, 2], baseline_value=values, **options)
 
 
-def test_options_that_a_baseline_does_not_read_are_refused():
-    for options, told in (
-        ({"baseline": "column"}, "needs baseline_value"),
-        ({"baseline_value": [0.0, 1.0]}, "needs baseline_value"),
-        ({"baseline_of": "votes_only"}, "needs votes_only"),
-        ({"baseline_of": "votes_only", "baseline": "best_other"}, "mean, median, log_mean_exp"),
-        ({"temperature": 0.5}, "only baseline='log_mean_exp' reads temperature"),
-        ({"temperature": 0.0, "baseline": "log_mean_exp"}, "temperature"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            group_relative_advantage([0.0, 1.0], [0, 0], **options)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"baseline": "column"}, "baseline='column' needs baseline_value, and no other value"),
+        ({"baseline_value": [0.0, 1.0]}, "baseline='column' needs baseline_value, and no other value"),
+        ({"baseline": "length_weighted"}, "baseline='length_weighted' needs length, and no other value"),
+        ({"length": [2, 3]}, "baseline='length_weighted' needs length, and no other value"),
+        ({"baseline_of": "votes_only"}, "baseline_of='votes_only' needs votes_only, and no other value"),
+        ({"votes_only": [True, False]}, "baseline_of='votes_only' needs votes_only, and no other value"),
+        (
+            {"baseline_of": "votes_only", "baseline": "best_other"},
+            "needs a baseline of mean, median, log_mean_exp; got baseline='best_other'",
+        ),
+        (
+            {"temperature": 0.5},
+            "only baseline='log_mean_exp' reads temperature; got temperature=0.5 with baseline='mean'",
+        ),
+        ({"temperature": 0.0, "baseline": "log_mean_exp"}, "temperature must be finite and > 0; got 0.0"),
+        ({"clip": [2.0, 1.0]}, "clip must be [low, high], one of which may be None; got [2.0, 1.0]"),
+        ({"clip": [None, None]}, "clip must be [low, high], one of which may be None; got [None, None]"),
+        ({"clip": [1.0]}, "clip must be [low, high], one of which may be None; got [1.0]"),
+        ({"clip": [1.0, 2.0, 3.0]}, "clip must be [low, high], one of which may be None; got [1.0, 2.0, 3.0]"),
+        ({"eps": -1e-9}, "eps must be finite and ≥ 0; got -1e-09"),
+        ({"k": 2}, "baseline='best_of_k' needs k, and no other baseline reads it; got k=2 with baseline='mean'"),
+        ({"baseline": "best_of_k"}, "no other baseline reads it; got k=None with baseline='best_of_k'"),
+        ({"baseline": "best_of_k", "k": 1}, "k must be an integer ≥ 2; got 1"),
+        ({"scale": "mad"}, "scale='mad' needs eps_mode='skip'; got eps_mode='add'. This scale is often 0"),
+        (
+            {"scale": "leave_one_out", "eps_mode": "clamp"},
+            "scale='leave_one_out' needs eps_mode='skip'; got eps_mode='clamp'. This scale is often 0",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        group_relative_advantage([0.0, 1.0], [0, 0], **options)
+
+
+def test_a_stage_refuses_a_column_of_one_number_for_several_rewards():
     with pytest.raises(ValueError, match="several='decoupled' compares each"):
         GroupRelativeAdvantage(baseline="column", several="decoupled")
-    with pytest.raises(BatchError, match=r"votes only in each group; found none in group 7"):
-        group_relative_advantage([0.0, 1.0], [0, 7], baseline_of="votes_only", votes_only=[True, False])
+
+
+def test_options_at_their_bounds_are_accepted():
+    """Both bounds of `clip` may be equal, a group may have exactly k rollouts, and one alone may be scaled."""
+    clipped = group_relative_advantage([0.0, 1.0], [0, 0], scale="none", clip=[0.25, 0.25])
+    assert clipped.tolist() == [0.25, 0.25]
+    best = group_relative_advantage([0.0, 1.0], [0, 0], scale="none", eps=0.0, baseline="best_of_k", k=2)
+    assert best.tolist() == [0.0, 1.0]
+    # The error of singleton="raise" is for groups that are compared.
+    alone = group_relative_advantage([1.0, 3.0], [0, 7], scale="none", baseline="batch", singleton="raise")
+    assert alone.tolist() == [-1.0, 1.0]
+    two = group_relative_advantage([1.0, 3.0], [0, 0], scale="none", singleton="raise")
+    assert two.tolist() == [-1.0, 1.0]
+
+
+def test_a_group_needs_a_rollout_that_votes_only():
+    wrong = {"baseline_of": "votes_only", "votes_only": [True, False, False, False]}
+    message = (
+        r"baseline_of='votes_only' needs a rollout that votes only in each group; found none in group 7, "
+        r"group 9\. Mark a rollout in '?votes_only"
+    )
+    with pytest.raises(BatchError, match=message):
+        group_relative_advantage([0.0, 1.0, 2.0, 2.0], [0, 7, 9, 7], **wrong)
+
+
+def test_the_metrics_count_rollouts_with_a_reward_and_the_advantage_0():
+    """The advantages are −1, 1, 0, 0, and 0 for a missing reward. The last row is excluded."""
+    batch = batch_of([0.0, 2, 5, 5, math.nan, 9], [0, 0, 1, 1, 1, 0])
+    batch[COUNTED] = torch.tensor([True] * 5 + [False])
+    said = said_by(GroupRelativeAdvantage(scale="none", missing="skip"), batch)
+    assert said.batch["advantage"].flatten().tolist() == [-1, 1, 0, 0, 0, 0]
+    assert said.metrics == pytest.approx({"abs_mean": 2 / 5, "zero": 3 / 5, "unscorable": 1})
+    assert "unscorable" not in said_by(GroupRelativeAdvantage(), batch_of([0.0, 2], [0, 0])).metrics
+
+
+@pytest.mark.parametrize(
+    ("collected", "kept"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.int64, torch.float64),
+    ],
+)
+def test_a_stage_that_skips_rewards_writes_those_that_it_read(collected, kept):
+    batch = batch_of([0.0, 2.0], [0, 0])
+    batch["next", "reward"] = batch["next", "reward"].to(collected)
+    written = GroupRelativeAdvantage(missing="skip")(batch)[REWARD]
+    assert written.dtype is kept
+    assert written.tolist() == [0.0, 2.0]
+
+
+@pytest.mark.parametrize("collapse", [None, FanOutCollapse()])
+def test_one_reward_is_compared_alike_with_and_without_decoupling(collapse):
+    batch = batch_of([0.0, 2.0, 1.0], [0, 0, 0])
+    batch = batch if collapse is None else collapse(batch)
+    expected = GroupRelativeAdvantage()(batch)["advantage"]
+    assert torch.equal(GroupRelativeAdvantage(several="decoupled")(batch)["advantage"], expected)
+    with pytest.raises(BatchError, match="found 2 in place of 6 for rollout 1, 1 in place of 3 for rollout 2"):
+        GroupRelativeAdvantage(several="decoupled", weights=[3.0])(batch)
+
+
+def test_the_advantage_by_row_needs_only_rewards_and_group_ids():
+    reward, group = torch.tensor([1.0, 3.0]), torch.tensor([0, 0])
+    assert GroupRelativeAdvantage(scale="none").advantage_by_row(reward, group).tolist() == [-1.0, 1.0]
+    for options in (
+        {"baseline": "length_weighted"},
+        {"baseline": "column"},
+        {"baseline_of": "votes_only"},
+        {"several": "decoupled"},
+    ):
+        assert GroupRelativeAdvantage(**options).advantage_by_row(reward, group) is None

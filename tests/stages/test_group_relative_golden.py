@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.transforms import (
-    FanOutCollapse,
-    GroupRelativeAdvantage,
-)
+from headrace.transforms import BatchError, FanOutCollapse, GroupRelativeAdvantage, Rows
 
 
 @pytest.mark.parametrize("ids", ["absent", "all unset"])
@@ -31,3 +28,17 @@ def test_groups_by_position_count_rollouts_not_rows(make_batch):
     stage = GroupRelativeAdvantage(scale="none", without_ids=[2, 2])
     assert stage(collapsed)["advantage"].flatten().tolist() == [-1, -1, 1, -1, 1]
     assert stage(collapsed)["group_id"].tolist() == [0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("unset", [[0, -1, -1, -1], [-1, -1, -1, 5]])
+def test_rows_are_not_grouped_by_position_if_one_has_an_id(unset, make_batch):
+    with pytest.raises(BatchError, match="group_id ≥ 0; found -1 at row"):
+        GroupRelativeAdvantage(without_ids=[2, 2])(make_batch([0.0, 2, 10, 14], unset))
+
+
+def test_rows_of_several_ranks_are_not_grouped_by_position(make_batch):
+    stage = GroupRelativeAdvantage(without_ids=[2, 1])
+    rows = Rows.read(make_batch([0.0, 2], [0, 0]).exclude("group_id"), keys=stage.in_keys).seen_by(stage)
+    rows.table.ranks.size = 2
+    with pytest.raises(BatchError, match=r"without_ids=\[2, 1\] makes groups from row positions, which are not"):
+        stage.decide(rows)
