@@ -123,7 +123,10 @@ def test_a_term_equals_its_formula_token_by_token(name, data):
     change = [abs(each - float(batch["advantage"][place[0]])) for place, each in known.items()]
     number = max(len(known), 1)
     assert said.metrics["abs_mean"] == pytest.approx(sum(change) / number, rel=1e-5, abs=1e-6)
-    assert said.metrics["changed"] == sum(float(out[place]) != batch["advantage"][place[0]] for place in known) / number
+    assert (
+        said.metrics["changed"]
+        == sum(float(out[place]) != batch["advantage"][place[0]] for place in known) / number
+    )
     same = batch["advantage"].expand(rows, tokens, 1)
     assert torch.equal(out[~batch[MASK]], same[~batch[MASK]])
 
@@ -192,7 +195,9 @@ def test_the_mean_of_a_term_is_measured_over_the_tokens_in_the_loss():
     assert set(said_by(TokenAdvantage(term=LogRatio()), batch).metrics.values()) == {0.0}
 
 
-@pytest.mark.parametrize(("sum_", "is_known"), [(0.0, True), (1.0, True), (1.01, True), (1.02, False), (-0.01, False)])
+@pytest.mark.parametrize(
+    ("sum_", "is_known"), [(0.0, True), (1.0, True), (1.01, True), (1.02, False), (-0.01, False)]
+)
 def test_sums_of_squares_are_from_0_to_1_with_room_for_rounding(batch, sum_, is_known):
     batch[MASK][3, 1], batch[SQUARES][3, 1] = True, sum_
     if is_known:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -172,8 +173,6 @@ def test_a_rollout_is_one_sequence_for_any_cut_into_rows(level):
     for estimator, over in itertools.product(ESTIMATORS, ("sum", "mean", "max")):
         criterion = Diverged(estimator=estimator, level=over, high=1.4, unit="rollout")
         assert criterion(batch).tolist() == criterion(whole).repeat_interleave(2).tolist()
-    with pytest.raises(ValueError, match="level='token' needs unit='sample'"):
-        Diverged(level="token", high=1.0, unit="rollout")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -182,13 +181,17 @@ def test_non_finite_values_in_the_mask_are_refused_with_their_rows(key, value):
     batch = two_policies(6, 5)
     row, token = 4, int(batch[MASK][4].nonzero()[0])
     batch[key][row, token] = value
-    words = rf"row 4 \(group 1, rollout 2\), token {token}"
+    both = {OLD: "trainer", SAMPLER: "sampler"}
+    other = float(batch[SAMPLER if key == OLD else OLD][row, token])
+    values = {key: f"{value:g}", (SAMPLER if key == OLD else OLD): f"{other:g}"}
+    told = " and ".join(f"{values[each]} ({name})" for each, name in both.items())
+    words = re.escape(f"found {told} at row 4 (group 1, rollout 2), token {token}. Record both")
     for stage in (RolloutCorrection(), SampleFilter(criterion=Diverged(high=1.0)),
                   TokenFilter(criterion=Diverged(high=1.0, level="token"))):  # fmt: skip
         with pytest.raises(BatchError, match=words):
             stage(batch)
     for function in (importance_weight, divergence):
-        with pytest.raises(BatchError, match=f"at row 4, token {token}"):
+        with pytest.raises(BatchError, match=re.escape(f"found {told} at row 4, token {token}. Record both")):
             function(batch[OLD], batch[SAMPLER], batch[MASK])
 
 
@@ -212,6 +215,12 @@ def test_columns_of_another_width_are_refused():
         RolloutCorrection()(batch)
     with pytest.raises(BatchError, match=r"found 'log_prob' \(4, 3\), 'sampler_log_prob' \(4, 5\)"):
         importance_weight(batch[OLD], batch[SAMPLER], batch[MASK])
+    with pytest.raises(
+        BatchError, match=r"found 'log_prob' \(4,\), 'sampler_log_prob' \(4,\), 'mask' \(4,\)"
+    ):
+        importance_weight(*[batch[SAMPLER][:, 0]] * 2, batch[MASK][:, 0])
+    with pytest.raises(BatchError, match=r"must be bool, True trains; found torch.int64: convert it with"):
+        importance_weight(batch[SAMPLER], batch[SAMPLER], batch[MASK].long())
     batch = two_policies(4, 5)
     batch["advantage"] = torch.zeros(4, 3, 1)
     with pytest.raises(BatchError, match=r"per token, \(N, 5, 1\); RolloutCorrection found 'advantage'"):
@@ -285,14 +294,87 @@ def test_an_advantage_of_0_is_not_negative():
     assert TokenFilter(criterion=criterion)(tokens)[MASK].tolist() == [stays]
 
 
-@pytest.mark.parametrize("returned", [torch.ones(6, 5), [True], torch.ones(6, 4) > 0])
-def test_a_criterion_of_another_shape_or_dtype_is_refused(returned):
-    with pytest.raises(
-        BatchError, match=r"a criterion must return one bool per token, \(6, 5\), or one per row"
-    ):
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        (torch.ones(6, 5), "torch.float32 (6, 5)"),
+        ([True], "list"),
+        (torch.ones(6, 4) > 0, "torch.bool (6, 4)"),
+    ],
+)
+def test_a_criterion_of_another_shape_or_dtype_is_refused(returned, found):
+    message = r"a criterion must return one bool per token, \(6, 5\), or one per row; .* returned "
+    with pytest.raises(BatchError, match=message + re.escape(found)):
         TokenFilter(criterion=lambda _: returned)(two_policies(6, 5))
     with pytest.raises(ValueError, match="criterion must be a callable"):
         TokenFilter(criterion=3)
+
+
+def test_an_advantage_that_is_not_finite_may_only_be_at_a_rejected_token():
+    batch = two_policies(6, 5)
+    batch["advantage"] = torch.ones(6, 5, 1)
+    batch["advantage"][2, 1], batch[MASK][2, 1] = math.inf, True
+    keep = torch.ones(6, 5, dtype=torch.bool)
+    stage = TokenFilter(criterion=lambda _: keep, denominator="all")
+    with pytest.raises(
+        BatchError, match="^an advantage must be finite in torch.float32; found others in row 2$"
+    ):
+        stage(batch)
+    keep[2, 1] = False
+    expected = batch["advantage"].clone()
+    expected[2, 1] = 0.0
+    assert torch.equal(stage(batch)["advantage"], expected)
+
+
+def test_without_a_token_in_the_loss_no_fraction_is_kept():
+    batch = two_policies(6, 5)
+    batch[MASK][:] = False
+    found = alone(TokenFilter(criterion=lambda rows: rows[MASK]), batch).metrics
+    assert (found["kept"], found["fraction_kept"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "stays"),
+    [
+        # Both rows have μ / π_old = 2 or 1 at every token. A bound may be equal to the ratio or to the other.
+        ({"estimator": "k1", "high": 1.0}, [False, True]),
+        ({"estimator": "k1", "low": 2.0, "high": 2.0}, [True, False]),
+        ({"estimator": "k1", "low": 2.0, "high": None}, [True, False]),
+        ({"estimator": "k1", "low": 0.0, "high": 1.5}, [False, True]),
+        ({"estimator": "k1", "low": 0.0, "high": None}, [True, True]),
+        ({"estimator": "k2", "high": 1e-300}, [False, True]),
+    ],
+)
+@pytest.mark.parametrize("level", ["mean", "max", "every"])
+def test_bounds_may_be_equal_or_0(options, stays, level):
+    zero = torch.zeros(2, 3, dtype=torch.float64)
+    sampler = torch.tensor([[math.log(2.0)], [0.0]], dtype=torch.float64).expand(2, 3)
+    batch = TensorDict({OLD: zero, SAMPLER: sampler, MASK: zero == 0}, [2])
+    assert Diverged(level=level, **options)(batch).tolist() == stays
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"estimator": "k1", "high": 0.9},
+            "k1 with only high sets low = 1 / high, so high must be ≥ 1; got 0.9",
+        ),
+        ({"estimator": "k1", "high": None}, "k1 needs low or high, bounds of μ / π_old"),
+        ({"estimator": "k1", "low": 2.5, "high": 2.0}, "low must be ≤ high; got 2.5 and 2.0"),
+        ({"estimator": "k1", "low": -0.1, "high": 2.0}, "high > 0, or None; got -0.1 and 2.0"),
+        ({"estimator": "k1", "low": 0.5, "high": 0.0}, "high > 0, or None; got 0.5 and 0.0"),
+        ({"estimator": "k3", "high": 0.0}, "k3 needs high > 0 and has no low; got None and 0.0"),
+        ({"estimator": "k2", "low": 0.0, "high": 1.0}, "k2 needs high > 0 and has no low; got 0.0 and 1.0"),
+        (
+            {"level": "token", "high": 1.0, "unit": "rollout"},
+            "level='token' needs unit='sample'; unit='rollout'",
+        ),
+    ],
+)
+def test_bounds_that_no_divergence_can_meet_are_refused(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Diverged(**options)
 
 
 # -- metrics ----------------------------------------------------------------------------------------------

@@ -288,14 +288,34 @@ def test_a_ragged_token_advantage_is_refused_by_a_loss_that_pads_differently(sce
         optimise([done], loss, torch.optim.SGD(policy.parameters(), lr=0.0))
 
 
+@pytest.mark.parametrize("level", ["token", "sequence", "mean"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_an_advantage_beyond_its_dtype_is_refused(dtype):
-    batch = rewarded([1.0, 0, 2, 5], [0, 0, 0, 0])
-    batch["advantage"] = torch.full((4, 1, 1), torch.finfo(dtype).max / 4, dtype=dtype)
+def test_an_advantage_beyond_its_dtype_is_refused(dtype, level):
+    """Rows 1 to 3 have large advantages. Row 2 has a weight of 1, and row 3 no token in the loss."""
+    batch, most = rewarded([1.0, 0, 2, 5], [0, 0, 0, 0]), torch.finfo(dtype).max / 4
+    batch["advantage"] = torch.tensor([1.0, -most, most, most], dtype=dtype).view(4, 1, 1)
+    batch[OLD] = batch[SAMPLER] + 3 / (6 if level == "sequence" else 1)
+    batch[OLD][2] = batch[SAMPLER][2]
+    batch[MASK][3] = False
+    by_token = batch.clone()
+    by_token["advantage"] = batch["advantage"].repeat(1, 6, 1)
+    by_token["advantage"][0, 2] = 4 * most  # row 0 has this token out of the loss
+    by_token[MASK][0, 2] = False
+    for each in (batch, by_token):
+        for options in ({"bound": "none"}, {"high": 5.0}):
+            with pytest.raises(
+                BatchError, match=f"^an advantage must be finite in {dtype}; found others in row 1$"
+            ):
+                RolloutCorrection(level=level, **options)(each)
+        found = RolloutCorrection(level=level, high=3.5)(each)  # 3.5 / 4 of the largest number
+        assert found["advantage"].isfinite().all()
+        assert found["advantage"].abs().max() == pytest.approx(3.5 * most, rel=1e-3)
+
+
+def test_a_product_beyond_its_dtype_is_refused_by_a_token_advantage():
+    batch = rewarded([1.0, 0], [0, 0])
+    batch["advantage"] = torch.full((2, 1, 1), torch.finfo(torch.float32).max / 4)
     batch[OLD] = batch[SAMPLER] + 3
-    message = f"finite in {dtype}; found others in row 0, row 1"
-    with pytest.raises(BatchError, match=message):
-        RolloutCorrection(bound="none")(batch)
     with pytest.raises(BatchError, match=r"the advantage must be finite.*found inf at row 0"):
         TokenAdvantage(term=LogRatio(numerator_key=OLD), factor=30.0, how="multiply")(batch)
 

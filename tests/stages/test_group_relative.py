@@ -529,9 +529,15 @@ def test_a_baseline_of_a_column_is_subtracted_from_each_rollout():
         ({"clip": [2.0, 1.0]}, "clip must be [low, high], one of which may be None; got [2.0, 1.0]"),
         ({"clip": [None, None]}, "clip must be [low, high], one of which may be None; got [None, None]"),
         ({"clip": [1.0]}, "clip must be [low, high], one of which may be None; got [1.0]"),
-        ({"clip": [1.0, 2.0, 3.0]}, "clip must be [low, high], one of which may be None; got [1.0, 2.0, 3.0]"),
+        (
+            {"clip": [1.0, 2.0, 3.0]},
+            "clip must be [low, high], one of which may be None; got [1.0, 2.0, 3.0]",
+        ),
         ({"eps": -1e-9}, "eps must be finite and ≥ 0; got -1e-09"),
-        ({"k": 2}, "baseline='best_of_k' needs k, and no other baseline reads it; got k=2 with baseline='mean'"),
+        (
+            {"k": 2},
+            "baseline='best_of_k' needs k, and no other baseline reads it; got k=2 with baseline='mean'",
+        ),
         ({"baseline": "best_of_k"}, "no other baseline reads it; got k=None with baseline='best_of_k'"),
         ({"baseline": "best_of_k", "k": 1}, "k must be an integer ≥ 2; got 1"),
         ({"scale": "mad"}, "scale='mad' needs eps_mode='skip'; got eps_mode='add'. This scale is often 0"),
@@ -607,7 +613,9 @@ def test_one_reward_is_compared_alike_with_and_without_decoupling(collapse):
     batch = batch if collapse is None else collapse(batch)
     expected = GroupRelativeAdvantage()(batch)["advantage"]
     assert torch.equal(GroupRelativeAdvantage(several="decoupled")(batch)["advantage"], expected)
-    with pytest.raises(BatchError, match="found 2 in place of 6 for rollout 1, 1 in place of 3 for rollout 2"):
+    with pytest.raises(
+        BatchError, match="found 2 in place of 6 for rollout 1, 1 in place of 3 for rollout 2"
+    ):
         GroupRelativeAdvantage(several="decoupled", weights=[3.0])(batch)
 
 

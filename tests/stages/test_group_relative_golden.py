@@ -40,5 +40,7 @@ def test_rows_of_several_ranks_are_not_grouped_by_position(make_batch):
     stage = GroupRelativeAdvantage(without_ids=[2, 1])
     rows = Rows.read(make_batch([0.0, 2], [0, 0]).exclude("group_id"), keys=stage.in_keys).seen_by(stage)
     rows.table.ranks.size = 2
-    with pytest.raises(BatchError, match=r"without_ids=\[2, 1\] makes groups from row positions, which are not"):
+    with pytest.raises(
+        BatchError, match=r"without_ids=\[2, 1\] makes groups from row positions, which are not"
+    ):
         stage.decide(rows)
