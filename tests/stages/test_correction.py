@@ -317,7 +317,7 @@ def test_an_advantage_that_is_not_finite_may_only_be_at_a_rejected_token():
     keep = torch.ones(6, 5, dtype=torch.bool)
     stage = TokenFilter(criterion=lambda _: keep, denominator="all")
     with pytest.raises(
-        BatchError, match="^an advantage must be finite in torch.float32; found others in row 2$"
+        BatchError, match=r"^an advantage must be finite in torch.float32; found others in row 2$"
     ):
         stage(batch)
     keep[2, 1] = False

@@ -249,7 +249,7 @@ FORMULAS = {
 def test_every_scale_equals_its_definition_in_small_batches(scale):
     """The groups are a single rollout, two different ones, ties, equal rewards, and no success."""
     rewards = [[-1.0], [0.0, 2.0], [0.0, 0.0, -2.0, 3.0], [1.0, 1.0, 1.0], [0.0, 0.0]]
-    reward = torch.tensor(sum(rewards, []), dtype=torch.float64)
+    reward = torch.tensor([*itertools.chain(*rewards)], dtype=torch.float64)
     reward = reward.abs() if scale == "mean" else reward
     group = torch.tensor([number for number, own in enumerate(rewards) for _ in own])
     baselines, sizes = itertools.cycle(BASELINES), itertools.cycle([12, 1, 2, 3])
@@ -558,7 +558,7 @@ def test_a_stage_refuses_a_column_of_one_number_for_several_rewards():
 
 
 def test_options_at_their_bounds_are_accepted():
-    """Both bounds of `clip` may be equal, a group may have exactly k rollouts, and one alone may be scaled."""
+    """Both bounds of `clip` may be equal, and a group may have exactly k rollouts."""
     clipped = group_relative_advantage([0.0, 1.0], [0, 0], scale="none", clip=[0.25, 0.25])
     assert clipped.tolist() == [0.25, 0.25]
     best = group_relative_advantage([0.0, 1.0], [0, 0], scale="none", eps=0.0, baseline="best_of_k", k=2)

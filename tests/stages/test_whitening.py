@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import re
 import statistics
 from itertools import product
 
@@ -11,6 +13,7 @@ import torch
 from batches import batch_of
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
 
 from headrace.transforms import BatchError, BatchWhitening, whiten
 from headrace.transforms.table.schema import COUNTED, REWARD
@@ -93,6 +96,66 @@ def test_a_rollout_counts_once_for_any_number_of_rows(seed):
     found = BatchWhitening(per="rollout", eps=0.0)(batch)["advantage"]
     assert found.shape == (len(ids), 1, 1)
     assert found.flatten().tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def drawn_tokens(seed: int) -> tuple[TensorDict, torch.Tensor, dict]:
+    """A batch with an advantage per token, the tokens that count, and options."""
+    chance, size = random.Random(seed), (seed % 4 + 1, seed % 5 + 1)
+
+    def drawn(draw):
+        return torch.tensor([[draw() for _ in range(size[1])] for _ in range(size[0])])
+
+    kinds = [lambda: chance.uniform(-5, 5), lambda: chance.choice([-1.0, 0.25]), lambda: 0.1]
+    credit, mask = drawn(kinds[seed % 3]).double(), drawn(lambda: chance.random() < 0.6)
+    counts, scored = (drawn(lambda: chance.random() < 0.8)[:, 0] for _ in range(2))
+    batch = batch_of([0.0] * size[0], [0] * size[0], tokens=size[1])
+    batch["advantage"], batch["masks", "all_assistant_mask"] = credit.unsqueeze(-1), mask
+    batch[COUNTED], batch[REWARD] = counts, torch.where(scored, 0.0, torch.nan)
+    options = {"eps": chance.choice([0.0, 1e-8, 0.5]), "eps_mode": chance.choice(MODES)}
+    return batch, mask & (counts & scored).unsqueeze(1), options
+
+
+def test_an_advantage_per_token_is_whitened_over_the_tokens_in_the_loss():
+    """All tokens in the loss are whitened as one list. Excluded rows and rows without a reward get 0."""
+    for seed in range(40):
+        batch, inside, options = drawn_tokens(seed)
+        credit = batch["advantage"].squeeze(-1)
+        expected = torch.zeros_like(credit)
+        expected[inside] = whiten(credit[inside], torch.ones(int(inside.sum())), **options)
+        for rows in (batch, lazy_stack(list(batch.unbind(0)))):
+            found = torch.stack([row["advantage"] for row in BatchWhitening(**options)(rows).unbind(0)])
+            torch.testing.assert_close(found.squeeze(-1), expected, rtol=1e-12, atol=1e-12, msg=str(seed))
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "message"),
+    [
+        (
+            [math.inf, 0.0],
+            {},
+            "the advantage must be finite for every token in the loss; found inf at row 0, token 0",
+        ),
+        ([1e200, -1e200], {}, "whitening needs advantages with a finite sum of squares; scale the rewards"),
+        ([1.0, 2.0], {"per": "sample"}, "per='sample' needs one per row. Set per='token'"),
+        ([1.0, 2.0], {"per": "rollout"}, "per='rollout' needs one per row. Set per='token'"),
+    ],
+)
+def test_advantages_per_token_that_cannot_be_whitened_are_refused(values, options, message):
+    batch = batch_of([0.0], [0], tokens=2)
+    batch["advantage"] = torch.tensor(values, dtype=torch.float64).view(1, 2, 1)
+    batch["masks", "all_assistant_mask"] = torch.ones(1, 2, dtype=torch.bool)
+    with pytest.raises(BatchError, match=re.escape(message)):
+        BatchWhitening(**options)(batch)
+
+
+@pytest.mark.parametrize("wrong", [math.inf, math.nan])
+def test_advantages_per_row_that_cannot_be_whitened_are_refused(wrong):
+    batch = batch_of([0.0] * 3, [0] * 3)
+    batch["advantage"] = torch.tensor([1.0, wrong, 2.0], dtype=torch.float64).view(3, 1, 1)
+    with pytest.raises(
+        BatchError, match=r"needs finite advantages with a finite sum of squares; found .* at row 1"
+    ):
+        BatchWhitening(per="sample")(batch)
 
 
 def test_rows_of_a_rollout_with_different_advantages_are_named():
