@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -322,7 +323,9 @@ def test_terms_and_components_must_have_the_same_names():
     out = LossWeight(components=CHORD)(pair())
     term = torch.zeros(3, 3)
     for names in (["objective"], ["objective", "imitation", "entropy"], ["objective", "imitatoin"]):
-        with pytest.raises(BatchError, match="each term of the loss needs a component"):
+        told = f"the terms are {sorted(f'loss_{name}' for name in names)}, and the components are of "
+        told += "['loss_imitation', 'loss_objective']. Name them alike"
+        with pytest.raises(BatchError, match=re.escape(told)):
             weighted_loss(TensorDict({f"loss_{name}": term for name in names}), out)
     with pytest.raises(BatchError, match=r"'loss_objective' is \(\)"):
         weighted_loss(TensorDict({"loss_objective": term.sum(), "loss_imitation": term}), out)
@@ -479,8 +482,10 @@ def test_a_mask_of_a_component_needs_one_bool_per_token():
         stage(batch.exclude(SEEN))
     with pytest.raises(BatchError, match="is bool"):
         stage(batch.clone().update({"masks": {"seen": torch.ones(3, 3)}}))
-    for wrong in (torch.ones(3).bool(), torch.ones(3, 1).bool(), torch.ones(3, 4).bool()):
-        with pytest.raises(BatchError, match="must have one entry for each token, as many as the loss mask"):
+    for wrong, width in ((torch.ones(3), 1), (torch.ones(3, 1), 1), (torch.ones(3, 4), 4)):
+        wrong = wrong.bool()
+        told = rf"as many as the loss mask: \[3\]; \('masks', 'seen'\) has \[{width}\]\. For the tokens of whole rows"
+        with pytest.raises(BatchError, match=told):
             stage(batch.clone().update({"masks": {"seen": wrong}}))
 
 

@@ -14,7 +14,9 @@ from headrace.transforms import (
     BatchError,
     LossWeight,
     MissingKeyError,
+    Rows,
     ShuffleSplit,
+    loss_weight,
     split_microbatches,
     split_minibatches,
     weighted_loss,
@@ -26,6 +28,7 @@ MEANS = ("token", "sample", "rollout", "group", "constant", "inverse_length")
 
 
 POWER = 0.75  # the power of inverse_length
+ONE = torch.tensor([1])
 
 
 def power_of(unit: str) -> float | None:
@@ -229,6 +232,15 @@ def test_averaged_gradients_multiply_weights_by_the_number_of_ranks():
         assert torch.equal(LossWeight(dtype="float64", ranks=4)(batch)[key], once)
 
 
+def test_averaged_gradients_multiply_weights_by_the_ranks_of_the_process_group():
+    stage, batch = LossWeight(dtype="float64", gradients="mean"), batch_of(NINE)
+    rows = Rows.read(stage.enter(batch), keys=stage.in_keys, tokens=stage.tokens_counted)
+    rows.table.ranks.size = 3
+    stage.decide(rows.seen_by(stage))
+    for key in (WEIGHT, STEP_WEIGHT):
+        assert torch.equal(rows.write()[key], 3 * LossWeight(dtype="float64")(batch)[key])
+
+
 def test_weights_have_the_dtype_of_the_advantage_and_at_least_float32():
     batch = batch_of(NINE)
     for given_, found in (("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")):
@@ -284,6 +296,36 @@ def test_each_minibatch_has_its_own_mean_for_any_cut(unit, make_batch):
 def test_a_batch_without_a_loss_mask_or_a_response_is_refused():
     with pytest.raises(MissingKeyError, match=r"\(loss_mask_key\), or of a response.*Write the mask"):
         LossWeight()(TensorDict({"x": torch.zeros(2)}, batch_size=[2]))
+
+
+@pytest.mark.parametrize(
+    ("unit", "ids", "needed"),
+    [
+        ("rollout", {}, "rollout_id"),
+        ("constant", {"length": 5}, "rollout_id"),
+        ("inverse_length", {"power": 1.0, "group_id": ONE}, "rollout_id"),
+        ("group", {"rollout_id": ONE}, "group_id"),
+        ("turn", {"rollout_id": ONE}, "rollout_id and turn"),
+        ("turn", {"turn": ONE}, "rollout_id and turn"),
+    ],
+)
+def test_the_function_names_the_ids_that_a_unit_needs(unit, ids, needed):
+    with pytest.raises(ValueError, match=rf"^unit='{unit}' needs {needed}$"):
+        loss_weight(ONE, unit, **ids)
+
+
+def test_the_function_needs_no_ids_for_tokens_and_samples():
+    tokens = torch.tensor([1, 3, 0])
+    assert loss_weight(tokens).weight.tolist() == [0.25, 0.25, 0.0]
+    assert loss_weight(tokens, "sample").weight.tolist() == pytest.approx([1 / 2, 1 / 6, 0.0])
+    made = loss_weight(tokens, "sample", minibatch=torch.tensor([2, 0, -1]), dtype=torch.float64)
+    assert made.weight.tolist() == pytest.approx([1, 1 / 3, 0])
+    assert (made.tokens.tolist(), made.samples.tolist(), made.total.tolist()) == (
+        [1, 3, 0],
+        [1, 1, 0],
+        [1, 1, 0],
+    )
+    assert made.rollouts is made.groups is None
 
 
 def test_an_unset_id_is_refused_only_in_the_loss():

@@ -198,7 +198,7 @@ BASELINES: dict[str, Callable[[Grouped, Formula], Tensor]] = {
     "median": lambda g, _: g.reward - g.spread(g.median),
     "length_weighted": lambda g, _: g.deviation - g.spread(length_weighted(g)),
     "best_other": lambda g, _: g.reward - g.best_other,
-    "best_of_k": lambda g, formula: above_others_of_k(g, formula.k or 2),
+    "best_of_k": lambda g, formula: above_others_of_k(g, cast(int, formula.k)),
     "log_mean_exp": lambda g, formula: above_log_mean_exp(g, formula.temperature),
     "batch": lambda g, _: g.batch_deviation,
     "column": lambda g, _: g.reward - cast(Tensor, g.value),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -208,12 +208,12 @@ def weigh(
         turns_in = torch.where(in_loss, inside, 0)
         divisor = (spread(by_step(turns_in)) * tokens).double() / turns_in.clamp_min(1)
     elif unit == "constant":
-        divisor = counted["rollout"][1] * (length or 1)
+        divisor = counted["rollout"][1] * cast(int, length)
     elif unit == "inverse_length":
         of_unit = counted["rollout"][0].double().clamp_min(1)
         # Each row adds its part of its rollout's term.
-        parts = of_unit.pow(-(power or 0.0)) * tokens / of_unit
-        divisor = sum_of_step(parts) * of_unit.pow(power or 0.0)
+        parts = of_unit.pow(-cast(float, power)) * tokens / of_unit
+        divisor = sum_of_step(parts) * of_unit.pow(cast(float, power))
     else:
         of_unit, units = counted[unit]
         divisor = units * of_unit
