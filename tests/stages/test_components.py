@@ -484,7 +484,7 @@ def test_a_mask_of_a_component_needs_one_bool_per_token():
         stage(batch.clone().update({"masks": {"seen": torch.ones(3, 3)}}))
     for wrong, width in ((torch.ones(3), 1), (torch.ones(3, 1), 1), (torch.ones(3, 4), 4)):
         wrong = wrong.bool()
-        told = rf"as many as the loss mask: \[3\]; \('masks', 'seen'\) has \[{width}\]\. For the tokens of whole rows"
+        told = rf"as many as the loss mask: \[3\]; \('masks', 'seen'\) has \[{width}\]\. For the tokens of"
         with pytest.raises(BatchError, match=told):
             stage(batch.clone().update({"masks": {"seen": wrong}}))
 

@@ -300,6 +300,44 @@ def test_dtype_of_the_rewards_gives_the_bits_of_the_reshape_formula(
     assert torch.equal(found, expected.to(dtype).float())
 
 
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [0, 0, 0, 5, 5, 5],  # contiguous and of one size: the reshape formula applies
+        [5, 5, 5, 0, 0, 0],
+        [0, 5, 0, 5, 0, 5],
+        [0, 5, 5, 5, 0, 0],
+        [0, 0, 5, 5, 5, 5],
+        [0, 0, 0, 0, 5, 5],
+        [0, 0, 0, 0, 0, 0],
+        [0, 1, 2, 3, 4, 5],
+    ],
+)
+def test_a_smaller_dtype_changes_only_the_rounding(groups):
+    """Other equations than that of the reshape formula keep the bits of float64, rounded once."""
+    reward = torch.tensor([0.1, 0.7, 0.7, 0.3, 0.3, 0.3])
+    formulas = itertools.cycle(
+        [
+            {"scale": "group"},
+            {"scale": "none"},
+            {"scale": "group", "shift": 0.25},
+            {"scale": "group", "baseline": "leave_one_out"},
+            {"scale": "batch"},
+        ]
+    )
+    for eps, eps_mode, ddof, clip in itertools.product(
+        [0.0, 0.5, 1.0], ["add", "clamp", "skip"], [0, 1], [None, [-0.5, 0.125]]
+    ):
+        options = {"eps": eps, "eps_mode": eps_mode, "ddof": ddof, "clip": clip} | next(formulas)
+        exact, rounded = (
+            group_relative_advantage(reward, groups, dtype=dtype, **options)
+            for dtype in (None, torch.float32)
+        )
+        torch.testing.assert_close(rounded, exact, rtol=1e-5, atol=1e-6, msg=str(options))
+        if "shift" in options or "baseline" in options or options["scale"] == "batch":
+            assert torch.equal(rounded, exact), options
+
+
 def test_the_least_length_that_a_mean_is_divided_by_is_1():
     """With lengths of 1 and 0, the length-weighted mean is the first reward; with 0 and 0, the plain mean."""
     for length, expected in (([1, 0], [0.0, 2.0]), ([0, 0], [-1.0, 1.0])):
@@ -362,8 +400,10 @@ def test_differences_of_rewards_may_exceed_their_dtype():
 
 
 def test_squares_of_rewards_beyond_float32_use_float64():
-    found = group_relative_advantage(torch.tensor([1e30, -1e30, 1e30, 0.0]), [0, 0, 1, 1])
-    assert found.tolist() == pytest.approx([0.7071068, -0.7071068, 0.7071068, -0.7071068])
+    rewards = torch.tensor([1e30, -1e30, 1e30, 0.0])
+    for dtype in (None, torch.float32):
+        found = group_relative_advantage(rewards, [0, 0, 1, 1], dtype=dtype)
+        assert found.tolist() == pytest.approx([0.7071068, -0.7071068, 0.7071068, -0.7071068])
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2]])

@@ -11,6 +11,7 @@ from policies import MASK, OLD, SAMPLER
 from recipes import of
 from tensordict import TensorDictBase, lazy_stack
 
+from headrace import transforms
 from headrace.transforms import (
     BatchWhitening,
     DifficultyWeight,
@@ -178,3 +179,31 @@ def test_an_excluded_row_changes_no_other_row_and_has_advantage_0():
             found = advantage_of(name, batch)
             assert torch.equal(found[counts], advantage_of(name, batch[counts]))
             assert name not in FIRST or not found[~counts].any()
+
+
+ONE, HERE, ZERO = torch.ones(1, 1), torch.ones(1, 1) > 0, torch.zeros(1, dtype=torch.int64)
+FUNCTIONS = {  # with one row of one token
+    "difficulty_weight": (ONE[0],),
+    "directed_weight": (ONE, ONE),
+    "divergence": (ONE, ONE, HERE),
+    "group_relative_advantage": (ONE[0], ZERO),
+    "importance_weight": (ONE, ONE, HERE),
+    "loss_weight": (ZERO,),
+    "optimal_token_baseline": (ONE, ONE, ONE, HERE, ZERO),
+    "rewards_to_go": (ONE[0], ZERO),
+    "share_at_place": (ONE, HERE, ZERO, ONE),
+    "staleness_weight": (ZERO,),
+    "token_advantage": (ONE, ONE, HERE),
+    "top_share": (ONE, HERE, 1.0),
+    "turn_advantage": (ONE, HERE, ZERO),
+    "whiten": (ONE[0], ONE[0]),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_names_its_options_if_one_is_unknown(name):
+    function = getattr(transforms, name)
+    known = {"directed_weight": {"clip": 0.5}, "staleness_weight": {"decay": 0.5}}.get(name, {})
+    function(*FUNCTIONS[name], **known)
+    with pytest.raises(TypeError, match=f"^{name} has no option 'nothing'; its options are "):
+        function(*FUNCTIONS[name], **known, nothing=0)

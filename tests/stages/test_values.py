@@ -200,6 +200,14 @@ def test_lambda_0_gives_the_temporal_difference_and_lambda_1_the_return_minus_th
         assert found.tolist() == [expected]
 
 
+def test_a_stage_that_masked_rows_alone_is_refused():
+    """The stage takes the loss mask as the rows arrived, which only a pipeline knows."""
+    batch = Drawn(5).batch()
+    out = SampleFilter(criterion=lambda rows: rows["turn"] != rows["turn"].max(), unit="sample")
+    with pytest.raises(BatchError, match="a stage that ran alone has masked some of them: put both stages"):
+        GAE()(out(batch))
+
+
 def test_invalid_values_rewards_and_turns_are_named():
     batch = Drawn(5).batch()
     batch[MASK][:] = True

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headrace.transforms.table import Ids, stable_order
 from headrace.transforms.table.ids import add_up
-from headrace.transforms.table.options import above_zero, at_least, takes_options, within
+from headrace.transforms.table.options import above_zero, at_least, within
 
 Baseline = Literal[
     "mean",
@@ -223,13 +223,12 @@ OF_BATCH = ("batch", "nonzero")  # baselines and scales that are computed over a
 MAY_BE_0 = ("leave_one_out", "mad")  # scales that can be 0 even if the rewards of the group differ
 
 
-@takes_options
 @dataclass(frozen=True)
 class Formula:
     """The options of :func:`group_relative_advantage`, whose docstring has the equations.
 
     Raises:
-        ValueError: an option has an unknown value, or two options exclude each other.
+        ValueError: an option is out of its range, or two options exclude each other.
     """
 
     baseline: Baseline = "mean"

@@ -91,13 +91,12 @@ class Importance(NamedTuple):
     """(M,) bool: the row's ratio is out of bounds."""
 
 
-@takes_options
 @dataclass(frozen=True)
 class WeightFormula:
     """The options of :func:`importance_weight`, and its arithmetic.
 
     Raises:
-        ValueError: an option has an unknown value, or `low` is greater than `high`.
+        ValueError: a bound is below 0 or has no effect, or `low` is greater than `high`.
     """
 
     level: Level
