@@ -22,6 +22,7 @@ from headrace.transforms import (
     StalenessWeight,
     TokenAdvantage,
     TopShare,
+    share_at_place,
     top_share,
 )
 
@@ -268,6 +269,16 @@ def test_rows_without_a_reward_are_in_no_statistic_and_keep_their_advantage(batc
     stage = TokenAdvantage(term=LogRatio(centre="batch"))
     assert torch.equal(stage(batch)["advantage"][rows], stage(batch[rows])["advantage"])
     assert torch.equal(stage(batch)["advantage"][1], batch["advantage"][1].expand(7, 1))
+
+
+def test_an_entropy_of_0_counts_as_a_millionth():
+    """Rows 0 and 1 are compared: 0 as 1e-6, with 3e-6. Row 2 is in another group."""
+    values, ones = torch.tensor([[0.0], [3e-6], [0.0]], dtype=torch.float64), torch.ones(3, 1)
+    group = torch.tensor([4, 4, 5])
+    found = share_at_place(values, ones > 0, group, ones)
+    assert found.flatten().tolist() == pytest.approx([0.5, 1.5, 1.0])
+    found = share_at_place(values, ones > 0, group, -ones)
+    assert found.flatten().tolist() == pytest.approx([1.5, 0.5, 1.0])
 
 
 def test_tokens_with_equal_entropies_are_all_in_the_top_share(batch):

@@ -13,12 +13,15 @@ from tensordict import TensorDictBase, lazy_stack
 
 from headrace import transforms
 from headrace.transforms import (
+    GAE,
     BatchWhitening,
     DifficultyWeight,
     DirectedWeight,
     EntropyShare,
     GroupRelativeAdvantage,
     LogRatio,
+    LossWeight,
+    RewardsToGo,
     RolloutCorrection,
     RunningBaseline,
     SignFactors,
@@ -29,6 +32,7 @@ from headrace.transforms import (
     TreeAdvantage,
     TurnAdvantage,
     TurnDiscount,
+    turn_advantage,
 )
 from headrace.transforms.table.schema import COUNTED, RETURN, REWARD
 
@@ -207,3 +211,42 @@ def test_a_function_names_its_options_if_one_is_unknown(name):
     function(*FUNCTIONS[name], **known)
     with pytest.raises(TypeError, match=f"^{name} has no option 'nothing'; its options are "):
         function(*FUNCTIONS[name], **known, nothing=0)
+
+
+IN_BOUNDS = {  # for each stage or term: other options, and for each option values in and out of its bounds
+    BatchWhitening: ({}, {"eps": ([0, 1e9], [-1e-9])}),
+    DifficultyWeight: ({}, {"reward": ([0, 7], [-1])}),
+    DirectedWeight: ({}, {"clip": ([0, 1], [-1e-9, 1.001])}),
+    GAE: ({}, {"gamma": ([0, 1], [-1e-9, 1.001]), "lam": ([0, 1], [-1e-9, 1.001])}),
+    LossWeight: ({"unit": "constant"}, {"length": ([1, 9], [0])}),
+    RewardsToGo: ({}, {"discount": ([0, 1], [-1e-9, 1.001])}),
+    RolloutCorrection: ({}, {"least_ess": ([0, 1], [-1e-9, 1.001]), "low": ([0, 2], [-1e-9, 2.001])}),
+    RunningBaseline: (
+        {"start_weight": 1e-9},
+        {"decay": ([0, 1], [-1e-9, 1.001]), "start_weight": ([1e-9], [0])},
+    ),
+    SignFactors: ({}, {"positive": ([0, 9], [-1e-9]), "negative": ([0, 9], [-1e-9])}),
+    StalenessWeight: ({"current": 0, "decay": 1}, {"current": ([0], [-1]), "decay": ([1e-9, 1], [0, 1.001])}),
+    TopShare: ({}, {"share": ([1e-9, 1], [0, 1.001])}),
+    TurnAdvantage: ({}, {"discount": ([0, 1], [-1e-9, 1.001])}),
+    TurnDiscount: ({}, {"discount": ([0, 1], [-1e-9, 1.001])}),
+}
+
+
+@pytest.mark.parametrize("stage", IN_BOUNDS)
+def test_the_bounds_of_an_option_are_values_that_it_may_have(stage):
+    more, options = IN_BOUNDS[stage]
+    for option, (taken, refused) in options.items():
+        for value in taken:
+            assert getattr(stage(**more | {option: value}), option) == value
+        for value in refused:
+            with pytest.raises(ValueError, match=rf"\b{option} .*; got {value}"):
+                stage(**more | {option: value})
+
+
+def test_each_discount_of_a_function_is_from_0_to_1():
+    for discount in (0.0, 1.0):
+        turn_advantage(*FUNCTIONS["turn_advantage"], discount=discount)
+    for discount in (-1e-9, 1.001):
+        with pytest.raises(ValueError, match="discount must be in"):
+            turn_advantage(*FUNCTIONS["turn_advantage"], discount=discount)

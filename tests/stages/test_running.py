@@ -92,6 +92,14 @@ def test_rows_of_a_rollout_must_have_one_baseline_key():
         RunningBaseline(baseline_key="task")(FanOutCollapse()(wrong))
 
 
+@pytest.mark.parametrize("other", [-1.0, 1.0])
+def test_rows_of_a_rollout_have_one_reward_or_all_lack_it(other):
+    batch = batch_of([NAN, other], [0, 0], [3, 3], task=[1, 1])
+    batch["advantage"], batch[REWARD] = torch.zeros(2, 1, 1), torch.tensor([NAN, other])
+    with pytest.raises(BatchError, match="must have the same reward; found rollout 3"):
+        RunningBaseline(baseline_key="task")(batch)
+
+
 def test_a_batch_refused_by_a_later_stage_does_not_count():
     """The stage may be before or after the split. The refused batch changes no later baseline."""
     running = RunningBaseline(decay=0.5)
