@@ -17,8 +17,11 @@ from headrace.transforms import (
     ShuffleSplit,
     loss_weight,
     pack,
+    rewards_to_go,
     split_minibatches,
+    state_groups,
     turn_weight,
+    turns_to_go,
     weighted_loss,
 )
 from headrace.transforms.table.schema import PADDING, ROW, TOKEN_WEIGHT
@@ -231,6 +234,48 @@ def test_turns_written_by_a_stage_equal_those_of_a_column():
     for one, other in zip(written, there, strict=True):
         for key in ("turn_index", "loss_weight", TOKEN_WEIGHT):
             assert torch.equal(one[key], other[key])
+
+
+# -- turns that are rows ----------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(-4, 4)), max_size=9),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.booleans(),
+    st.data(),
+)
+def test_the_turns_and_rewards_after_a_row_are_those_of_a_loop(rows, discount, in_order, data):
+    ids, rewards = [3 * rollout for rollout, _ in rows], [float(reward) for _, reward in rows]
+    order = list(range(len(rows))) if in_order else data.draw(st.permutations(range(len(rows))))
+    turn = None if in_order else torch.tensor(order, dtype=torch.int64) * 7
+    rollout = torch.tensor(ids, dtype=torch.int64)
+    later = [
+        sorted((order[j], j) for j in range(len(rows)) if ids[j] == ids[row] and order[j] >= order[row])
+        for row in range(len(rows))
+    ]
+    assert turns_to_go(rollout, turn).tolist() == [len(own) - 1 for own in later]
+    expected = [sum(discount**k * rewards[j] for k, (_, j) in enumerate(own)) for own in later]
+    for dtype in (torch.float32, torch.float64):
+        found = rewards_to_go(torch.tensor(rewards, dtype=dtype), rollout, turn, discount=discount)
+        assert found.dtype is dtype
+        assert found.tolist() == expected
+
+
+def test_two_rows_of_a_rollout_with_one_turn_are_refused():
+    rollout, turn = torch.tensor([5, 8, 5]), torch.tensor([1, 1, 1])
+    with pytest.raises(BatchError, match=r"must have different turns; found rollout 5"):
+        turns_to_go(rollout, turn)
+    with pytest.raises(BatchError, match=r"must have different turns; found rollout 5"):
+        rewards_to_go(torch.ones(3), rollout, turn)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(-3, 2**40)), min_size=1, max_size=9))
+def test_rows_have_one_number_if_their_group_and_state_are_equal(rows):
+    groups, states = (torch.tensor(column) for column in zip(*rows, strict=True))
+    found = state_groups(groups, states)
+    assert [found.tolist().index(number) for number in found.tolist()] == [rows.index(row) for row in rows]
+    assert sorted(set(found.tolist())) == list(range(len(set(rows))))
 
 
 # -- what is refused --------------------------------------------------------------------------------------
