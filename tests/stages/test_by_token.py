@@ -21,6 +21,7 @@ from headrace.transforms import (
     OptimalTokenBaseline,
     StalenessWeight,
     TokenAdvantage,
+    TokenTerm,
     TopShare,
     share_at_place,
     top_share,
@@ -284,6 +285,14 @@ def test_an_entropy_of_0_counts_as_a_millionth():
 def test_tokens_with_equal_entropies_are_all_in_the_top_share(batch):
     batch[ENTROPY] = torch.ones(6, 7)
     assert torch.equal(top_share(batch[ENTROPY], batch[MASK], 0.2), batch[MASK])
+
+
+def test_a_term_without_a_formula_is_refused(batch):
+    class Empty(TokenTerm):
+        pass
+
+    with pytest.raises(NotImplementedError, match=r"^Empty must implement over or __call__$"):
+        TokenAdvantage(term=Empty())(batch)
 
 
 def test_a_user_callable_can_be_a_term(batch):

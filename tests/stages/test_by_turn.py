@@ -120,6 +120,15 @@ def test_an_outcome_is_added_once_at_the_last_turn_on_any_row():
     assert found.tolist() == [[0, 6], [3, 0], [-3, -6]]
 
 
+def test_the_function_takes_no_turns_and_names_wrong_shapes():
+    reward, has_turn, group = torch.ones(2, 3), torch.ones(2, 3) > 0, torch.tensor([0, 0])
+    assert turn_advantage(reward[:, :0].half(), has_turn[:, :0], group).shape == (2, 0)
+    assert turn_advantage(reward[:, :0].half(), has_turn[:, :0], group).dtype is torch.float32
+    message = r"^reward and has_turn must be \(N, K\); found \(2, 2\) and \(2, 3\)$"
+    with pytest.raises(BatchError, match=message):
+        turn_advantage(reward[:, :2], has_turn, group)
+
+
 def turns_as_rows(rewards, groups, rollouts, **columns):
     batch = TensorDict(
         {

@@ -77,6 +77,13 @@ def test_the_mean_divergence_of_one_token_is_its_divergence():
     assert found.tolist() == [-0.5, 0.0]  # log μ − log π_old is −1.5 + 1; a row without tokens has 0
 
 
+def test_a_row_without_tokens_has_the_divergence_0_at_every_level():
+    nothing = torch.zeros(2, 0)
+    for estimator, level in itertools.product(ESTIMATORS, OVER):
+        found = divergence(nothing, nothing, nothing > 0, estimator=estimator, level=level)
+        assert found.tolist() == ([[], []] if level == "token" else [0.0, 0.0])
+
+
 def test_divergences_equal_those_of_a_loop():
     batch = two_policies(9, 7, 5)
     for estimator, level in itertools.product(ESTIMATORS, OVER):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from batches import batch_of
@@ -17,6 +19,7 @@ from headrace.transforms import (
     BatchWhitening,
     DifficultyWeight,
     DirectedWeight,
+    Diverged,
     EntropyShare,
     GroupRelativeAdvantage,
     LogRatio,
@@ -202,12 +205,12 @@ FUNCTIONS = {  # with one row of one token
     "turn_advantage": (ONE, HERE, ZERO),
     "whiten": (ONE[0], ONE[0]),
 }
+OPTIONS = {"directed_weight": {"clip": 0.5}, "staleness_weight": {"decay": 0.5}}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_names_its_options_if_one_is_unknown(name):
-    function = getattr(transforms, name)
-    known = {"directed_weight": {"clip": 0.5}, "staleness_weight": {"decay": 0.5}}.get(name, {})
+    function, known = getattr(transforms, name), OPTIONS.get(name, {})
     function(*FUNCTIONS[name], **known)
     with pytest.raises(TypeError, match=f"^{name} has no option 'nothing'; its options are "):
         function(*FUNCTIONS[name], **known, nothing=0)
@@ -250,3 +253,57 @@ def test_each_discount_of_a_function_is_from_0_to_1():
     for discount in (-1e-9, 1.001):
         with pytest.raises(ValueError, match="discount must be in"):
             turn_advantage(*FUNCTIONS["turn_advantage"], discount=discount)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_gives_no_numbers_for_no_rows(name):
+    function, known = getattr(transforms, name), OPTIONS.get(name, {})
+    none, one = (
+        function(
+            *(each[:size] if isinstance(each, torch.Tensor) else each for each in FUNCTIONS[name]), **known
+        )
+        for size in (0, 1)
+    )
+    if name == "loss_weight":
+        none, one = none.weight, one.weight
+    assert none.shape == (0, *one.shape[1:])
+    assert none.dtype is one.dtype
+
+
+def test_other_groups_change_no_bit_of_a_stage_that_works_within_groups():
+    """Each group alone has the bits that it has in the batch if, and only if, the stage says so."""
+    batch = rows()
+    for name, make in STAGES.items():
+        alike = [
+            torch.equal(advantage_of(name, batch[own]), advantage_of(name, batch)[own])
+            for own in (batch["group_id"] == group for group in (0, 2, 5))
+        ]
+        with of(name):
+            # Earlier batches, which are none here, change a running baseline.
+            assert make().within_groups == (all(alike) and name != "running")
+
+
+@pytest.mark.parametrize(
+    ("function", "stage"),
+    [
+        ("divergence", Diverged),
+        ("generalized_advantage", GAE),
+        ("group_relative_advantage", GroupRelativeAdvantage),
+        ("importance_weight", RolloutCorrection),
+        ("loss_weight", LossWeight),
+        ("rewards_to_go", RewardsToGo),
+        ("token_advantage", TokenAdvantage),
+        ("turn_advantage", TurnAdvantage),
+        ("whiten", BatchWhitening),
+    ],
+)
+def test_a_function_and_its_stage_have_the_same_defaults(function, stage):
+    of_function, of_stage = (
+        {name: each.default for name, each in inspect.signature(thing).parameters.items()}
+        for thing in (getattr(transforms, function), stage)
+    )
+    shared = of_function.keys() & of_stage.keys() - {"rollout_id", "turn"}
+    if stage is Diverged:  # the stage bounds a number per row
+        shared -= {"level"}
+    assert shared
+    assert {name: of_function[name] for name in shared} == {name: of_stage[name] for name in shared}

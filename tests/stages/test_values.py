@@ -106,7 +106,7 @@ UNITS = {
 @pytest.mark.parametrize("unit", UNITS)
 def test_the_stage_equals_the_loops_for_dense_and_ragged_rows(unit):
     """Excluded rows are skipped, and get 0."""
-    for seed in range(60):
+    for seed in range(30):
         drawn = Drawn(seed)
         batch, chance = drawn.batch(), random.Random(seed)
         out = frozenset(row for row in range(len(batch)) if seed % 3 and chance.random() < 0.2)
@@ -206,6 +206,17 @@ def test_a_stage_that_masked_rows_alone_is_refused():
     out = SampleFilter(criterion=lambda rows: rows["turn"] != rows["turn"].max(), unit="sample")
     with pytest.raises(BatchError, match="a stage that ran alone has masked some of them: put both stages"):
         GAE()(out(batch))
+
+
+def test_the_function_names_its_options_and_takes_rows_without_a_step():
+    value, none = torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool)
+    for size, tokens in ((0, 3), (2, 3), (2, 0)):
+        some = value[:size, :tokens], none[:size, :tokens], torch.ones(size)
+        assert [(each.shape, bool(each.any())) for each in generalized_advantage(*some)] == [
+            ((size, tokens), False)
+        ] * 2
+    with pytest.raises(TypeError, match=r"^generalized_advantage has no option 'nothing'; its options are "):
+        generalized_advantage(*some, nothing=0)
 
 
 def test_invalid_values_rewards_and_turns_are_named():
