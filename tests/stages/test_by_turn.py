@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
-from headrace.transforms import BatchError, StateAdvantage, TurnAdvantage, turn_advantage
+from headrace.transforms import (
+    BatchError,
+    StateAdvantage,
+    TurnAdvantage,
+    group_relative_advantage,
+    turn_advantage,
+)
 from headrace.transforms.table.schema import COUNTED, RETURN
 
 MASK = ("masks", "all_assistant_mask")
@@ -186,6 +192,19 @@ def test_a_row_is_compared_with_the_rows_of_its_group_in_its_state(steps):
         same = [j for j in range(len(steps)) if (groups[j], states[j]) == (groups[row], states[row])]
         expected = returns[row] - math.fsum(returns[j] for j in same) / len(same)
         assert float(out[row]) == pytest.approx(0.5 + 2 * expected, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "nonzero", "none"])
+def test_a_scale_within_a_state_has_the_defaults_of_the_group_relative_advantage(scale):
+    groups, states, returns = [0, 0, 0, 0, 1, 1, 1], [4, 4, 4, 2, 4, 4, 2], [1.0, 3, 5, 2, 0, 0.5, 7]
+    batch = turns_as_rows(returns, groups, [*range(7)], state_id=states)
+    batch[RETURN], batch["advantage"] = batch["next", "reward"], torch.zeros(7, 1, 1).double()
+    stage = StateAdvantage(weight=2.0, scale=scale)
+    expected = 2 * group_relative_advantage(
+        batch[RETURN], [10 * g + s for g, s in zip(groups, states, strict=True)], scale=scale
+    )
+    assert torch.equal(stage(batch)["advantage"].flatten(), expected)
+    assert stage.within_groups == (scale in ("group", "none"))
 
 
 def test_equal_returns_in_a_state_add_exactly_0():

@@ -420,6 +420,8 @@ def check_metrics(level, bound) -> None:
     expected["out_of_bounds_token"] = sum(map(sum, out)) / len(tokens)
     expected["out_of_bounds_sequence"] = math.fsum(sum(row) / len(row) for row in out if row) / len(rows)
     assert found == pytest.approx(expected, rel=1e-12)
+    least = alone(RolloutCorrection(level=level, bound=bound, low=0.5, high=2.0), batch).metrics
+    assert least == found | {"least_ess": 0.5}
 
 
 @pytest.mark.parametrize("unit", ["sample", "rollout"])

@@ -32,6 +32,7 @@ def test_positive_and_negative_advantages_have_their_factors(dtype):
     out = SignFactors(positive=0.25, negative=2.0)(batch)["advantage"]
     assert out.dtype == dtype
     assert out.flatten().tolist() == [-4, 0, 1]
+    assert torch.equal(SignFactors()(batch)["advantage"], batch["advantage"])
 
 
 def test_stages_change_an_advantage_per_token_like_an_advantage_per_row():

@@ -130,6 +130,16 @@ def test_rollouts_without_a_reward_or_excluded_are_not_counted():
     assert stage(groups_of_one([6.0], [0], 10))["advantage"].flatten().tolist() == [1]
 
 
+def test_the_default_weight_of_the_start_gives_an_exponential_moving_average():
+    """With ρ = 0.95 the start 0 has the weight 20, and each reward moves the mean by a 20th."""
+    stage, mean = RunningBaseline(), 0.0
+    for step, reward in enumerate([1.0, 5.0, -2.0]):
+        found = float(stage(groups_of_one([reward], [0], step))["advantage"])
+        assert found == pytest.approx(reward - mean, rel=1e-6)
+        mean += (reward - mean) / 20
+    assert float(stage.memory.after.weight) == pytest.approx(20)
+
+
 def test_a_batch_is_recognised_by_its_rollouts_not_by_row_numbers():
     """By row numbers, equal rewards in every batch would look like a repeated batch."""
     with pytest.raises(ValueError, match="needs rollout_key, with ids that are unique across batches"):
