@@ -215,6 +215,21 @@ def test_masked_rows_are_in_no_weight_and_no_metric():
     assert Diverged(high=1e-9)(batch)[2]
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_an_advantage_out_of_the_loss_mask_becomes_0_if_it_is_not_a_number(level, wrong):
+    """Row 1 has no token in the loss. The last token of row 0 is out of the loss mask."""
+    batch = two_policies(4, 5)
+    batch[MASK][0, 4] = False
+    expected = RolloutCorrection(level=level)(batch)["advantage"]
+    by_row, by_token = batch.clone(), batch.clone()
+    by_row["advantage"][1] = wrong
+    by_token["advantage"] = batch["advantage"].repeat(1, 5, 1)
+    by_token["advantage"][1] = by_token["advantage"][0, 4] = wrong
+    for each in (by_row, by_token):
+        assert torch.equal(RolloutCorrection(level=level)(each)["advantage"], expected)
+
+
 def test_columns_of_another_width_are_refused():
     batch = two_policies(4, 5)
     batch[OLD] = batch[OLD][:, :3]
@@ -331,6 +346,30 @@ def test_an_advantage_that_is_not_finite_may_only_be_at_a_rejected_token():
     expected = batch["advantage"].clone()
     expected[2, 1] = 0.0
     assert torch.equal(stage(batch)["advantage"], expected)
+
+
+def test_a_criterion_of_rows_takes_out_all_their_tokens():
+    batch = two_policies(6, 5)
+    keep = torch.tensor([True, True, False, True, False, True])
+    found = TokenFilter(criterion=lambda _: keep)(batch)[MASK]
+    assert torch.equal(found, batch[MASK] & keep[:, None])
+    column = TokenFilter(criterion=lambda _: keep[:, None])(batch)[MASK]
+    assert torch.equal(column, found)
+
+
+@pytest.mark.parametrize("level", ["token", "mean", "every"])
+def test_a_row_is_judged_at_its_tokens_with_a_negative_advantage(level):
+    """Both rows are out of bounds at all tokens, and the advantage of one token is negative."""
+    zero = torch.zeros(2, 3)
+    credit = torch.tensor([[1.0, -1.0, 0.0], [2.0, 2.0, 2.0]])
+    batch = TensorDict({OLD: zero - 1, SAMPLER: zero, MASK: zero == 0, "advantage": credit[..., None]}, [2])
+    criterion = Diverged(estimator="k1", level=level, high=2.0, judges="negative")
+    assert torch.equal(criterion(batch), credit >= 0)
+    assert torch.equal(TokenFilter(criterion=criterion)(batch)[MASK], credit >= 0)
+    narrow = TensorDict({key: batch[key][:, 1:2] for key in (OLD, SAMPLER, MASK)}, [2])
+    narrow["advantage"] = credit[:, 1:2, None]
+    stays = torch.tensor([False, True])
+    assert torch.equal(criterion(narrow), stays[:, None] if level == "token" else stays)
 
 
 def test_without_a_token_in_the_loss_no_fraction_is_kept():

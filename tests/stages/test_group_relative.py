@@ -386,16 +386,22 @@ def test_singleton_raise_refuses_a_group_of_one_rollout():
         group_relative_advantage([1.0, 2, 3, 3], [0, 0, 9, 9], [1, 2, 4, 4], singleton="raise")
 
 
-def test_rewards_whose_square_overflows_raise():  # the bound: √(1.8e308 / 2) / 16
-    with pytest.raises(BatchError, match=r"must be at most 5\.9e\+152, so that .*; found 1e\+200"):
-        group_relative_advantage(torch.tensor([1e200, -1e200], dtype=torch.float64), [0, 0])
+def test_rewards_whose_square_overflows_raise():  # the bound: √(1.8e308 / 4) / 16
+    rewards = torch.tensor([0, 1e200, 4.1e152, -1e200], dtype=torch.float64)
+    found = r"found 1e\+200 at row 1 \(rollout 1\), -1e\+200 at row 3 \(rollout 3\)$"
+    with pytest.raises(BatchError, match=r"must be at most 4\.2e\+152, so that the sum of .*; " + found):
+        group_relative_advantage(rewards, [0, 0, 1, 1])
+    assert group_relative_advantage(rewards[[0, 2]], [0, 0]).tolist() == pytest.approx(
+        [-(0.5**0.5), 0.5**0.5]
+    )
 
 
 def test_differences_of_rewards_may_exceed_their_dtype():
     # 3e38 − (−3e38) is beyond 3.4e38, the largest float32. By hand: ±3e38 over a std of 4.24e38.
     reward = torch.tensor([3e38, -3e38])
     assert group_relative_advantage(reward, [0, 0]).tolist() == pytest.approx([0.7071, -0.7071], abs=1e-3)
-    with pytest.raises(BatchError, match=r"an advantage must fit into torch.float32; found 6e\+38 at row 0"):
+    found = r"an advantage must fit into torch.float32; found 6e\+38 at row 0, -6e\+38 at row 1\. Scale"
+    with pytest.raises(BatchError, match=found):
         group_relative_advantage(reward, [0, 0], baseline="leave_one_out", scale="none")
 
 

@@ -317,10 +317,8 @@ def require_range(rows: Rows, reward: Tensor, formula: Formula) -> None:
             lambda row: f"{float(reward[row])} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
         )
     largest = largest_to_square(len(reward), torch.float64)
-    require_size(
-        rows,
-        reward,
-        largest,
+    rows.require(
+        reward.abs() <= largest,
         f"rewards must be at most {largest:.2g}, so that the sum of their squares fits into float64; found "
         "{found}",
         lambda row: f"{float(reward[row]):.3g} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
@@ -333,25 +331,12 @@ def require_fit(rows: Rows, credit: Tensor, dtype: torch.dtype) -> None:
     Raises:
         BatchError: an advantage is too large or NaN; the message lists the rows.
     """
-    require_size(
-        rows,
-        credit,
-        torch.finfo(dtype).max,
+    rows.require(
+        credit.abs() <= torch.finfo(dtype).max,
         f"an advantage must fit into {dtype}; found {{found}}. Scale the rewards, set clip, or give rewards "
         "of a larger dtype",
         lambda row: f"{float(credit[row]):g} at row {rows.at(row)}",
     )
-
-
-def require_size(
-    rows: Rows, values: Tensor, most: float, message: str, describe: Callable[[int], str]
-) -> None:
-    """Require (M,) values without NaN and of at most this size (:meth:`Rows.require`)."""
-    if not len(values):
-        return
-    low, high = values.aminmax()
-    if not -most <= float(low) <= float(high) <= most:
-        rows.require(values.abs() <= most, message, describe)
 
 
 class GroupRelativeAdvantage(
