@@ -455,7 +455,10 @@ def test_ragged_rows_of_an_optimiser_step_are_checked_too():
     [
         ({"components": {"loss_kl": {}}}, "named after its term: 'kl' for loss_kl; got 'loss_kl'"),
         ({"components": {"": {}}}, "named after its term: 'kl' for loss_kl; got ''"),
-        ({"components": {"kl": {"weight": 1.0}}}, r"options of unit, length, .*; got \['weight'\]"),
+        (
+            {"components": {"kl": {"weight": 1.0, "unit": "token", "alpha": 2.0}}},
+            r"options of unit, length, power, factor, loss_mask_key; got \['alpha', 'weight'\]",
+        ),
         ({"components": {"kl": 0.1}}, "must be a mapping with options .*; got 0.1"),
         ({"components": {"kl": {"unit": "turn"}}}, "unit of components.* must be one of 'token', 'sample'"),
         ({"components": {"kl": {"factor": -1.0}}}, "factor of components.* must be finite and ≥ 0"),

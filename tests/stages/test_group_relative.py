@@ -382,8 +382,12 @@ def test_invalid_data_are_refused_with_row_ids(changes, message):
 
 
 def test_singleton_raise_refuses_a_group_of_one_rollout():
-    with pytest.raises(BatchError, match=r"at least two rollouts.*group 9 \(rollout 4\)"):
-        group_relative_advantage([1.0, 2, 3, 3], [0, 0, 9, 9], [1, 2, 4, 4], singleton="raise")
+    message = (
+        r"^each group needs at least two rollouts; found one in group 9 \(rollout 4\), "
+        r"group 2 \(rollout 3\)\. Gate incomplete groups, or set singleton='zero'$"
+    )
+    with pytest.raises(BatchError, match=message):
+        group_relative_advantage([1.0, 2, 3, 3, 5], [0, 0, 9, 9, 2], [1, 2, 4, 4, 3], singleton="raise")
 
 
 def test_rewards_whose_square_overflows_raise():  # the bound: √(1.8e308 / 4) / 16
@@ -516,8 +520,12 @@ def test_best_of_k_is_an_unbiased_gradient_estimate():
 
 
 def test_a_group_smaller_than_k_raises_with_its_ids():
-    for rollouts in (None, [5, 6, 7, 9]):
-        with pytest.raises(BatchError, match=r"at least k=3 rollouts.*found fewer in group 7 \(rollout \d\)"):
+    for rollouts, name in ((None, 3), ([5, 6, 7, 9], 9)):
+        message = (
+            rf"^each group needs at least k=3 rollouts; found fewer in group 7 \(rollout {name}\)\. "
+            "Gate incomplete groups, or lower k$"
+        )
+        with pytest.raises(BatchError, match=message):
             group_relative_advantage(
                 [1.0, 2, 3, 4], [0, 0, 0, 7], rollouts, baseline="best_of_k", k=3, scale="none"
             )

@@ -336,15 +336,22 @@ def test_an_unset_id_is_refused_only_in_the_loss():
     assert LossWeight(unit="rollout")(batch)["num_rollouts"].tolist() == [2, 2, 2]
 
 
+PER_TOKEN = (
+    r"needs per-token terms, \(3, T\) or \(3, T, 1\); 'loss_kl_to_ref' is \(\)\. "
+    r"Set aggregation='none' on GRPOLoss\. .*TokenGRPOLoss"
+)
+
+
 def test_weights_need_terms_per_token():
     batch = LossWeight()(batch_of(NINE))
-    with pytest.raises(BatchError, match=r"'loss_kl_to_ref' is \(\).*aggregation='none'.*TokenGRPOLoss"):
+    with pytest.raises(BatchError, match=PER_TOKEN):
         weighted_loss(TensorDict({"loss_kl_to_ref": torch.zeros(())}), batch)
     with pytest.raises(BatchError, match=r"must return a TensorDict with entries loss_.*; got a Tensor"):
         weighted_loss(torch.zeros(3, 3), batch)
     with pytest.raises(BatchError, match=r"entries named loss_\*; found \['objective'\]"):
         weighted_loss(TensorDict({"objective": torch.zeros(3, 3)}), batch)
-    with pytest.raises(MissingKeyError, match="loss_weight"):
+    message = r"needs the key 'loss_weight' \(weight_key\), .*; the batch has \[\('masks', 'all_assistant_mask'\), 'loss'\]"
+    with pytest.raises(MissingKeyError, match=message):
         weighted_loss(TensorDict({"loss_objective": torch.zeros(3, 3)}), batch_of(NINE))
 
 
