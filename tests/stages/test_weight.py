@@ -350,7 +350,9 @@ def test_weights_need_terms_per_token():
         weighted_loss(torch.zeros(3, 3), batch)
     with pytest.raises(BatchError, match=r"entries named loss_\*; found \['objective'\]"):
         weighted_loss(TensorDict({"objective": torch.zeros(3, 3)}), batch)
-    message = r"needs the key 'loss_weight' \(weight_key\), .*; the batch has \[\('masks', 'all_assistant_mask'\), 'loss'\]"
+    message = (
+        r"needs the key 'loss_weight' \(weight_key\), .* has \[\('masks', 'all_assistant_mask'\), 'loss'\]"
+    )
     with pytest.raises(MissingKeyError, match=message):
         weighted_loss(TensorDict({"loss_objective": torch.zeros(3, 3)}), batch_of(NINE))
 
