@@ -263,6 +263,7 @@ def test_any_negative_index_means_that_a_token_has_no_turn():
          "turn 0 of rollout 4 on row 0 and on another row"),
         ({"rollout_id": [4, -5, 6]}, {}, "rollout_id ≥ 0; found -5"),
         ({"group_id": [0, -1, 1]}, {}, "group_id ≥ 0; found -1"),
+        ({"mask": [[0, 1, 1]] * 3}, {}, "a loss mask is bool, True trains; .* is torch.int64"),
         ({"turn_index": [[0.0, 1.0, 2.0]] * 3}, {}, "must hold integers; found torch.float32"),
         ({"turn_index": [0, 1, 2]}, {}, r"needs one number per token, \(N, T\), in 'turn_index'"),
         ({"turn_index": [[0, 1]] * 3}, {}, "one number for each token of a row; found 2 and 3"),

@@ -29,6 +29,7 @@ from headrace.transforms.table.tensordicts import count_true
 from headrace.transforms.table.tokens import (
     describe_row,
     in_blocks,
+    read_mask,
     read_tokens,
     same_width,
     whole_numbers,
@@ -248,7 +249,7 @@ class TurnAdvantage(
         # and rewards without a turn.
         mask = None
         if has_key(batch, self.loss_mask_key):
-            mask = read_tokens(batch, self.loss_mask_key, reader=reader, option="loss_mask_key")
+            mask = read_mask(batch, self.loss_mask_key, reader=reader, option="loss_mask_key")
             same_width(turn, mask, "turn_index_key and loss_mask_key")
         of_token = process if self.turn_rewards == "token" else None
         if of_token is not None:
@@ -260,8 +261,7 @@ class TurnAdvantage(
             has.scatter_(1, place, True)
             made = {"has_turn": has[:, 1:-1], "unplaced": has[:, -1]}
             if mask is not None:
-                inside = mask if mask.dtype is torch.bool else mask != 0
-                made["unplaced"] = made["unplaced"] | (count_true(inside & (turn < 0)) > 0)
+                made["unplaced"] = made["unplaced"] | (count_true(mask & (turn < 0)) > 0)
             if of_token is not None:
                 made["misplaced"] = count_true((of_token != 0) & (turn < 0)) > 0
             return made
