@@ -234,6 +234,14 @@ def inside(**columns):
     return batch
 
 
+@pytest.mark.parametrize("where", ["none", "turn", "token"])
+def test_rows_without_tokens_have_no_advantages(where):
+    batch = inside()
+    for key in ("turn_index", "turn_reward", MASK):
+        batch[key] = batch[key][:, :0]
+    assert TurnAdvantage(turn_rewards=where)(batch)["advantage"].shape == (3, 0, 1)
+
+
 def test_any_negative_index_means_that_a_token_has_no_turn():
     batch = inside(turn_index=[[-100, 0, 1], [-2, 0, -3], [-1, 0, 1]])
     assert torch.equal(TurnAdvantage()(batch)["advantage"], TurnAdvantage()(inside())["advantage"])
