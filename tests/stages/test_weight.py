@@ -326,6 +326,8 @@ def test_the_function_needs_no_ids_for_tokens_and_samples():
         [1, 1, 0],
     )
     assert made.rollouts is made.groups is None
+    for step, weight in ((-ONE, [0.0]), (ONE, [1.0]), (ONE[:0], [])):
+        assert loss_weight(ONE[: len(step)], minibatch=step).weight.tolist() == weight
 
 
 def test_an_unset_id_is_refused_only_in_the_loss():
