@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.transforms import BatchError, FanOutCollapse, GroupRelativeAdvantage, Rows
+from headrace.pipeline import Pipeline, make_report
+from headrace.transforms import (
+    BatchError,
+    FanOutCollapse,
+    GroupRelativeAdvantage,
+    RewardWithin,
+    Rows,
+    SampleFilter,
+)
 
 
 @pytest.mark.parametrize("ids", ["absent", "all unset"])
@@ -38,9 +46,25 @@ def test_rows_are_not_grouped_by_position_if_one_has_an_id(unset, make_batch):
 
 def test_rows_of_several_ranks_are_not_grouped_by_position(make_batch):
     stage = GroupRelativeAdvantage(without_ids=[2, 1])
+    assert not stage.within_groups
     rows = Rows.read(make_batch([0.0, 2], [0, 0]).exclude("group_id"), keys=stage.in_keys).seen_by(stage)
     rows.table.ranks.size = 2
     with pytest.raises(
         BatchError, match=r"without_ids=\[2, 1\] makes groups from row positions, which are not"
     ):
         stage.decide(rows)
+
+
+@pytest.mark.parametrize(
+    ("action", "group", "alone"),
+    [("drop", -1, 0.0), ("mask", 0, -4.5)],  # with the reward 9, the mean of its group is 4.5
+)
+def test_a_dropped_row_counts_in_the_positions_and_is_in_no_group(action, group, alone, make_batch):
+    batch = make_batch([0.0, 9, 2, 2, 2, 6], [-1] * 6).exclude("group_id")
+    stages = {
+        "filter": SampleFilter(criterion=RewardWithin(high=8.0), action=action, unit="sample"),
+        "advantage": GroupRelativeAdvantage(scale="none", without_ids=[3, 2]),
+    }
+    columns = make_report(Pipeline(stages).run(batch)).columns
+    assert columns["group_id"].tolist() == [0, group, 1, 1, 2, 2]
+    assert columns["advantage"][[0, 2, 3, 4, 5]].tolist() == [alone, 0, 0, -2, 2]
