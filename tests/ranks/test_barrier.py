@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from any_rank import PATIENCE, lose_a_rank, refuse_together, results_of
+from rank_threads import on_ranks
 
 from headrace.transforms import BatchError
-from headrace.transforms.ranks import Ranks
-
-pytestmark = pytest.mark.slow
+from headrace.transforms.ranks import Ranks, barrier
+from headrace.transforms.ranks.barrier import Barrier, describe_difference
+from headrace.transforms.table import OtherRankError
 
 REFUSED = {
     "gate": r"stage 'gate', .*1 incomplete group: group \d+ has 3 of 4",
@@ -33,6 +35,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 def test_an_error_on_one_rank_is_raised_on_all_with_its_text_in_time(tmp_path):
     """Afterwards all ranks are at the same batch, and no rank has kept the state of a refused batch."""
     world = 3
@@ -54,6 +57,7 @@ def test_an_error_on_one_rank_is_raised_on_all_with_its_text_in_time(tmp_path):
         assert draws == 9
 
 
+@pytest.mark.slow
 def test_the_other_ranks_name_a_rank_whose_process_ended(tmp_path):
     world = 3
     for said, seconds in results_of(lose_a_rank, world, tmp_path, tmp_path)[: world - 1]:
@@ -72,3 +76,128 @@ def test_a_rank_that_cannot_reach_the_others_raises_its_own_error():
 
     with pytest.raises(BatchError, match="group 7"), Ranks.block(Alone()):
         raise BatchError("group 7")
+
+
+def said(meet, *words) -> str:
+    """The error of a meeting; empty if all ranks continue."""
+    try:
+        meet(*words)
+    except OtherRankError as err:
+        return str(err)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "difference"),
+    [
+        ("a batch\nx", "the end\nx", "be at the same place: rank 0 is at a batch, rank 2 at the end"),
+        (
+            "a batch\n x=1\ny=1",
+            "a batch\n x=2\ny=2",
+            "do the same with a batch: rank 0 has x=1, rank 2 has x=2",
+        ),
+        (
+            "a batch\nx=1\ny=1",
+            "a batch\nx=1\n y=2",
+            "do the same with a batch: rank 0 has y=1, rank 2 has y=2",
+        ),
+        ("a batch\nx\ny", "a batch\nx", "do the same with a batch: rank 0 has 3 lines, rank 2 has 2 lines"),
+    ],
+)
+def test_the_first_difference_of_two_ranks_is_named(theirs, mine, difference):
+    assert describe_difference("rank 0", theirs, "rank 2", mine) == f"ranks must {difference}"
+
+
+def test_ranks_that_are_about_to_do_different_things_are_all_refused_and_then_go_on():
+    def meet(group):
+        own = Barrier(group, 9.0)
+        return [said(own.meet, about) for about in (f"a batch\neps={group.rank % 2}", "a batch\nsame")]
+
+    texts = {refused for refused, _ in on_ranks(meet, 3)}
+    assert len(texts) == 1
+    words = r"ranks must do the same with a batch: rank (\d) has eps=(\d), rank (\d) has eps=(\d)"
+    first, one, other, two = map(int, re.fullmatch(words, texts.pop()).groups())
+    assert (one, two) == (first % 2, other % 2)
+    assert one != two
+    assert [after for _, after in on_ranks(meet, 3)] == [""] * 3
+
+
+@pytest.mark.parametrize(("late", "absent"), [((2,), "rank 2"), ((0,), "rank 0"), ((1, 2), "rank 1, rank 2")])
+def test_a_rank_that_comes_too_late_is_named_and_finds_the_decision(late, absent, caplog, monkeypatch):
+    """The others leave after their patience, and no later. They log once that they wait."""
+    monkeypatch.setattr(barrier, "LONG", 0.03)
+
+    def meet(group):
+        own = Barrier(group, 0.1)
+        if group.rank in late:
+            while not group.get_group_store().check(["headrace/1/decision"]):
+                time.sleep(0.005)
+        start = time.monotonic()
+        texts = said(own.meet, "a batch\nx"), time.monotonic() - start
+        return *texts, said(own.meet, "the next\nx")
+
+    found = on_ranks(meet, 3)
+    assert [text for text, *_ in found] == [
+        f"{absent} did not come to a batch within 0.1 s (pipeline.patience). Check for a rank that hangs or "
+        "has fewer batches. All ranks discard this batch"
+    ] * 3
+    for rank, (_, seconds, after) in enumerate(found):
+        assert seconds < barrier.LAST
+        assert (seconds >= 0.1) == (rank not in late)
+        assert not after
+    waited = [
+        f"rank {rank} has waited 0 s for {absent} to come to a batch; patience is 0.1 s"
+        for rank in range(3)
+        if rank not in late
+    ]
+    assert sorted(caplog.messages) == waited
+
+
+def test_the_error_of_one_rank_is_raised_on_all_and_is_no_longer_than_the_limit():
+    def meet(group):
+        return said(Barrier(group, 9.0).meet, "a batch", ValueError("x" * 9000) if group.rank == 1 else None)
+
+    assert on_ranks(meet, 3) == ["rank 1: " + "x" * (barrier.LONGEST - 8)] * 3
+
+
+def test_barriers_leave_no_more_keys_than_the_last_one_needs():
+    def meet(group, times):
+        own = Barrier(group, 9.0)
+        for number in range(times):
+            own.meet(f"batch {number}")
+        return group.get_group_store()
+
+    assert [on_ranks(meet, 2, times)[0].num_keys() for times in (1, 2, 9)] == [5, 5, 5]
+
+
+def test_the_rank_with_an_error_raises_it_and_the_others_name_the_rank():
+    """If an error was raised by a barrier, no rank waits for the others again."""
+
+    def share(group, failing):
+        ranks, found = Ranks(group, patience=9.0), []
+        for number in range(3):
+            ranks.refused = False
+            try:
+                with ranks.block():
+                    ranks.place = f"batch {number}"
+                    if number == 1:
+                        ranks.meet(f"options of rank {group.rank}")
+                    if number == 0 and group.rank in failing:
+                        raise RuntimeError(f"no reward on {group.rank}")
+            except (RuntimeError, OtherRankError) as err:
+                found.append(f"{type(err).__name__}: {err}")
+        return found
+
+    for rank, (own, differs) in enumerate(on_ranks(share, 3, [1])):
+        assert own == (
+            "RuntimeError: no reward on 1" if rank == 1 else "OtherRankError: rank 1: no reward on 1"
+        )
+        assert differs.startswith("OtherRankError: ranks must do the same with batch 1: rank")
+    several = [own for own, _ in on_ranks(share, 3, [0, 1, 2])]
+    first = next(rank for rank, own in enumerate(several) if own.startswith("RuntimeError"))
+    assert several == [
+        f"RuntimeError: no reward on {rank}"
+        if rank == first
+        else f"OtherRankError: rank {first}: no reward on {first}"
+        for rank in range(3)
+    ]
