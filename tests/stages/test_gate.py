@@ -34,49 +34,162 @@ def test_rollouts_are_counted_not_rows(make_batch):
     assert len(CompletenessGate(group_size=2)(fanned)) == 5
 
 
-def test_the_error_doubts_a_group_size_that_most_groups_do_not_have(make_batch):
-    """Dropping the incomplete groups, the usual advice, would drop most groups."""
-    batch = make_batch([0.0] * 8, [0, 0, 1, 1, 2, 2, 2, 2], range(8))
-    with pytest.raises(
-        IncompleteGroupsError, match=r"Is group_size=4 wrong\? 2 of 3 groups have 2 rollouts\. S"
-    ):
-        CompletenessGate(group_size=4)(batch)
-    # The error has no doubt if only one group is incomplete, or if incomplete groups differ in size.
-    for groups in ([0, 0, 1, 1, 1, 1, 2, 2, 2, 2], [0, 0, 1, 1, 1, 2, 2, 2, 2]):
-        with pytest.raises(IncompleteGroupsError, match=r"completed\)\. Set "):
-            CompletenessGate(group_size=4)(make_batch([0.0] * len(groups), groups, range(len(groups))))
+def batch_with(rows) -> TensorDict:
+    """Rows as (group, rollout), and then a status, an end and the expected number, where they are given."""
+    keys = ("group_id", "rollout_id", "status", ("next", "done"), "expected_rollouts")
+    columns = {key: torch.tensor(own) for key, own in zip(keys, zip(*rows, strict=True), strict=False)}
+    return TensorDict(columns, batch_size=[len(rows)])
 
 
-@pytest.mark.parametrize(
-    ("option", "more", "todo"),
-    [
-        ({"group_size": 5}, {}, "set group_size=2"),
-        ({}, {"expected_rollouts": [5] * 6}, r"correct the column 'expected_rollouts' \(expected_key\)"),
-    ],
-)
-def test_the_error_names_the_size_of_all_groups_if_none_has_the_given_size(make_batch, option, more, todo):
-    """Dropping the incomplete groups would drop every row."""
-    batch = make_batch([0.0] * 6, [0, 0, 1, 1, 2, 2], range(6))
-    for name, values in more.items():
-        batch[name] = torch.tensor(values)
-    said = rf"All 3 groups have the size 2\. If so many were dispatched, {todo}, else wait for the missing"
-    with pytest.raises(IncompleteGroupsError, match=said) as refused:
-        CompletenessGate(**option)(batch)
-    assert "drop" not in str(refused.value)
-    status = torch.tensor([DONE, FAILED] * 3)  # a failed rollout was dispatched
-    with pytest.raises(IncompleteGroupsError, match="on_incomplete='drop'"):
-        CompletenessGate(**option)(batch.clone().set("status", status))
+def of_sizes(*sizes) -> list[tuple[int, int]]:
+    """Rows of groups 0, 1, … with these numbers of rollouts."""
+    return [(group, 100 * group + number) for group, size in enumerate(sizes) for number in range(size)]
 
 
-def test_rows_with_a_repeated_rollout_id_are_named_in_an_incomplete_group(make_batch):
-    """Waiting, the usual advice, would not help, because no other id comes. Failed rollouts have ids, too."""
-    ids = r"Are rollout ids repeated\? Group 4 has 3 rows, but 2 rollout ids: rows \[2, 4\] have the id 9\. S"
-    with pytest.raises(IncompleteGroupsError, match=ids):
-        CompletenessGate(group_size=3)(make_batch([0.0] * 6, [4, 0, 4, 0, 4, 0], [8, 1, 9, 2, 9, 3]))
-    for size, rollouts, status in ((3, [8, 9], [DONE] * 2), (2, [8, 8, 9], [FAILED, FAILED, DONE])):
-        batch = make_batch([0.0] * len(rollouts), [4] * len(rollouts), rollouts, status=status)
-        with pytest.raises(IncompleteGroupsError, match=r"\)\. Set "):
-            CompletenessGate(group_size=size)(batch)
+ADVICE = "Set on_incomplete='drop', or 'keep' with min_rollouts, or wait for the missing rollouts"
+UNEVEN = ". If groups have different sizes, give the column 'expected_rollouts' (expected_key) instead of "
+UNEVEN += "group_size"
+ENDS = [(7, 1, DONE, True), (7, 2, CUT, True), *((7, number, DONE, False) for number in range(29, 20, -1))]
+ENDS += [(8, 3, FAILED, True), (8, 4, ABORTED, False), (8, 5, CUT, True)]
+SHORT = ", ".join(f"group {group} has 1 of {{}} (1 completed)" for group in range(8))
+REFUSALS = {
+    "one group": (
+        {"group_size": 3},
+        [(7, 1), (7, 2)],
+        f"1 incomplete group: group 7 has 2 of 3 (2 completed). {ADVICE}",
+    ),
+    "how rollouts ended": (
+        {"group_size": 12},
+        ENDS,
+        "2 incomplete groups: group 7 has 2 of 12 (1 completed, 1 truncated, 9 unfinished: [21, 22, 23, 24, "
+        "25, 26, 27, 28] and 1 more), group 8 has 1 of 12 (1 aborted, 1 failed, 1 truncated). "
+        f"{ADVICE}{UNEVEN}",
+    ),
+    "the order of first rows, and groups without rows": (
+        {"group_size": 2, "expected_groups": [6, 9, 4, 8, 5]},
+        [(9, 0), (4, 1), (8, 2), (8, 3)],
+        "4 incomplete groups: group 9 has 1 of 2 (1 completed), group 4 has 1 of 2 (1 completed), group 6 has "
+        "0 of 2 (no rows), group 5 has 0 of 2 (no rows). Is group_size=2 wrong? 2 of 3 groups have 1 rollout. "
+        f"{ADVICE}{UNEVEN}",
+    ),
+    "a group without rows of unknown size": (
+        {"expected_groups": [7, 8]},
+        [(7, 1, DONE, True, 1)],
+        f"1 incomplete group: group 8 has 0 of all (no rows). {ADVICE}",
+    ),
+    "no doubt about half of the groups": (
+        {"group_size": 4},
+        of_sizes(2, 2, 4, 4),
+        "2 incomplete groups: group 0 has 2 of 4 (2 completed), group 1 has 2 of 4 (2 completed). "
+        f"{ADVICE}{UNEVEN}",
+    ),
+    "a doubt about more": (
+        {"group_size": 4},
+        of_sizes(2, 2, 4),
+        "2 incomplete groups: group 0 has 2 of 4 (2 completed), group 1 has 2 of 4 (2 completed). Is "
+        f"group_size=4 wrong? 2 of 3 groups have 2 rollouts. {ADVICE}{UNEVEN}",
+    ),
+    "no doubt about a single group": (
+        {"group_size": 4},
+        [*of_sizes(2), (1, 100, FAILED)][:2],
+        f"1 incomplete group: group 0 has 2 of 4 (2 completed). {ADVICE}",
+    ),
+    "no doubt if incomplete groups differ in size": (
+        {"group_size": 3},
+        of_sizes(1, 2),
+        "2 incomplete groups: group 0 has 1 of 3 (1 completed), group 1 has 2 of 3 (2 completed). "
+        f"{ADVICE}{UNEVEN}",
+    ),
+    "a repeated id": (
+        {"group_size": 2},
+        [(4, 8), (5, 1), (4, 8), (5, 2)],
+        "1 incomplete group: group 4 has 1 of 2 (1 completed). Are rollout ids repeated? Group 4 has 2 rows, "
+        f"but 1 rollout id: rows [0, 2] have the id 8. {ADVICE}{UNEVEN}",
+    ),
+    "repeated ids": (
+        {"group_size": 4},
+        [(5, 1), (5, 2), (4, 7), (4, 8), (5, 3), (4, 9), (4, 9), (5, 4), (4, 8)],
+        "1 incomplete group: group 4 has 3 of 4 (3 completed). Are rollout ids repeated? Group 4 has 5 rows, "
+        f"but 3 rollout ids: rows [3, 8] have the id 8. {ADVICE}{UNEVEN}",
+    ),
+    "a failed rollout has an id": (
+        {"group_size": 2},
+        [(4, 8, FAILED), (4, 8, FAILED), (4, 9, DONE)],
+        f"1 incomplete group: group 4 has 1 of 2 (1 completed, 1 failed). {ADVICE}",
+    ),
+    "segments, not repeated ids": (
+        {"group_size": 3},
+        [(4, 8), (4, 9)],
+        f"1 incomplete group: group 4 has 2 of 3 (2 completed). {ADVICE}",
+    ),
+    "all groups are short": (
+        {"group_size": 5},
+        of_sizes(1, 1, 1, 1, 1, 1, 1, 1, 1),
+        f"9 incomplete groups: {SHORT.format(*[5] * 8)} and 1 more. All 9 groups have the size 1. If so many "
+        "were dispatched, set group_size=1, else wait for the missing rollouts",
+    ),
+    "all groups are shorter than the column says": (
+        {},
+        [(group, group, DONE, True, 2 + group) for group in range(8)],
+        f"8 incomplete groups: {SHORT.format(*range(2, 10))}. All 8 groups have the size 1. If so many were "
+        "dispatched, correct the column 'expected_rollouts' (expected_key), else wait for the missing "
+        "rollouts",
+    ),
+    "a short group with a failed rollout": (
+        {"group_size": 3},
+        [(0, 0, DONE), (0, 1, DONE), (1, 2, DONE), (1, 3, DONE), (1, 4, FAILED)],
+        "2 incomplete groups: group 0 has 2 of 3 (2 completed), group 1 has 2 of 3 (2 completed, 1 failed). "
+        f"Is group_size=3 wrong? 2 of 2 groups have 2 rollouts. {ADVICE}",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "rows", "said"), REFUSALS.values(), ids=REFUSALS)
+def test_the_error_says_what_is_missing_and_what_to_do(options, rows, said):
+    with pytest.raises(IncompleteGroupsError) as refused:
+        CompletenessGate(**options)(batch_with(rows))
+    assert str(refused.value) == said
+
+
+INVALID = {
+    "statuses": (
+        {"group_size": 2},
+        [(2, 2, 7), (2, 3, -2)],
+        "status must be one of 0 COMPLETED, 1 TRUNCATED, 2 ABORTED, 3 FAILED, or -1 where it is not known; "
+        "found 7 at row 0, -2 at row 1",
+    ),
+    "a text as status": (
+        {"group_size": 2},
+        [(2, 2, 0), (2, 3, 1 << 40)],
+        "status must be one of 0 COMPLETED, 1 TRUNCATED, 2 ABORTED, 3 FAILED, or -1 where it is not known; "
+        "found a text at row 1",
+    ),
+    "several numbers of rollouts": (
+        {},
+        [*((2, number, DONE, True, (3, 1, 2, 5)[number]) for number in range(4)), (1, 9, DONE, True, 0)],
+        "expected_rollouts must be one number ≥ 1 per group; found group 2: [1, 2, 3], group 1: [0]",
+    ),
+    "too many rollouts": (
+        {"group_size": 1},
+        of_sizes(1, 2, 3),
+        "a group cannot have more rollouts than were dispatched; found group 1 has 2 of 1, group 2 has 3 of "
+        "1. If groups have different sizes, give the column 'expected_rollouts' (expected_key) instead of "
+        "group_size. If not, are group ids reused between steps?",
+    ),
+    "more rollouts than the column says": (
+        {},
+        [(0, 0, DONE, True, 1), (0, 1, DONE, True, 1)],
+        "a group cannot have more rollouts than were dispatched; found group 0 has 2 of 1. Correct the column "
+        "'expected_rollouts' (expected_key). Or are group ids reused between steps?",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "rows", "said"), INVALID.values(), ids=INVALID)
+def test_the_error_for_invalid_rows_names_their_values(options, rows, said):
+    with pytest.raises(BatchError) as refused:
+        CompletenessGate(on_incomplete="drop", **options)(batch_with(rows))
+    assert str(refused.value) == said
 
 
 def test_truncated_rollouts_count_and_failed_or_aborted_do_not(make_batch):
@@ -148,8 +261,11 @@ def test_an_absent_group_is_detected(make_batch):
 
 def test_a_batch_without_rows_lacks_every_group(make_batch):
     empty = no_rows(make_batch([0.0], [3]))
-    with pytest.raises(IncompleteGroupsError, match="2 incomplete groups: group 3 has 0 of 2"):
-        CompletenessGate(group_size=2, expected_groups=[3, 8])(empty)
+    for groups, s in (([3], ""), ([8, 3], "s")):
+        found = ", ".join(f"group {group} has 0 of 2 (no rows)" for group in groups)
+        with pytest.raises(IncompleteGroupsError) as refused:
+            CompletenessGate(group_size=2, expected_groups=groups)(empty)
+        assert str(refused.value) == f"{len(groups)} incomplete group{s}: {found}. {ADVICE}"
     assert CompletenessGate(group_size=2)(empty) is empty
 
 
@@ -211,6 +327,15 @@ def test_the_function_counts_the_ids_of_rollouts_that_did_not_fail(rollouts):
     have = {g: sum(1 for h, s, _ in rollouts if h == g and s < ABORTED) for g in range(4)}
     assert dict(zip(found.group_id.tolist(), found.have.tolist(), strict=True)) == have
     assert set(found.expected.tolist()) == {20}
+
+
+def test_the_function_lists_groups_by_their_first_rows_and_then_groups_without_rows():
+    """The number of rollouts of a group without rows is known only from `group_size`."""
+    groups, rollouts, sizes = [5, 5, 2, 3, 5], [0, 0, 1, 2, 9], [3, 3, 2, 1, 3]
+    found = incomplete_groups(groups, rollouts, expected_rollouts=sizes, expected_groups=[3, 5, 8, 2, 7])
+    assert [each.tolist() for each in found] == [[5, 2, 8, 7], [2, 1, 0, 0], [3, 2, -1, -1]]
+    found = incomplete_groups(groups, rollouts, group_size=2, expected_groups=[7, 5, 3, 2])
+    assert [each.tolist() for each in found] == [[2, 3, 7], [1, 1, 0], [2, 2, 2]]
 
 
 def test_the_function_requires_the_number_of_dispatched_rollouts():

@@ -292,9 +292,9 @@ def test_only_rescale_refuses_a_negative_reward():
 
 
 def test_without_success_no_length_is_penalized():
-    batch = FanOutCollapse()(batch_of([-1.0, -1, -2], [0, 0, 0]))
+    batch = FanOutCollapse()(batch_of([-0.5, -0.5, -2], [0, 0, 0]))
     batch[MASK] = torch.arange(4) < torch.tensor([1, 4, 1])[:, None]
-    assert RelativeLength(coefficient=1.0)(batch)[REWARD].tolist() == [-1, -1, -2]
+    assert RelativeLength(coefficient=1.0)(batch)[REWARD].tolist() == [-0.5, -0.5, -2]
 
 
 def test_excluded_rollouts_are_not_in_length_statistics():
