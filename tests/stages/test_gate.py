@@ -68,9 +68,15 @@ REFUSALS = {
     "the order of first rows, and groups without rows": (
         {"group_size": 2, "expected_groups": [6, 9, 4, 8, 5]},
         [(9, 0), (4, 1), (8, 2), (8, 3)],
-        "4 incomplete groups: group 9 has 1 of 2 (1 completed), group 4 has 1 of 2 (1 completed), group 6 has "
-        "0 of 2 (no rows), group 5 has 0 of 2 (no rows). Is group_size=2 wrong? 2 of 3 groups have 1 rollout. "
-        f"{ADVICE}{UNEVEN}",
+        "4 incomplete groups: group 9 has 1 of 2 (1 completed), group 4 has 1 of 2 (1 completed), group 6 "
+        "has 0 of 2 (no rows), group 5 has 0 of 2 (no rows). Is group_size=2 wrong? 2 of 3 groups have 1 "
+        f"rollout. {ADVICE}{UNEVEN}",
+    ),
+    "all groups are short, and one has no rows": (
+        {"group_size": 2, "expected_groups": [0, 1, 2]},
+        of_sizes(1, 1),
+        "3 incomplete groups: group 0 has 1 of 2 (1 completed), group 1 has 1 of 2 (1 completed), group 2 "
+        f"has 0 of 2 (no rows). Is group_size=2 wrong? 2 of 2 groups have 1 rollout. {ADVICE}",
     ),
     "a group without rows of unknown size": (
         {"expected_groups": [7, 8]},
@@ -108,9 +114,9 @@ REFUSALS = {
     ),
     "repeated ids": (
         {"group_size": 4},
-        [(5, 1), (5, 2), (4, 7), (4, 8), (5, 3), (4, 9), (4, 9), (5, 4), (4, 8)],
-        "1 incomplete group: group 4 has 3 of 4 (3 completed). Are rollout ids repeated? Group 4 has 5 rows, "
-        f"but 3 rollout ids: rows [3, 8] have the id 8. {ADVICE}{UNEVEN}",
+        [(5, 1), (5, 2), (4, 8), (5, 3), (4, 9), (4, 9), (5, 4), (4, 8)],
+        "1 incomplete group: group 4 has 2 of 4 (2 completed). Are rollout ids repeated? Group 4 has 4 rows, "
+        f"but 2 rollout ids: rows [2, 7] have the id 8. {ADVICE}{UNEVEN}",
     ),
     "a failed rollout has an id": (
         {"group_size": 2},
@@ -179,8 +185,8 @@ INVALID = {
     "more rollouts than the column says": (
         {},
         [(0, 0, DONE, True, 1), (0, 1, DONE, True, 1)],
-        "a group cannot have more rollouts than were dispatched; found group 0 has 2 of 1. Correct the column "
-        "'expected_rollouts' (expected_key). Or are group ids reused between steps?",
+        "a group cannot have more rollouts than were dispatched; found group 0 has 2 of 1. Correct the "
+        "column 'expected_rollouts' (expected_key). Or are group ids reused between steps?",
     ),
 }
 
@@ -203,6 +209,7 @@ def test_truncated_rollouts_count_and_failed_or_aborted_do_not(make_batch):
     outcome = said_by(CompletenessGate(group_size=2, on_incomplete="drop"), batch)
     assert outcome.batch["group_id"].tolist() == [0, 0]
     assert outcome.reasons == ["trained", "trained", "incomplete", "failed", "failed", "incomplete"]
+    assert outcome.metrics == {"missing_groups": 0, "incomplete_rows": 4}
 
 
 @pytest.mark.parametrize("states", [[CUT, FAILED, DONE], [FAILED, DONE, CUT], [DONE, CUT, FAILED]])
@@ -231,7 +238,9 @@ def test_a_failed_rollout_never_passes_even_with_a_retry(make_batch):
 )
 def test_on_incomplete_keep_requires_enough_rollouts(make_batch, options, kept):
     batch = make_batch([0.0] * 7, [0, 1, 1, 2, 2, 2, 2])
-    assert CompletenessGate(group_size=4, on_incomplete="keep", **options)(batch)["group_id"].tolist() == kept
+    outcome = said_by(CompletenessGate(group_size=4, on_incomplete="keep", **options), batch)
+    assert outcome.batch["group_id"].tolist() == kept
+    assert outcome.metrics == {"missing_groups": 0, "incomplete_rows": 3}
 
 
 def test_a_column_has_the_number_of_dispatched_rollouts(make_batch):

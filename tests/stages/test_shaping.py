@@ -22,6 +22,7 @@ from headrace.transforms import (
     RewardWithin,
     SampleFilter,
 )
+from headrace.transforms.stages.shaping import relative_length
 from headrace.transforms.table.schema import REWARD
 
 MASK = ("masks", "all_assistant_mask")
@@ -295,6 +296,8 @@ def test_without_success_no_length_is_penalized():
     batch = FanOutCollapse()(batch_of([-0.5, -0.5, -2], [0, 0, 0]))
     batch[MASK] = torch.arange(4) < torch.tensor([1, 4, 1])[:, None]
     assert RelativeLength(coefficient=1.0)(batch)[REWARD].tolist() == [-0.5, -0.5, -2]
+    lengths, group = torch.tensor([1, 4, 1]), torch.zeros(3, dtype=torch.int64)
+    assert relative_length(torch.tensor([0.0, 0, -2]), lengths, group).tolist() == [1, 1, 1]
 
 
 def test_excluded_rollouts_are_not_in_length_statistics():
