@@ -18,6 +18,7 @@ from headrace.transforms import (
     GroupRelativeAdvantage,
     LengthPenalty,
     LossWeight,
+    NotTruncated,
     RewardScale,
     RewardsVary,
     RewardWithin,
@@ -29,6 +30,7 @@ from headrace.transforms import (
     TrainSharedOnce,
     TurnAdvantage,
 )
+from headrace.transforms.table.schema import REWARD
 
 ENVIRONMENTS = ("math", "code", "games")
 ADVANTAGES = [
@@ -130,43 +132,122 @@ def test_yaml_sets_the_baseline_and_criterion_of_each_environment():
     assert out.tolist() == [0.75, -0.25, -0.25, -0.25, 1.0, -0.5, -0.5, 0.0, 0.5, -0.5]
 
 
-def test_wrong_columns_and_stages_are_refused():
+def test_wrong_values_of_the_column_are_refused_by_name():
     batch = batch_of([1.0, 0, 1, 0], [0, 0, 1, 1])
     stage = ByColumn(
-        column="environment", stages={"a{b}": GroupRelativeAdvantage(), "b": GroupRelativeAdvantage()}
+        column=("x", "env"), stages={"a{b}": GroupRelativeAdvantage(), "b": GroupRelativeAdvantage()}
     )
     for column, message in (
         (
-            ["b", "b", "c", "c"],
-            r"each value of 'environment' needs an entry; 'c' has none.* are 'a\{b\}', 'b'",
+            ["b", "b", "c", "d"],
+            "each value of ('x', 'env') needs an entry; 'c', 'd' has none. Add one, which may be empty; the "
+            "entries are 'a{b}', 'b'",
         ),
-        (["b", "a{b}", "b", "b"], "all rows of a group need the same value of 'environment'.*group 0"),
-        (["b", "b", "", ""], "every row needs a (label|environment)"),
-        (None, "needs the key 'environment'"),
+        (
+            ["b", "a{b}", "b", "b"],
+            "all rows of a group need the same value of ('x', 'env'); it differs in group 0",
+        ),
+        (["b", "b", "", ""], "env: every row needs a label; found empty ones at rows 2, 3"),
+        (None, "ByColumn needs the key ('x', 'env') (column); the batch has "),
     ):
         rows = batch.clone()
         if column is not None:
-            rows["environment"] = column
-        for run in (stage, Pipeline({"advantage": stage})):
-            with pytest.raises(BatchError, match=message):
-                run(rows)
-    for stages, message in (
-        ({}, "one class"),
-        ({"a": RewardScale(), "b": LengthPenalty(coefficient=0.1)}, "LengthPenalty, RewardScale"),
-        ({"a": RunningBaseline(baseline_key="x")}, "RunningBaseline keeps a state"),
-        ({"a": TokenFilter(criterion=RewardsVary())}, "TokenFilter gives each token its own number"),
-        ({True: RewardScale()}, "whole numbers or texts; got True"),
-        ({"a": LossWeight()}, "LossWeight needs all rows of an optimiser step"),
-        ({"a": CompletenessGate(expected_groups=[1])}, "expected_groups, which are those of the whole batch"),
-        ({"a": FanOutCollapse(), "b": FanOutCollapse(columns=2, weights=[1, 0])}, "the same weights"),
-        ({"a": GroupRelativeAdvantage(), "b": GroupRelativeAdvantage(group_key="g")}, "differ in group_key"),
+            rows["x", "env"] = column
+        with pytest.raises(BatchError) as refused:
+            stage(rows)
+        assert str(refused.value)[: len(message) if column is None else None] == message
+        with pytest.raises(BatchError, match=r"^stage 'advantage', "):
+            Pipeline({"advantage": stage})(rows)
+
+
+OF_TABLE = "stages must decide on the table of one batch; "
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ({}, "stages must be of one class, with other options; got none"),
         (
-            {action: SampleFilter(criterion=RewardsVary(), action=action) for action in ("mask", "exclude")},
-            "leave for 'zero_variance' in one way",
+            {"a": RewardScale(), "b": LengthPenalty(coefficient=0.1)},
+            "stages must be of one class, with other options; got LengthPenalty, RewardScale",
         ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ByColumn(column="environment", stages=stages)
+        ({"a": RunningBaseline(baseline_key="x")}, f"{OF_TABLE}RunningBaseline keeps a state"),
+        (
+            {"a": TokenFilter(criterion=RewardsVary())},
+            f"{OF_TABLE}TokenFilter gives each token its own number",
+        ),
+        (
+            {"a": RewardScale(), True: RewardScale(), 1.5: RewardScale()},
+            "values must be whole numbers or texts; got True",
+        ),
+        ({"a": LossWeight()}, f"{OF_TABLE}LossWeight needs all rows of an optimiser step"),
+        (
+            {"a": CompletenessGate(), "b": CompletenessGate(expected_groups=[1])},
+            f"{OF_TABLE}CompletenessGate has expected_groups, which are those of the whole batch",
+        ),
+        (
+            {"a": FanOutCollapse(columns=2), "b": FanOutCollapse(columns=2, weights=[1, 0])},
+            f"{OF_TABLE}FanOutCollapse weighs several rewards, and a report has one weighted sum: give all "
+            "values the same weights",
+        ),
+        (
+            {"a": GroupRelativeAdvantage(), "b": GroupRelativeAdvantage(group_key="g", advantage_key="x")},
+            "stages must name the same columns; they differ in group_key",
+        ),
+        (
+            {
+                action: SampleFilter(criterion=RewardsVary(), also=NotTruncated(), action=action)
+                for action in ("mask", "exclude")
+            },
+            "rows must leave for 'truncated' in one way, and the stages differ in action. Use the same "
+            "action, or another criterion",
+        ),
+    ],
+)
+def test_stages_that_cannot_decide_by_column_are_refused(stages, message):
+    with pytest.raises(ValueError) as refused:
+        ByColumn(column="environment", stages=stages)
+    assert str(refused.value) == message
+
+
+def test_stages_with_equal_weights_may_weigh_rewards_by_column():
+    own = {value: FanOutCollapse(columns=2, weights=[1, 0]) for value in range(3)}
+    batch = batch_of([0.0, 0, 0], [0, 1, 2])
+    batch["next", "reward"], batch["env"] = torch.tensor([[1.0, 9], [2, 9], [3, 9]]), torch.arange(3)
+    assert ByColumn(column="env", stages=own)(batch)[REWARD].tolist() == [1, 2, 3]
+
+
+def test_an_attribute_that_all_stages_share_is_that_of_the_whole():
+    own = [GroupRelativeAdvantage(eps=0.5), GroupRelativeAdvantage(eps=0.5, baseline="median", scale="none")]
+    own += [GroupRelativeAdvantage(eps=0.5)]
+    stage = ByColumn(column=("x", "env"), stages=dict(zip((3, "b", "c"), own, strict=True)))
+    assert (stage.eps, stage.missing, stage.group_key, stage.within_groups) == (
+        0.5,
+        "raise",
+        "group_id",
+        True,
+    )
+    assert stage.in_keys == [("x", "env"), *own[0].in_keys]
+    assert stage.out_keys == own[0].out_keys == ["advantage"]
+    assert stage.final_keys == own[0].final_keys
+    for name in ("baseline", "scale"):
+        with pytest.raises(AttributeError, match=rf"^the stages of 3, b, c differ in {name}$"):
+            getattr(stage, name)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        stage.nothing  # noqa: B018
+    judged = [
+        SampleFilter(criterion=each, unit="sample", action="drop") for each in (RewardsVary(), Ranked())
+    ]
+    for order in (judged, judged[::-1]):  # the order of the values does not matter
+        filters = ByColumn(column="env", stages=dict(enumerate(order)))
+        assert filters.before_baseline is True
+        assert filters.within_groups is False
+
+
+class Ranked(RewardWithin):
+    """A criterion that a pipeline takes for one over the whole batch, before the baseline."""
+
+    before_baseline, within_groups = True, False
 
 
 def test_an_excluded_row_needs_an_entry_too():

@@ -23,6 +23,8 @@ from headrace.transforms import (
     MissingKeyError,
     SampleFilter,
 )
+from headrace.transforms.stages.filter.group_criteria import best_of
+from headrace.transforms.table import Ids
 from headrace.transforms.table.schema import REWARD
 
 
@@ -48,6 +50,13 @@ def test_the_best_k_of_each_group_are_kept(drawn, k, by):
         expected |= kept_by_loops(members, k, by)
     assert stay == expected
     assert keep.tolist() == [label in stay for label in batch["rollout_id"].tolist()]
+
+
+def test_a_rollout_without_tokens_is_as_efficient_as_with_one():
+    reward, ids, groups = torch.tensor([2.0, 3, 4, 1]).double(), torch.arange(4), Ids(torch.zeros(4).long())
+    for k, expected in ((1, [1]), (2, [0, 1]), (3, [0, 1, 2])):  # R/L is 2, 3, 2 and 1/4
+        kept = best_of(reward, groups, ids, k, "efficiency", torch.tensor([0, 1, 2, 4]))
+        assert kept.nonzero().flatten().tolist() == expected
 
 
 def test_rounding_does_not_decide_between_sets_of_equal_variance():

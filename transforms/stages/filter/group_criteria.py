@@ -31,7 +31,8 @@ def best_of(reward: Tensor, groups: Ids, ids: Tensor, k: int, by: By, length: Te
 
     Of equal rollouts, those with smaller ids are kept. Under ``variance``, if several a give the same
     variance, the largest a is used. The k rewards with the largest variance are at the two ends of the sorted
-    rewards (PODS, theorem 1), so there are only k + 1 choices of a.
+    rewards (PODS, theorem 1). If the largest reward replaces the k-th smallest, the variance does not become
+    smaller, so a is at least 1, and there are only k choices.
 
     Args:
         reward: (V,) float64, one per rollout.
@@ -74,7 +75,7 @@ def best_of(reward: Tensor, groups: Ids, ids: Tensor, k: int, by: By, length: Te
     # 3. The number a of largest rewards that maximises the variance. Among variances that are equal up to
     #    rounding, the largest a.
     best, best_a = torch.full_like(sum_of_all, -1.0), torch.full_like(count, k)
-    for a in range(k, -1, -1):
+    for a in range(k, 0, -1):
         largest_end = count.clamp_max(a)  # sorted rewards before this index are the a largest,
         smallest_begin = (count - k + a).clamp_min(0)  # and those from this index on the k − a smallest
         total = sums.gather(1, largest_end) + (sum_of_all - sums.gather(1, smallest_begin))
@@ -82,9 +83,9 @@ def best_of(reward: Tensor, groups: Ids, ids: Tensor, k: int, by: By, length: Te
         variance = square - total.square() / k  # the variance times k
         better = variance > best + squares_of_all * ROUNDING
         best_a, best = torch.where(better, a, best_a), torch.where(better, variance, best)
-    best_a, count = groups.spread(best_a.flatten()), groups.spread(groups.count)
+    best_a = groups.spread(best_a.flatten())
     largest = place < best_a
-    return (count <= k) | largest | (places(reward.masked_fill(largest, float("inf"))) < k - best_a)
+    return largest | (places(reward.masked_fill(largest, float("inf"))) < k - best_a)
 
 
 class BestOf(Criterion, columns=("loss_mask", "group", "rollout")):
