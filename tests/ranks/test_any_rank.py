@@ -17,6 +17,7 @@ from any_rank import (
     take_as_many_steps,
 )
 from composed import composed
+from rank_threads import results_in_threads
 from recipes import ADVANTAGES, FEW
 from test_contract import STAGES, rows
 
@@ -32,25 +33,23 @@ def test_every_recipe_has_the_bits_of_one_process_for_any_spread_of_rows(world, 
 
 
 @pytest.mark.slow
-def test_every_stage_records_the_metrics_of_one_process_on_each_rank(tmp_path):
+def test_every_stage_records_the_metrics_of_one_process_on_each_rank():
     stages = {name: make() for name, make in STAGES.items() if name not in ("pipeline", "split-budget")}
-    for recorded, wrong in results_of(metrics_of_stages, 2, tmp_path, stages, rows()):
+    for recorded, wrong in results_in_threads(metrics_of_stages, 2, stages, rows()):
         assert recorded > 100
         assert not wrong
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shared_ids", ["same", "different"])
-def test_groups_without_rows_are_counted_over_all_ranks(shared_ids, tmp_path):
-    for said, raised in results_of(lack_groups, 2, tmp_path, shared_ids):
+def test_groups_without_rows_are_counted_over_all_ranks(shared_ids):
+    for said, raised in results_in_threads(lack_groups, 2, shared_ids):
         assert said == 1 + 2
         assert "3 incomplete groups" in raised
 
 
-@pytest.mark.slow
-def test_carried_rows_are_weighted_on_their_rank_and_counted_by_all(tmp_path):
+def test_carried_rows_are_weighted_on_their_rank_and_counted_by_all():
     """Under ``fold="token_mean"``, each row is multiplied by the number of tokens in its micro-batch."""
-    for off, carried, counted in results_of(fold_stream, 2, tmp_path):
+    for off, carried, counted in results_in_threads(fold_stream, 2):
         assert carried > 0
         assert off < 1e-6
         assert all(said == tokens for said, tokens in counted)
@@ -66,9 +65,9 @@ def test_every_carried_row_trains_once_and_the_oldest_first(world, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_rank_takes_the_same_steps_and_micro_batches(world, tmp_path):
+def test_every_rank_takes_the_same_steps_and_micro_batches(world):
     """Under ``pad``, a rank may have no rows, or fewer units than optimiser steps."""
-    for tried, wrong in results_of(take_as_many_steps, world, tmp_path):
+    for tried, wrong in results_in_threads(take_as_many_steps, world):
         assert tried > 50
         assert not wrong
 
@@ -98,10 +97,9 @@ def test_weights_for_another_way_to_combine_gradients_are_named_with_the_factor(
             assert all(each.endswith(f"weight.gradients={right[combined]}") for each in said)
 
 
-@pytest.mark.slow
-def test_carried_rows_of_ranks_keep_their_first_reason(tmp_path):
+def test_carried_rows_of_ranks_keep_their_first_reason():
     masked, waits, gone = "filter/reward_bounds", "split/carried", "gate/incomplete"
-    for rank, found in enumerate(results_of(carry_masked, 2, tmp_path)):
+    for rank, found in enumerate(results_in_threads(carry_masked, 2)):
         reasons = [["trained"] * 3 + [masked], [gone, masked], ["trained", "trained", masked]]
         if rank == 1:
             reasons = [["trained", "trained", masked, waits], [gone, waits], ["trained"] * 3]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from any_rank import results_of
 from budgets import run_budget
 from cutting import cut_alone
 from hypothesis import given
 from hypothesis import strategies as st
+from rank_threads import results_in_threads
 from tensordict import TensorDict
 
 from headrace.transforms import BatchError, ShuffleSplit, assign_rows
@@ -90,8 +90,8 @@ def test_a_split_without_any_optimiser_step_is_refused_with_its_numbers():
     assert len(ShuffleSplit(minibatch_size=5, remainder="carry")(batch)) == 0
 
 
-def test_ranks_with_own_rows_agree_on_dropped_units(tmp_path):
-    first, second = results_of(run_budget, 2, tmp_path)
+def test_ranks_with_own_rows_agree_on_dropped_units():
+    first, second = results_in_threads(run_budget, 2)
     for mine, number in ((first, 0), (second, 3)):
         (rollouts, _, _, microbatch), verdict = mine["equal counts"]
         assert sorted(rollouts) == [number, number + 1, number + 2]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from any_rank import TOGETHER, results_of
+from any_rank import TOGETHER
 from batches import batch_of
 from hypothesis import given
 from hypothesis import strategies as st
+from rank_threads import results_in_threads
 from tensordict import TensorDict, lazy_stack
 from tensordict.nn import TensorDictModule
 
@@ -58,9 +59,8 @@ def kept_on(rank: int, world: int) -> torch.Tensor:
     return Pipeline(stages, **TOGETHER)(own)["rollout_id"]
 
 
-@pytest.mark.slow
-def test_each_rank_keeps_its_own_rows_by_their_tokens(tmp_path):
-    assert [kept.tolist() for kept in results_of(kept_on, 2, tmp_path)] == [[0], [2]]
+def test_each_rank_keeps_its_own_rows_by_their_tokens():
+    assert [kept.tolist() for kept in results_in_threads(kept_on, 2)] == [[0], [2]]
 
 
 def test_the_order_check_reads_the_token_columns_of_a_criterion():

@@ -1,4 +1,4 @@
-"""Ranks with their own rows and a token budget, each in its own process."""
+"""Ranks with their own rows and a token budget, each in its own thread."""
 
 from __future__ import annotations
 

@@ -7,9 +7,10 @@ from random import Random
 import pytest
 import torch
 from alone import said_by
-from any_rank import results_of, trained_once_of_rank
+from any_rank import trained_once_of_rank
 from composed import composed
 from gradients import distance
+from rank_threads import results_in_threads
 from tensordict import TensorDict, lazy_stack
 from tries import ATTENTION, FULL, LOG_PROBS, LOSS, dense, ragged
 
@@ -222,10 +223,9 @@ def test_turns_can_be_merged_if_shared_tokens_train_once():
     assert merged.batch[LOSS].int().tolist() == [[0, 1, 1, 0, 1]]
 
 
-@pytest.mark.slow
-def test_rows_of_a_rollout_on_two_ranks_train_a_shared_token_once(tmp_path):
+def test_rows_of_a_rollout_on_two_ranks_train_a_shared_token_once():
     """The masks are those of one process with the rows of both ranks, even if a rank has no rows."""
-    found = results_of(trained_once_of_rank, 2, tmp_path, SEEDS)
+    found = results_in_threads(trained_once_of_rank, 2, SEEDS)
     for case, seed in enumerate(SEEDS):
         alone = Pipeline({"once": TrainSharedOnce()}).run(forked(seed))
         for how in range(2):
