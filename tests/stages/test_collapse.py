@@ -160,6 +160,78 @@ def test_reductions_equal_the_values_by_hand(reduce, expected):
     assert found.is_first_segment.tolist() == [True, True, False, False]
 
 
+@pytest.mark.parametrize("how", ["first", "last"])
+def test_a_rollout_of_one_row_keeps_its_reward_beside_others(how):
+    """The first row and the last row of the batch may each be a whole rollout."""
+    found = collapse_fan_out([1.0, 2, 3, 4], [9, 5, 5, 0], reduce=how).reward.tolist()
+    assert found == [1, *[2.0 if how == "first" else 3.0] * 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.int64, torch.float64),
+    ],
+)
+def test_a_reward_has_at_least_the_precision_of_float32(make_batch, given, written):
+    batch = make_batch([1.0, 3.0], [0, 0])
+    batch["next", "reward"] = torch.tensor([[1], [3]], dtype=given)
+    out = FanOutCollapse(weights=[2.0])(batch)
+    assert (out[REWARD].dtype, out[REWARDS].dtype) == (written, written)
+    assert (out[REWARD].tolist(), out[REWARDS].tolist()) == ([2, 6], [[1], [3]])
+
+
+def test_a_sum_may_be_as_large_as_its_dtype_allows_and_no_larger(make_batch):
+    most = torch.finfo(torch.float32).max
+    batch = make_batch([most, 0.0, 1.0], [0, 0, 0], [7, 7, 8])
+    assert FanOutCollapse(reward="sum")(batch)[REWARD].tolist() == [most, most, 1]
+    batch["next", "reward"][1] = most
+    assert FanOutCollapse(reward="max")(batch)[REWARD].tolist() == [most, most, 1]
+    with pytest.raises(BatchError) as refused:
+        FanOutCollapse(reward="sum")(batch)
+    assert str(refused.value) == (
+        f"the sum of a rollout's rewards must be finite in torch.float32; found [{2 * most}] for rollout 7. "
+        "Give rewards of a larger dtype"
+    )
+
+
+@pytest.mark.parametrize(
+    ("columns", "shape", "needed"),
+    [(1, (2, 2), "one number"), (2, (2,), "2 numbers"), (3, (2, 2), "3 numbers")],
+)
+def test_another_number_of_rewards_than_columns_is_refused(make_batch, columns, shape, needed):
+    batch = make_batch([1.0, 3], [0, 0]).set(("next", "reward"), torch.zeros(shape))
+    with pytest.raises(BatchError) as refused:
+        FanOutCollapse(columns=columns)(batch)
+    assert str(refused.value) == (
+        f"FanOutCollapse needs {needed} per row in ('next', 'reward') (reward_key), for 2 rows; found "
+        f"{shape}. If these are several rewards, set columns to their number"
+    )
+
+
+@pytest.mark.parametrize("missing", ["skip", "mask"])
+def test_excluded_and_missing_rewards_are_in_no_number(make_batch, missing):
+    """Row 0 was excluded before; rollout 8 has no reward, and rollout 9 lacks one of two."""
+    batch = make_batch([0.0] * 5, [0] * 5, [6, 7, 7, 8, 9])
+    rewards = [[NAN, 5.0], [1.0, 2.0], [1.0, 2.0], [NAN, NAN], [4.0, NAN]]
+    batch["next", "reward"] = torch.tensor(rewards)
+    batch[COUNTED] = torch.arange(5) > 0
+    said = said_by(FanOutCollapse(columns=2, weights=[3.0, 1.0], missing=missing), batch)
+    out = said.batch
+    none = -1.0 if missing == "skip" else 0.0  # NaN or, if the rollout is excluded, 0
+    assert out[REWARDS].nan_to_num(-1).tolist() == [[0, 0], [1, 2], [1, 2], [none, none], [4, -1]]
+    assert out[REWARD].nan_to_num(-1).tolist() == [0, 5, 5, none, 12]
+    assert out[IS_FIRST_SEGMENT].tolist() == [False, True, False, missing == "skip", True]
+    assert said.metrics == {"rollouts": 3 if missing == "skip" else 2, "reward_mean": 8.5}
+    masked = ["trained"] * 3 + ["no_reward" if missing == "mask" else "trained", "trained"]
+    assert said.reasons == masked
+    assert out[COUNTED].tolist() == [False, True, True, missing == "skip", True]
+
+
 def test_sums_and_means_are_exact_beside_a_large_segment():
     rewards = [2.0**25, 1.0, -(2.0**25)]  # in float32 1 + 2²⁵ is 2²⁵
     assert collapse_fan_out(rewards, [0, 0, 0], reduce="sum").reward.tolist() == [1] * 3

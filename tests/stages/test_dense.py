@@ -126,11 +126,16 @@ def test_columns_per_token_are_padded_and_others_are_stacked():
         ("mine", "flags"): [torch.ones(3, 2, dtype=torch.bool), torch.ones(3, 2, dtype=torch.bool)],
         ("next", "reward"): [torch.tensor([1.0], dtype=torch.bfloat16)] * 2,
     }
-    rows = ragged([*ROWS, ([5], [6])], {key: [*values, values[0][:2]] for key, values in columns.items()})
+    grids = torch.arange(12).view(2, 3, 2)  # 3 × 2 numbers for each token
+    columns["mine", "grids"] = [torch.zeros(3, 3, 2).long(), torch.ones(3, 3, 2).long(), grids]
+    columns = {key: [*values, values[0][:2]][:3] for key, values in columns.items()}
+    rows = ragged([*ROWS, ([5], [6])], columns)
     dense = DenseRows(pad_id=PAD)(rows)
     assert dense[LOG_PROB][2].isnan().tolist() == [True, False, False]
     assert dense["next", "ref_log_probs", "full"].shape == (3, 3)
     assert dense["mine", "flags"][2].tolist() == [[False] * 2, [True] * 2, [True] * 2]
+    assert dense["mine", "grids"][2].tolist() == [[[0, 0]] * 3, *grids.tolist()]
+    assert dense["mine", "grids"][:2].flatten(1).unique(dim=1).tolist() == [[0], [1]]
     assert (dense["next", "reward"].dtype, dense["next", "reward"].shape) == (torch.bfloat16, (3, 1))
 
 

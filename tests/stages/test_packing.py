@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from batches import cut_rows, no_rows
@@ -190,6 +192,36 @@ def test_rows_that_cannot_be_packed_are_refused_with_the_reason():
         pack(no_rows(batch))
     with pytest.raises(MissingKeyError, match="written by pack"):
         unpack(batch)
+
+
+def test_an_error_of_packing_lists_at_most_ten_rows():
+    batch = batch_of([2] * 24)
+    empty, first, outside = batch.clone(), batch.clone(), batch_of([2] * 24, width=3)
+    empty[ATTENTION][1:12] = False
+    first[LOSS][12:] = True
+    outside[LOSS][2:13, 0] = True
+    outside = outside.set(ATTENTION, outside[ATTENTION] & (torch.arange(3) > 0))
+    for wrong, rows in ((empty, range(1, 11)), (first, range(12, 22)), (outside, range(2, 12))):
+        with pytest.raises(BatchError, match=re.escape(f"rows {[*rows]}")):
+            pack(wrong)
+
+
+def test_values_of_another_number_than_the_tokens_or_nodes_are_refused():
+    batch = batch_of([2, 3])
+    batch[FULL] = torch.tensor([[0, 5, 6], [5, 6, 7]])
+    for tree, size, what in ((False, 5, "tokens"), (True, 3, "nodes of a tree")):
+        packed = pack(batch, tree=tree)
+        for shape in ((1, size + 1), (size,), (2, size)):
+            with pytest.raises(BatchError) as refused:
+                unpack_tokens(torch.zeros(shape), packed)
+            assert str(refused.value) == (
+                f"values must be (1, {size}, ...), for the {size} {what} that the model sees; got {shape}. "
+                "To restore the packed columns use unpack"
+            )
+        values = torch.arange(2.0 * size).view(1, size, 2)
+        nodes = {5: [[0, 1], [2, 3, 4]], 3: [[0, 1], [0, 1, 2]]}[size]
+        expected = [[[0, 0]] * (3 - len(row)) + [[2 * node, 2 * node + 1] for node in row] for row in nodes]
+        assert unpack_tokens(values, packed).tolist() == expected
 
 
 def with_row(number, key, value) -> TensorDict:

@@ -306,7 +306,7 @@ class GatheredRows:
         if out is not None:
             how |= dict.fromkeys([*steps.table.masking.columns, mask, log_prob], (out, None))
         if padding is not None:
-            how |= {ROW: (padding, -1), weight: (padding, 0), IN_LOSS: (padding, 0)}
+            how |= {ROW: (padding, -1), weight: (padding, 0)}
         self.masked: dict[NestedKey, tuple[Tensor, float]] = {}
         for column, (flags, value) in how.items():
             if column is not None and (found := parts_of(batch, column)):

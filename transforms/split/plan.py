@@ -224,8 +224,6 @@ def _bins_by_rank(load: Tensor, ranks: int) -> Tensor:
         (B,) int64, bin numbers, sorted by rank.
     """
     by_load = load.sort(descending=True, stable=True)
-    if ranks == 1:
-        return by_load.indices
     total = [0.0] * ranks
     assigned: list[list[int]] = [[] for _ in range(ranks)]
     for loads, numbers in zip(*(column.view(-1, ranks).tolist() for column in by_load), strict=True):
