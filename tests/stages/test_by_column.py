@@ -148,6 +148,11 @@ def test_wrong_values_of_the_column_are_refused_by_name():
             "all rows of a group need the same value of ('x', 'env'); it differs in group 0",
         ),
         (["b", "b", "", ""], "env: every row needs a label; found empty ones at rows 2, 3"),
+        (
+            torch.tensor([3, 3, -1, -1]),
+            "every row needs a env ≥ 0; found -1 at row 2, -1 at row 3: rows without a value would have no "
+            "options",
+        ),
         (None, "ByColumn needs the key ('x', 'env') (column); the batch has "),
     ):
         rows = batch.clone()

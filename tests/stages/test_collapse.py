@@ -167,6 +167,13 @@ def test_a_rollout_of_one_row_keeps_its_reward_beside_others(how):
     assert found == [1, *[2.0 if how == "first" else 3.0] * 2, 4]
 
 
+@pytest.mark.parametrize(("how", "expected"), [("first", 1.0), ("last", 2.0)])
+def test_a_rollout_that_is_out_of_the_statistics_has_no_segment_to_choose(make_batch, how, expected):
+    batch = make_batch([9.0, 1, 2, 9], [0] * 4, [8, 7, 7, 6])
+    batch[COUNTED] = torch.tensor([False, True, True, False])
+    assert FanOutCollapse(reward=how)(batch)[REWARD].tolist() == [0, expected, expected, 0]
+
+
 @pytest.mark.parametrize(
     ("given", "written"),
     [

@@ -20,6 +20,7 @@ from headrace.transforms import (
     NotTruncated,
     SampleFilter,
 )
+from headrace.transforms.stages.sequences.dense import entries_behind, turn_right
 from headrace.transforms.table import schema
 
 PAD = 10
@@ -137,6 +138,19 @@ def test_columns_per_token_are_padded_and_others_are_stacked():
     assert dense["mine", "grids"][2].tolist() == [[[0, 0]] * 3, *grids.tolist()]
     assert dense["mine", "grids"][:2].flatten(1).unique(dim=1).tolist() == [[0], [1]]
     assert (dense["next", "reward"].dtype, dense["next", "reward"].shape) == (torch.bfloat16, (3, 1))
+
+
+@given(
+    st.integers(0, 5).flatmap(lambda width: st.lists(st.lists(st.booleans(), min_size=width, max_size=width)))
+)
+def test_rows_are_turned_until_a_real_token_is_last(attention):
+    mask = torch.tensor(attention).bool().view(len(attention), -1 if any(attention) else 0)
+    behind = entries_behind(mask).tolist()
+    assert behind == [next((k for k, real in enumerate(row[::-1]) if real), 0) for row in attention]
+    by = [own + number % 2 for number, own in enumerate(behind)]
+    grid = torch.arange(2 * mask.numel()).view(*mask.shape, 2)
+    turned = turn_right(grid, torch.tensor(by).long())
+    assert all(own.equal(row.roll(n, 0)) for own, row, n in zip(turned, grid, by, strict=True))
 
 
 def test_a_loss_mask_in_the_rows_is_kept():
@@ -314,10 +328,11 @@ def test_ragged_rows_of_two_dtypes_are_refused():
 
 @pytest.mark.parametrize("more", [(), (1,), (3,)])
 def test_a_column_as_wide_as_moved_tokens_is_refused(more):
-    batch = as_written_padded([([5], [6, 7, 8]), ([5], [6])])
-    batch["token_reward"] = torch.zeros(*batch[FULL].shape, *more)
-    with pytest.raises(BatchError, match=r"moved to the end of the rows.*'token_reward'"):
-        DenseRows(pad_id=PAD)(batch)
+    for rows in ([([5], [6, 7, 8]), ([5], [6])], [([5], [6]), ([5], [])]):
+        batch = as_written_padded(rows)
+        batch["token_reward"] = torch.zeros(*batch[FULL].shape, *more)
+        with pytest.raises(BatchError, match=r"moved to the end of the rows.*'token_reward'"):
+            DenseRows(pad_id=PAD)(batch)
 
 
 def test_no_operator_runs_per_ragged_row():

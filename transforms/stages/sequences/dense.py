@@ -354,13 +354,13 @@ def turn_right(column: Tensor, by: Tensor) -> Tensor:
     return column[torch.arange(rows, device=by.device)[:, None], places]
 
 
-def fit_width(column: Tensor, width: int, value: float | None = None) -> Tensor:
+def fit_width(column: Tensor, width: int, value: float = 0) -> Tensor:
     """Add or remove padding on the left.
 
     Args:
-        column: (N, T, ...).
+        column: (N, T).
         width: new number of entries per row. Only padding may be cut off.
-        value: the padding, see :func:`.tokens.padded`.
+        value: the padding.
 
     Example:
         >>> fit_width(torch.tensor([[0, 7]]), 3).tolist(), fit_width(torch.tensor([[0, 7]]), 1).tolist()
@@ -368,9 +368,7 @@ def fit_width(column: Tensor, width: int, value: float | None = None) -> Tensor:
     """
     if column.shape[1] == width:
         return column
-    fill = no_token(column) if value is None else value
-    beside = (0, 0) * (column.ndim - 2)  # no padding in the dimensions after the tokens
-    return nn.functional.pad(column, (*beside, width - column.shape[1], 0), value=fill)
+    return nn.functional.pad(column, (width - column.shape[1], 0), value=value)
 
 
 def columns_by_row(
