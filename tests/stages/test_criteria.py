@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable
 
@@ -124,6 +125,29 @@ def test_these_laws_find_both_faults_of_a_wrong_criterion(monkeypatch):
         test_more_rows_of_a_rollout_change_no_other_rollout()
     with pytest.raises(AssertionError, match=r"row-mean: .*self.reward_key to its in_keys"):
         test_a_criterion_declares_the_columns_that_it_reads()
+
+
+def test_options_of_a_criterion_are_given_by_name_and_printed():
+    for name, make in CRITERIA.items():
+        with of(name):
+            parameters = inspect.signature(type(make())).parameters.values()
+            assert all(each.kind in (each.KEYWORD_ONLY, each.VAR_KEYWORD) for each in parameters)
+            options = {each.name: getattr(make(), each.name) for each in parameters if each.name != "names"}
+            assert repr(type(make())(**options)) == repr(make())
+
+
+@pytest.mark.parametrize("kind", [RewardWithin, LengthWithin, GroupMeanWithin])
+def test_a_value_equal_to_a_bound_is_within_it(kind):
+    rows = batch_of([1.0, 2, 3, 4], [0, 1, 2, 3])
+    rows[REWARD] = rows["next", "reward"].flatten()
+    rows["masks", "all_assistant_mask"] = torch.arange(4) < torch.tensor([1, 2, 3, 4])[:, None]
+    for low, high in ((2, 3), (2, 2), (1, 4), (3, 9)):
+        expected = [low <= value <= high for value in (1, 2, 3, 4)]
+        assert kind(low=low, high=high)(rows).tolist() == expected
+        assert kind(low=low)(rows).tolist() == [low <= value for value in (1, 2, 3, 4)]
+        assert kind(high=high)(rows).tolist() == [value <= high for value in (1, 2, 3, 4)]
+    with pytest.raises(ValueError, match=r"^low must be ≤ high; got 3 and 2$"):
+        kind(low=3, high=2)
 
 
 TRUNCATED = int(Status.TRUNCATED)

@@ -102,6 +102,13 @@ def test_a_unit_is_kept_or_removed_with_all_its_rows(make_batch, unit, kept):
     assert stage(batch)["row"].tolist() == kept
 
 
+@pytest.mark.parametrize(("rewards", "kept"), [([1.0], 1), ([8.0], 0), ([8.0, 1, 1, 1, 8], 3)])
+def test_the_metrics_count_the_rows_that_stay(make_batch, rewards, kept):
+    batch = make_batch(rewards, [0] * len(rewards))
+    said = said_by(SampleFilter(criterion=RewardWithin(high=5.0)), batch)
+    assert said.metrics == {"kept": kept, "fraction_kept": kept / len(rewards)}
+
+
 def test_removing_all_rows_gives_an_empty_batch_and_a_metric(make_batch):
     stage = SampleFilter(criterion=RewardWithin(high=-1.0), action="drop")
     outcome = said_by(stage, make_batch([1.0, 8], [0, 0]))

@@ -129,7 +129,7 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
                 ids = rows.with_excluded.ids(unit, checked=False)
                 keep = ids.spread(ids.all(keep))
             kept.append(keep)
-        keep = kept[0] if len(kept) == 1 else kept[0] & kept[1]
+        keep = torch.stack(kept).all(0)
         # 2. Count the rows that stay, and take the others out.
         count = int(keep.sum())
         rows.metric("kept", count)

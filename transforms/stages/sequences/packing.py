@@ -240,7 +240,7 @@ def unpack_tokens(values: Tensor, packed: TensorDictBase) -> Tensor:
             f"values must be (1, {size}, ...), for the {size} {what} that the model sees; got "
             f"{tuple(values.shape)}. To restore the packed columns use unpack"
         )
-    found = values[0]
+    found = values.squeeze(0)
     if has_key(packed, "packed_node"):
         found = found.index_select(0, packed["packed_node"][0])
     return _in_rows(found, packed)
