@@ -7,7 +7,10 @@ import torch
 from cutting import cut_alone
 from hypothesis import given
 from hypothesis import strategies as st
+from rank_threads import on_ranks
+from tensordict import TensorDict
 
+from headrace.pipeline import Pipeline
 from headrace.transforms import (
     BatchError,
     MissingKeyError,
@@ -16,7 +19,7 @@ from headrace.transforms import (
     shuffle_split,
     split_minibatches,
 )
-from headrace.transforms.table.schema import MINIBATCH
+from headrace.transforms.table.schema import MINIBATCH, PADDING, ROW
 
 UNITS = st.one_of(st.none(), st.lists(st.integers(0, 6), min_size=1, max_size=25))
 
@@ -126,3 +129,54 @@ def test_fewer_units_than_minibatches_make_no_empty_minibatch(make_batch):
 def test_an_unsplit_batch_is_refused(make_batch):
     with pytest.raises(MissingKeyError, match="written by ShuffleSplit"):
         next(split_minibatches(make_batch([0.0], [0])))
+
+
+def steps_of_rank(group, make_batch, parts, shared_ids, options):
+    """The minibatches of a rank, or its error. A part has the groups of the rows of a rank."""
+    groups = parts[group.rank]
+    first = sum(map(len, parts[: group.rank]))
+    batch = make_batch(
+        [float(first + k) for k in range(len(groups))], groups, range(first, first + len(groups))
+    )
+    batch = batch if groups else TensorDict({}, batch_size=[0])
+    how = {"process_group": group, "shared_ids": shared_ids, "patience": 9.0}
+    pipeline = Pipeline({"split": ShuffleSplit(shuffle=False, **options)}, **how)
+    try:
+        return list(pipeline.minibatches(batch))
+    except BatchError as err:
+        return str(err)
+
+
+def test_a_unit_with_rows_on_two_ranks_is_in_one_minibatch_or_refused(make_batch):
+    parts, cut = [[0, 0, 5], [5, 1, 7], [7, 9, 9]], {"unit": "group", "remainder": "uneven"}
+    for said in on_ranks(steps_of_rank, 3, make_batch, parts, "same", cut | {"minibatches": 2}):
+        assert said.endswith(
+            "groups 5, 7 have rows on more than one rank. Each rank cuts its own minibatches, so these rows "
+            "would be in several optimiser steps. Keep the rows of a group on one rank, or set minibatches=1"
+        )
+    for shared_ids, minibatches in (("same", 1), ("different", 2)):
+        found = on_ranks(steps_of_rank, 3, make_batch, parts, shared_ids, cut | {"minibatches": minibatches})
+        for rank, steps in enumerate(found):
+            assert len(steps) == minibatches
+            rows = [row for step in steps for row in step[ROW].tolist()]
+            assert sorted(rows) == [0, 1, 2]
+            trained = sorted(reward for step in steps for reward in step["next", "reward"].flatten().tolist())
+            assert trained == [3 * rank, 3 * rank + 1, 3 * rank + 2]
+
+
+@pytest.mark.parametrize("parts", [[[], [4, 5, 6], []], [[1], [], [2, 3]]])
+def test_a_rank_without_rows_pads_with_the_first_row_of_the_first_rank_that_has_rows(make_batch, parts):
+    cut = {"minibatches": 1, "microbatches": 2, "remainder": "pad", "unit": "sample"}
+    found = on_ranks(steps_of_rank, 3, make_batch, parts, "same", cut)
+    lender = next(rank for rank, groups in enumerate(parts) if groups)
+    lent = make_batch([float(k) for k in range(len(parts[lender]))], parts[lender])
+    for rank, (step,) in enumerate(found):
+        assert len(step) >= 2
+        if parts[rank]:
+            assert sorted(set(step[ROW].tolist()) - {-1}) == list(range(len(parts[rank])))
+            continue
+        assert step[PADDING].all()
+        assert set(step[ROW].tolist()) == {-1}
+        assert not step["masks", "all_assistant_mask"].any()
+        for key in (("tokens", "full"), "group_id", ("stranger", "deep")):
+            assert all(row.equal(lent[key][0]) for row in step[key]), key

@@ -14,7 +14,9 @@ from tensordict import TensorDict, lazy_stack
 
 from headrace.pipeline import Pipeline
 from headrace.transforms import BatchError, BatchTransform, TreeAdvantage, tree_advantage
+from headrace.transforms.stages.sequences import END
 from headrace.transforms.table.schema import COUNTED
+from headrace.transforms.trees.by_prefix import origin_of
 
 REAL = ("masks", "all_attention_mask")
 WORDS = ("tokens", "full")
@@ -167,6 +169,36 @@ def test_forks_by_parents_equal_forks_by_labels_of_nodes(tree, options, data):
     for place, credit in zip(order, found.get("advantage", as_list=True), strict=True):
         assert credit.flatten().tolist() == pytest.approx(expected[place], rel=1e-12, abs=1e-12)
         assert torch.allclose(credit, by_label[place], rtol=1e-12, atol=1e-12)
+
+
+def origin_by_loops(paths, sources, row, place):
+    """The row that first generated the token at `place` of a row: a parent, or the row itself."""
+    parent = sources[row]
+    shared = [own == other for own, other in zip(paths[row], paths[parent], strict=False)]
+    if parent == row or not all(shared[: place + 1]) or place >= len(shared):
+        return row
+    return origin_by_loops(paths, sources, parent, place)
+
+
+@given(
+    st.integers(0, 4),
+    st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=4), st.integers(0, 8)), max_size=9),
+    st.randoms(),
+)
+def test_each_token_has_the_row_in_which_it_was_first_generated(width, drawn, random):
+    """A row is forked from any row before it or is its own parent; then the rows are shuffled."""
+    place = random.sample(range(len(drawn)), len(drawn))
+    paths, sources = [[] for _ in drawn], [0] * len(drawn)
+    for number, (path, parent) in enumerate(drawn):
+        paths[place[number]], sources[place[number]] = path[:width], place[min(parent, number)]
+    labels = torch.full((len(drawn), width), END)
+    for row, path in enumerate(paths):
+        labels[row, : len(path)] = torch.tensor(path, dtype=torch.int64)
+    expected = [
+        [origin_by_loops(paths, sources, row, at) if at < len(path) else END for at in range(width)]
+        for row, path in enumerate(paths)
+    ]
+    assert origin_of(labels, torch.tensor(sources, dtype=torch.int64)).tolist() == expected
 
 
 def test_parent_ids_may_be_text():
