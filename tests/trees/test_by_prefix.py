@@ -201,6 +201,13 @@ def test_each_token_has_the_row_in_which_it_was_first_generated(width, drawn, ra
     assert origin_of(labels, torch.tensor(sources, dtype=torch.int64)).tolist() == expected
 
 
+def test_a_rollout_without_a_reward_needs_no_group_if_it_is_skipped():
+    rewards = [1.0, 3.0, math.nan]
+    batch = leaves([[5, 1, 1], [5, 1, 2], [5, 2, 2]], [0, 0, -1], rewards, parent_id=[-1, 10, -1])
+    out = TreeAdvantage(forks="parent", missing="skip")(batch)["advantage"].squeeze(-1)
+    assert out.tolist() == [[0, 0, -1], [0, 0, 1], [0, 0, 0]]
+
+
 def test_parent_ids_may_be_text():
     """An empty text, or None, is no parent."""
     names, parents = ["a", "b", "c", "d"], ["", "a", "a", None]
