@@ -143,7 +143,7 @@ def described(hint: Any, words: Mapping[Any, str] = PYTHON) -> str:
             return words[str]
         in_python = _named(hint) if _is_opaque(hint) else "a callable"
         return in_python if words is PYTHON else "a node with a _target_"
-    if inspect.isclass(origin) and issubclass(origin, Mapping):
+    if inspect.isclass(origin or hint) and issubclass(origin or hint, Mapping):
         return "a mapping, as {'name': value}" if words is PYTHON else "names and values in braces"
     of = f" of {len(inner)}" if origin is tuple and inner and inner[-1] is not Ellipsis else ""
     return f"a list{of}" + (f" (each {described(inner[0], words)})" if inner else "")
