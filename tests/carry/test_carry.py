@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline
-from headrace.transforms import BatchError, LossWeight, SampleFilter, ShuffleSplit
-from headrace.transforms.table.schema import COUNTED, IN_LOSS, ROW
+from headrace.transforms import BatchError, LossWeight, Rows, SampleFilter, ShuffleSplit
+from headrace.transforms.carry.carry import join, refuse_again, take, wait_a_step
+from headrace.transforms.table import Alone
+from headrace.transforms.table.schema import COUNTED, IN_LOSS, REASON, ROW, STEPS_LEFT
 
 LOSS = ("masks", "all_assistant_mask")
 
@@ -96,3 +100,100 @@ def test_ids_of_carried_rows_must_not_come_again(unit, again):
     ids = {"rollout": r"\[0, 1, 2, 3\]", "group": r"\[0, 1\]"}[again]
     with pytest.raises(BatchError, match=rf"rows of {again}s {ids} were carried over"):
         split(batch)
+
+
+def numbered(first: int, count: int) -> TensorDict:
+    """Rows with the numbers from `first` on, each a rollout and a group of its own."""
+    ids = torch.arange(first, first + count)
+    given = {
+        "rollout_id": ids,
+        "group_id": ids,
+        "x": ids.float(),
+        LOSS: torch.ones(count, 3, dtype=torch.bool),
+    }
+    return TensorDict(given, batch_size=[count])
+
+
+def test_taken_rows_are_joined_with_their_decisions_and_columns():
+    """Rows 1 and 2 of four wait. Row 1 was masked, row 2 was excluded, and a column was written for both."""
+    rows = Rows.read(numbered(0, 4))
+    rows.leave(torch.tensor([False, True, False, False]), "low", "masked")
+    rows.leave(torch.tensor([False, False, True, False]), "out", "excluded")
+    rows.where(rows["rollout_id"] > 0).put("y", torch.tensor([1.0, 2.0, 3.0]))
+    waits = take(rows.table, torch.tensor([1, 2]))
+    assert waits[REASON] == ["low", "out"]
+    assert (waits["x"].tolist(), waits["y"].tolist()) == ([1.0, 2.0], [1.0, 2.0])
+
+    later = Rows.read(numbered(10, 2), keys=["x"])
+    later["y"] = torch.tensor([7.0, 8.0])
+    later.when_gathered(
+        lambda some, numbers: some.set("x", some["x"] * numbers["by"]), ["x"], by=torch.ones(2) * 3
+    )
+    join(later, waits)
+    assert (later["x"].tolist(), later.table.carried.tolist()) == ([30.0, 33.0, 1.0, 2.0], [2, 3])
+    assert later["y"].tolist() == [7.0, 8.0, 1.0, 2.0]
+    fates = later.table.fates
+    assert fates.reasons_of(torch.arange(4)) == ["trained", "trained", "low", "out"]
+    assert (fates.in_loss.tolist(), fates.counts.tolist()) == (
+        [True, True, False, False],
+        [True] * 3 + [False],
+    )
+    assert (fates.masks, fates.excludes) == (True, True)
+    out = later.write()
+    assert out["x"].tolist() == [30.0, 33.0, 1.0, 2.0]
+    assert out[IN_LOSS].tolist() == out[LOSS].any(1).tolist() == [True, True, False, False]
+    join(later, None)
+    assert len(later) == 4
+
+
+def test_carried_rows_are_refused_by_ranks_that_cannot_use_them():
+    rows = Rows.read(numbered(0, 2))
+    rows.table.ranks = Alone()
+    rows.table.ranks.size = 2
+    said = (
+        "rows were carried from an earlier batch, and ranks that share a batch can only use them with "
+        "remainder='carry': set pipeline.stages.split.remainder=carry, or drop these rows with a new split"
+    )
+    with pytest.raises(BatchError, match=f"^{re.escape(said)}$"):
+        join(rows, None, "drop")
+
+
+@pytest.mark.parametrize(("unit", "name"), [("group", "group_id"), ("rollout", "rollout_id")])
+def test_the_first_ten_ids_that_come_again_are_listed(unit, name):
+    def again(count: int) -> Rows:
+        earlier = Rows.read(numbered(0, 12))
+        rows = Rows.read(numbered(12 - count, 20))
+        join(rows, take(earlier.table, torch.arange(12)))
+        return rows
+
+    refuse_again(again(0), unit)
+    for count, ids in ((1, [11]), (2, [10, 11]), (12, [*range(10)])):
+        said = (
+            f"rows of {unit}s {ids} were carried over, and the batch has the same {name}s again. "
+            "remainder='carry' needs ids that are unique over batches, such as those of RepeatSampler"
+        )
+        with pytest.raises(BatchError, match=f"^{re.escape(said)}$"):
+            refuse_again(again(count), unit)
+    left = again(1)
+    left.leave(left["rollout_id"] == 11, "gone", "dropped")  # the row that came again has left
+    refuse_again(left, unit)
+    without = Rows.read(numbered(0, 2).exclude(name))
+    refuse_again(without, unit)
+
+
+def test_a_row_waits_as_many_steps_as_it_has_left():
+    rows = Rows.read(numbered(0, 3))
+    waits = numbered(0, 3)
+    assert STEPS_LEFT not in wait_a_step(waits, rows).keys(True)
+    waits[STEPS_LEFT] = torch.tensor([2, 1, 3])
+    assert wait_a_step(waits, rows)[STEPS_LEFT].tolist() == [1, 0, 2]
+    waits["group_id"] = torch.tensor([8, 7, 7])
+    waits[STEPS_LEFT] = torch.tensor([0, 0, 0])
+    said = (
+        "rows of groups 8, 7 would wait for the next step, and are then older than max_staleness allows: set "
+        "pipeline.stages.split.remainder=uneven, or minibatches that divide the groups of a step, or a "
+        "larger "
+        "max_staleness"
+    )
+    with pytest.raises(BatchError, match=f"^{re.escape(said)}$"):
+        wait_a_step(waits, rows)

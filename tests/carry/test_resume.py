@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from batches import batch_of
@@ -12,6 +14,7 @@ from tensordict import TensorDict, lazy_stack
 
 from headrace.pipeline import Pipeline
 from headrace.transforms import BatchError, LossWeight, ShuffleSplit
+from headrace.transforms.carry.resume import BatchProgress, InterruptedBatch, KnownBatch, SplitState
 
 ROWS = 16
 
@@ -182,6 +185,73 @@ def test_reading_the_whole_batch_takes_it_if_it_is_one_pass_that_was_not_begun(e
     assert len(run.batch) == ROWS
     restored.load_state_dict(pipeline.state_dict())
     assert len(list(restored.minibatches(sixteen(), epochs=epochs))) == 4 * epochs - taken
+
+
+KNOWN = {
+    "id": torch.tensor([4, 5, 6, 7]),
+    "reward": torch.tensor([1.0, 2.0, 3.0, torch.nan]),
+    "x": torch.ones(4),
+}
+OTHERS = [  # what differs in the batch that comes, and the differences that are listed
+    ({}, ""),
+    ({"rows": 5}, "this one has 5 rows"),
+    ({"options": {"seed": 1, "b": 2}}, "the split has other options: seed was 0 and is 1"),
+    ({"options": {}}, "the split has other options: seed was 0 and is None, b was 2 and is None"),
+    ({"x": None}, "only one of the two batches has column 'x'"),
+    ({"y": torch.ones(4), "id": torch.tensor([4, 5, 6, 8])},
+     "'id' was [7] and is [8] at rows [3]; only one of the two batches has column 'y'"),
+    ({"id": torch.tensor([7, 6, 5, 4])},
+     "'id' was [4, 5, 6] and 1 more and is [7, 6, 5] and 1 more at rows [0, 1, 2] and 1 more"),
+    ({"id": torch.ones(4, 2).long()}, "'id' was (4,) torch.int64 and is (4, 2) torch.int64"),
+    ({"x": torch.ones(4).long()}, "'x' was (4,) torch.float32 and is (4,) torch.int64"),
+    ({"reward": torch.tensor([1.0, 2.00005, 3.0, torch.nan])}, ""),
+    ({"reward": torch.tensor([1.0, 2.5, torch.nan, 4.0]), "options": {"seed": 0, "b": 3}},
+     "the split has other options: b was 2 and is 3; "
+     "'reward' was [2.0, 3.0, nan] and is [2.5, nan, 4.0] at rows [1, 2, 3]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "found"), OTHERS)
+def test_the_differences_between_a_batch_and_the_interrupted_one_are_listed(change, found):
+    options = {"seed": 0, "b": 2}
+    last = InterruptedBatch(4, 3, options, KNOWN, SplitState(9))
+    columns = {name: each for name, each in (KNOWN | change).items() if name not in ("rows", "options")}
+    batch = KnownBatch(
+        change.get("rows", 4), {name: each for name, each in columns.items() if each is not None}
+    )
+    state = SplitState(interrupted=last)
+    if not found:
+        progress = BatchProgress(state, batch, change.get("options", options))
+        assert progress.taken == 3
+        return
+    said = (
+        f"a batch of 4 rows was interrupted after 3 minibatches, and this batch differs from it: {found}. "
+        f"To train "
+        "its remaining minibatches, give that batch again, with the same options. To drop them and start "
+        "another "
+        "batch, call discard_batch() of this stage, such as pipeline.stages['split'].discard_batch()"
+    )
+    with pytest.raises(BatchError, match=f"^{re.escape(said)}$"):
+        BatchProgress(state, batch, change.get("options", options))
+
+
+@pytest.mark.parametrize(
+    ("change", "again"),
+    [
+        ({}, True),
+        ({"id": torch.tensor([7, 6, 5, 4]), "reward": torch.tensor([torch.nan, 3.0, 2.0, 1.0])}, True),
+        ({"id": torch.tensor([7, 6, 5, 4])}, False),
+        ({"reward": torch.tensor([1.0, 2.5, 3.0, torch.nan])}, False),
+        ({"rows": 3}, False),
+        ({"x": None}, False),
+    ],
+)
+def test_a_batch_is_again_if_it_has_the_same_rows_in_any_order(change, again):
+    columns = {name: each for name, each in (KNOWN | change).items() if each is not None and name != "rows"}
+    known, other = KnownBatch(4, KNOWN), KnownBatch(change.get("rows", 4), columns)
+    assert known.is_again(other) == other.is_again(known) == again
+    without_ids = KnownBatch(4, {"reward": KNOWN["reward"]})
+    assert not without_ids.is_again(without_ids)
 
 
 # -- discarded batches ------------------------------------------------------------------------------------

@@ -52,5 +52,21 @@ def test_rows_with_different_columns_are_not_joined():
     joined = join_rows([lazy_stack([row(1)]), lazy_stack([row(4), row(2)])], "parts")
     assert [len(each["tokens", "full"]) for each in joined.unbind(0)] == [1, 4, 2]
     dense = lazy_stack([row(3), row(3)]).contiguous()
-    with pytest.raises(BatchError, match="parts must have the same columns; only some have x"):
-        join_rows([dense, dense.clone().set("x", torch.ones(2))], "parts")
+    more = dense.clone().set("x", torch.ones(2)).set("y", torch.ones(2))
+    with pytest.raises(BatchError, match=r"^parts must have the same columns; only some have x, y$"):
+        join_rows([dense, dense, more], "parts")
+    wide = lazy_stack([row(4), row(4)]).contiguous()
+    said = "parts must have columns of the same width; pad them, or keep ragged rows in a lazy stack: "
+    with pytest.raises(BatchError, match=f"^{said}.*3.*4"):
+        join_rows([dense, wide], "parts")
+
+
+def test_no_rows_and_rows_of_a_device_are_restored():
+    assert to_plain(None) is None
+    assert from_plain(None) is None
+    for kind, batch in batches().items():
+        plain = to_plain(batch)
+        assert (plain["rows"][0] if "rows" in plain else plain)["device"] == ""
+        assert from_plain(plain).device is None
+        there = from_plain(to_plain(batch.to("cpu")))
+        assert there.device == torch.device("cpu"), kind

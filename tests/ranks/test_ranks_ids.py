@@ -14,8 +14,6 @@ from headrace.transforms import (
     BatchError,
 )
 from headrace.transforms.ranks import tell_apart
-from headrace.transforms.table import resolve_group
-from headrace.transforms.table.process_group import check_one_way
 
 
 @pytest.mark.parametrize("large", [10**17, 10**18 - 1, 2**62, 2**63 - 1])
@@ -54,17 +52,6 @@ def test_ids_that_are_on_several_ranks_are_refused_by_name(rows):
     message = rf"^group_id {', '.join(map(str, twice))} on more than one rank: set pipeline.shared_ids=same"
     with pytest.raises(BatchError, match=message):
         tell_apart(ids, rank, "raise", "group_id")
-
-
-def test_ranks_and_process_group_cannot_both_be_set():
-    check_one_way(1, "world")
-    check_one_way(4, None)
-    with pytest.raises(ValueError, match="got ranks=2 and process_group='world'"):
-        check_one_way(2, "world")
-    with pytest.raises(ValueError, match="process_group must be a process group, 'world' or None; got 'all'"):
-        resolve_group("all")
-    with pytest.raises(ValueError, match="call init_process_group before the first batch"):
-        resolve_group("world")
 
 
 @pytest.mark.slow

@@ -41,9 +41,7 @@ TESTED_ELSEWHERE = {
     "transforms/table/checks": "stages/test_contract.py",
     "transforms/table/columns": "table/test_stage_laws.py",
     "transforms/table/labels": "table/test_entry_labels.py",
-    "transforms/table/process_group": "ranks/test_ranks_ids.py",
     "transforms/table/schema": "stages/test_contract.py",
-    "transforms/table/tensordicts": "table/test_tokens.py",
     "transforms/trees/prefixes": "trees/test_forest.py",
 }
 

@@ -118,9 +118,6 @@ def _append(table: Table, carried: TensorDictBase | None, remainder: str) -> Non
         if extra is None or extra.shape[1:] != column.shape[1:]:
             extra = unknown(column, more.size)
         table.columns[key] = torch.cat([column, extra.to(column.dtype)])
-    for late in table.late:
-        for name, values in late.numbers.items():
-            late.numbers[name] = torch.cat([values, values.new_zeros(more.size, *values.shape[1:])])
     table.kept = torch.cat([table.kept, more.fates.here])
     more.fates.came(*map(more.columns.get, (IN_LOSS, COUNTED)))
     in_loss, counted = more.fates.in_loss, more.fates.counts

@@ -1,0 +1,225 @@
+"""The table has the rows of all ranks, and makes changes of tokens when rows are gathered."""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from headrace.transforms import BatchError, Rows
+from headrace.transforms.table import Alone, Table, unknown
+from headrace.transforms.table.fates import Fates
+
+# -- rows of several ranks --------------------------------------------------------------------------------
+
+
+class Among(Alone):
+    """One of several ranks, which knows the values of all ranks."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+        self.values: list[torch.Tensor] = []
+
+    def gather_rows(self, values, counts):
+        assert torch.equal(values, self.values[self.rank])
+        assert counts == list(map(len, self.values))
+        return torch.cat(self.values)
+
+
+def shared(rank: int, came: list[int], carried: list[int] | None) -> Table:
+    """The table of a rank. Each rank has as many rows that came, and then as many that were carried."""
+    table = Table(None, 0)
+    table.ranks = Among(rank, len(came))
+    table.begin([0, *accumulate(came)])
+    if carried is not None:
+        first = table.size
+        table.starts.append([first + before for before in (0, *accumulate(carried))])
+        table.size = first + sum(carried)
+        table.every, table.fates = torch.arange(table.size), Fates(table.size)
+        table.live = torch.cat([table.every[a:b] for a, b in table.spans(rank)])
+        table.kept = table.fates.here
+    return table
+
+
+COUNTS = st.lists(st.integers(0, 3), min_size=3, max_size=3)
+
+
+@settings(max_examples=30)
+@given(came=COUNTS, carried=st.none() | COUNTS, data=st.data())
+def test_each_row_of_the_table_has_a_rank(came, carried, data):
+    """A list of the rank of each row is compared, for each of the three ranks."""
+    owner = [
+        rank for counts in (came, carried or []) for rank, count in enumerate(counts) for _ in range(count)
+    ]
+    chosen = data.draw(st.lists(st.booleans(), min_size=len(owner), max_size=len(owner)))
+    for rank in range(3):
+        table, flags = shared(rank, came, carried), torch.tensor(chosen, dtype=torch.bool)
+        own = [row for row, of in enumerate(owner) if of == rank]
+        assert table.rank_of_rows().tolist() == owner
+        assert [row for a, b in table.spans(rank) for row in range(a, b)] == own == table.live.tolist()
+        assert table.of_this_rank(table.every * 10).tolist() == [10 * row for row in own]
+        some = [row for row, there in enumerate(chosen) if there]
+        part = table.of_this_rank(
+            torch.tensor(some, dtype=torch.int64) * 10, torch.tensor(some, dtype=torch.int64)
+        )
+        assert part.tolist() == [10 * row for row in own if chosen[row]]
+        assert table.row_numbers().tolist() == [
+            own.index(row) if row in own else 0 for row in range(len(owner))
+        ]
+        by_rank = [[row for row in some if owner[row] == other] for other in range(3)]
+        assert [each.tolist() for each in table.indices_by_rank(flags)] == by_rank
+        assert (
+            table.carried is None
+            if carried is None
+            else table.carried.tolist() == list(range(sum(came), len(owner)))
+        )
+        table.fates.leave(~flags, "gone", "dropped")
+        assert [each.tolist() for each in table.rows_of_ranks()] == by_rank
+        table.kept = table.fates.here  # the batch of each rank has these rows
+        for nothing, kind in ((math.nan, torch.float64), (-1, torch.int64), (False, torch.bool)):
+            values = (table.every % 2 + 1).to(kind)
+            table.ranks.values = [values[rows] for rows in by_rank]
+            found = table.from_batch(values[by_rank[rank]])
+            expected = torch.tensor(
+                [float(values[row]) if chosen[row] else float(nothing) for row in range(len(owner))]
+            )
+            assert str(found.tolist()) == str(expected.to(kind).tolist())
+        wide = table.every[:, None] * torch.tensor([1, 2])
+        table.ranks.values = [wide[rows] for rows in by_rank]
+        assert table.from_batch(wide[by_rank[rank]]).tolist() == [
+            [row, 2 * row] if chosen[row] else [-1, -1] for row in range(len(owner))
+        ]
+
+
+def test_one_rank_has_all_rows():
+    table = Table(None, 3)
+    assert table.rank_of_rows().tolist() == [0, 0, 0]
+    assert table.row_numbers().tolist() == table.rows_of_ranks()[0].tolist() == [0, 1, 2]
+    assert (table.carried, len(table.fates)) == (None, 3)
+    table.fates.leave(torch.tensor([False, True, False]), "gone", "carried")
+    assert (table.rows_of_ranks()[0].tolist(), len(table.fates)) == ([0, 2], 2)
+    assert unknown(torch.ones(1, 2), 2).tolist() == [[-1.0, -1.0]] * 2
+    assert Alone().send_object("it", 0) == "it"
+    assert Alone().gather_objects("it") == ["it"]
+
+
+# -- changes that are made when rows are gathered ----------------------------------------------------------
+
+
+def with_late_change(count: int) -> Rows:
+    """Rows whose column ``x`` is later multiplied by their number. Rows 1, 4, 7, … have left."""
+    batch = TensorDict({"x": torch.ones(count, 2), "y": torch.zeros(count)}, batch_size=[count])
+    rows = Rows.read(batch)
+    rows.leave(torch.arange(count) % 3 == 1, "gone", "dropped")
+
+    def change(some, numbers):
+        some["x"] = some["x"] * numbers["number"][:, None]
+
+    seen = rows.seen_by(object())
+    seen.when_gathered(change, ["x"], number=seen.from_arrival(torch.arange(count)))
+    return seen
+
+
+@pytest.mark.parametrize(("count", "parts"), [(0, 1), (1, 1), (3, 2), (24, 16), (25, 9), (49, 11)])
+def test_late_changes_in_parts_are_those_of_all_rows(count, parts):
+    """Two thirds of the rows are left. At most sixteen parts have them."""
+    expected = [[float(row)] * 2 for row in range(count) if row % 3 != 1]
+    rows = with_late_change(count)
+    made = [part["x"].tolist() for part in rows.table.decided_in_parts()]
+    assert len(made) == parts
+    assert sum(made, []) == expected  # noqa: RUF017
+    assert rows.table.decided_between(slice(1, 3))["x"].tolist() == expected[1:3]
+    assert rows.table.as_decided()["x"].tolist() == expected
+    assert rows.write()["x"].tolist() == expected
+    assert rows.table.batch["x"].tolist() == [[1.0, 1.0]] * len(expected), "the change was made early"
+
+
+def test_a_late_change_is_made_once_a_stage_reads_its_column():
+    rows = with_late_change(3)
+    assert [rows.table.is_late(key) for key in ("x", "y", None)] == [True, False, False]
+    assert rows["y"].tolist() == [0.0, 0.0]
+    assert rows.table.late
+    assert rows["x"].tolist() == [[0.0, 0.0], [2.0, 2.0]]
+    assert (rows.table.late, rows.table.is_late("x")) == ([], False)
+    assert rows.write()["x"].tolist() == [[0.0, 0.0], [2.0, 2.0]]
+    with_late_change(3).tokens()["x"].tolist()
+    assert with_late_change(3).token_column("x").tolist() == [[0.0, 0.0], [2.0, 2.0]]
+
+
+def test_columns_are_restored_at_the_end_of_a_block():
+    rows = with_late_change(3)
+    rows["z"] = torch.ones(2)
+    with rows.table.restoring_columns():
+        rows["z"] = torch.zeros(2)
+        rows["w"] = torch.zeros(2)
+        rows.table.late.clear()
+    assert (rows["z"].tolist(), rows.has("w"), len(rows.table.late)) == ([1.0, 1.0], False, 1)
+    assert {*rows.table.written} == {"z"}
+
+
+def test_columns_that_a_stage_has_changed_are_read_again():
+    rows = with_late_change(4)
+    rows["z"] = torch.ones(3)
+    batch = rows.tokens()
+    assert (rows["y"].tolist(), batch["x"].tolist()) == ([0.0] * 3, [[0.0, 0.0], [2.0, 2.0], [3.0, 3.0]])
+    batch["y"] = torch.tensor([5.0, 6.0, 7.0])
+    rows.table.accept(batch)
+    assert rows["y"].tolist() == [5.0, 6.0, 7.0]
+    assert rows["z"].tolist() == [1.0, 1.0, 1.0]  # only the table has this column
+    assert rows.table.columns["y"].isnan().tolist() == [False, True, False, False]
+    said = "a stage must return the 3 rows that have not left; it returned 2. Take rows out with rows.leave"
+    with pytest.raises(BatchError, match=f"^{re.escape(said)}$"):
+        rows.table.accept(batch[:2])
+    assert rows.table.measure("size", torch.tensor([1, 2, 3])).tolist() == [1, -1, 2, 3]
+    assert rows["size"].tolist() == [1, 2, 3]
+    assert rows.dtype("size") is torch.int64
+
+
+# -- fates -------------------------------------------------------------------------------------------------
+
+
+def test_carried_rows_are_appended_with_their_reasons():
+    """A reason that no stage has registered is one of the pipeline that carried the rows."""
+    fates = Fates(3)
+    fates.leave(torch.tensor([True, False, False]), "filter/low", "masked")
+    fates.leave(torch.tensor([True, False, True]), "gone", "dropped")
+    flags = torch.tensor([False, True, False, False])
+    fates.extend(
+        ["filter/low", "trained", "old/out", "old/low"], flags, torch.tensor([True, True, False, True])
+    )
+    assert fates.reasons_of(torch.arange(7)) == [
+        *("filter/low", "trained", "gone", "filter/low", "trained", "old/out", "old/low")
+    ]
+    assert list(zip(fates.names, fates.effects, strict=True)) == [
+        *(("trained", "trained"), ("filter/low", "masked"), ("gone", "dropped")),
+        *(("old/out", "excluded"), ("old/low", "masked")),
+    ]
+    assert fates.in_loss.tolist() == [False, True, False, False, True, False, False]
+    assert fates.counts.tolist() == [True, True, True, True, True, False, True]
+    assert fates.index.tolist() == [1, 3, 4, 5, 6]
+    assert len(fates) == 5
+
+
+def test_a_batch_says_which_rows_are_out_of_the_loss_and_the_statistics():
+    fates = Fates(3)
+    fates.came(None, None)
+    assert (fates.masks, fates.excludes, fates.counted) == (False, False, None)
+    fates.came(torch.tensor([True, False, True]), torch.ones(3).bool())
+    assert (fates.in_loss.tolist(), fates.masks, fates.excludes) == ([True, False, True], True, True)
+    assert fates.counted is None
+    fates.came(torch.tensor([False, True, True]), torch.tensor([True, True, False]))
+    fates.came(None, torch.tensor([False, True, True]))
+    assert (fates.in_loss.tolist(), fates.counted.tolist()) == ([False, False, True], [False, True, False])
+    fates.let_vote(torch.tensor([False, False, True]), "votes")
+    assert (fates.in_loss.any(), fates.votes_only.tolist()) == (False, [False, False, True])
+    assert fates.reasons_of(torch.tensor([2, 0])) == ["votes", "trained"]
+    assert fates.here.all()
+    said = "rows that leave for 'votes' are dropped; give those that are masked another reason"
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        fates.register("votes", "masked")
