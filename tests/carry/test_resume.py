@@ -250,6 +250,10 @@ def test_a_batch_is_again_if_it_has_the_same_rows_in_any_order(change, again):
     columns = {name: each for name, each in (KNOWN | change).items() if each is not None and name != "rows"}
     known, other = KnownBatch(4, KNOWN), KnownBatch(change.get("rows", 4), columns)
     assert known.is_again(other) == other.is_again(known) == again
+    rows = torch.arange(400)  # torch sorts a few numbers in a stable way in any case
+    columns = {"pair": torch.stack([rows % 4, rows % 5], 1), "one": rows // 20, "reward": rows.float()}
+    shuffled = {name: each[rows * 7 % 400] for name, each in columns.items()}
+    assert KnownBatch(400, columns).is_again(KnownBatch(400, shuffled))
     without_ids = KnownBatch(4, {"reward": KNOWN["reward"]})
     assert not without_ids.is_again(without_ids)
 

@@ -101,6 +101,13 @@ def test_rows_of_an_id_have_positions_from_0(drawn, by_value):
         assert [places[row] for row in ordered] == list(range(len(own)))
 
 
+def test_equal_values_keep_the_order_of_many_rows():
+    """torch sorts up to 16 numbers in a stable way in any case."""
+    two, equal = torch.arange(400) % 2, torch.zeros(400)
+    for by in (None, equal, equal.long()):
+        assert Ids(two).positions(by).tolist() == [row // 2 for row in range(400)]
+
+
 @pytest.mark.parametrize("counts", [None, torch.empty(0, dtype=torch.bool)])
 def test_an_empty_batch_has_no_ids(counts):
     ids = Ids(torch.empty(0, dtype=torch.int64), counts)
