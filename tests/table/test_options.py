@@ -34,7 +34,9 @@ from headrace.transforms import (
     group_relative_advantage,
     importance_weight,
 )
+from headrace.transforms.table import options as table_options
 from headrace.transforms.table.annotations import annotations_of
+from headrace.transforms.table.options import describe_options
 
 # Objects that functions return and no user constructs, and functions that pass their options to stages.
 RESULTS = {"Run", "StepReport", "load_pipeline", "decide", "Decider", "replay", "audit", "compare", "plan"}
@@ -342,3 +344,65 @@ def test_the_options_that_pages_set_later_may_be_set_again():
         for value in ([3], [4]):
             setattr(stage, option, value)
             assert getattr(stage, option) == value
+
+
+def test_only_options_that_differ_from_their_defaults_are_shown():
+    stage = ShuffleSplit(minibatches=2, seed=3, unit="sample")
+    assert describe_options(stage) == "minibatches=2, unit='sample', seed=3"
+    assert describe_options(stage, leave_out=("seed", "unit")) == "minibatches=2"
+    assert {"minibatches", "seed", "rollout_key"} <= {*table_options.options_of(ShuffleSplit)}
+
+
+@pytest.mark.parametrize(
+    ("default", "value", "same"),
+    [
+        (1, 1, True),
+        (1, True, False),
+        (1, 1.0, False),
+        ("a", "a", True),
+        (None, None, True),
+        ([1], [1], False),
+    ],
+)
+def test_a_value_is_the_default_if_type_and_value_are_equal(default, value, same):
+    parameter = inspect.Parameter("x", inspect.Parameter.KEYWORD_ONLY, default=default)
+    assert table_options.is_default(parameter, value) == same
+
+
+def test_an_option_without_effect_is_named_with_the_option_that_it_needs():
+    def owner(*, k: int | None = 4):
+        """A function with an option."""
+
+    table_options.has_effect(owner, "k", 4, False, "x")
+    table_options.has_effect(owner, "k", 5, True, "x")
+    with pytest.raises(ValueError, match=r"^k must be left out without x, since it has no effect; got k=5$"):
+        table_options.has_effect(owner, "k", 5, False, "x")
+
+
+def test_a_key_of_yaml_is_a_name_or_a_tuple():
+    keys = [None, "a", ["a"], ["a", "b"], ("a", "b"), ("a",)]
+    assert [table_options.nested_key(key) for key in keys] == [None, "a", "a", ("a", "b"), ("a", "b"), "a"]
+
+
+def test_options_of_a_method_and_of_a_function_are_checked_by_place_and_by_name():
+    class Owner:
+        @table_options.takes_options
+        def scaled(self, by: int, *, low: float = 0.0) -> float:
+            return by + low
+
+    @table_options.takes_options
+    def scaled(by: int, low: float = 0.0) -> float:
+        return by + low
+
+    for call in (Owner().scaled, scaled):
+        assert (call(2), call(2, low=1), call(by=3)) == (2, 3, 3)
+        for args, given, said in (
+            ([2.5], {}, "by must be an integer; got 2.5"),
+            ([], {"by": "2"}, "by must be an integer; got '2'"),
+            ([2], {"low": math.nan}, "low must be a finite number; got nan"),
+        ):
+            with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+                call(*args, **given)
+    assert scaled(1, 2) == 3
+    with pytest.raises(ValueError, match=r"^low must be a finite number; got 'x'$"):
+        scaled(1, "x")

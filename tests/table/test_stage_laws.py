@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from itertools import permutations, product
@@ -392,3 +393,119 @@ def test_an_unused_reason_is_listed_once_with_its_effect():
         "dropped",
         "carried",
     ]
+
+
+# -- the base class ----------------------------------------------------------------------------------------
+
+
+class Remembers(BatchTransform):
+    """A stage without a column, which keeps a state."""
+
+    stateful = True
+
+    def decide(self, rows):
+        rows.metric("rows", len(rows))
+
+
+def test_a_replay_buffer_writes_nothing_for_an_empty_batch():
+    batch, stage = batch_of([1.0, 2], [0, 0]), Low()
+    assert stage._call(None) is None
+    assert len(stage._call(batch)) == 2
+    assert Low(low=9, effect="dropped")._call(batch) is None
+    assert stage.train() is stage
+    assert (stage.training, stage.train(False).training) == (True, False)
+
+
+def test_a_stage_with_a_state_is_found_inside_of_others_and_is_not_shared():
+    for inside in (Remembers(), Pipeline({"low": Low(), "keeps": Remembers()})):
+        assert inside.requires_shared_write_state
+        said = f"{type(inside).__name__} keeps a state from one batch to the next, and each process that writes to "
+        with pytest.raises(
+            TypeError, match=f"^{said}this buffer would have its own copy of the state. Append the"
+        ):
+            inside.share_memory_()
+    for other in (Low(), Pipeline({"low": Low()})):
+        assert not other.requires_shared_write_state
+        assert other.share_memory_() is other
+
+
+@pytest.mark.torchrl
+def test_a_stage_is_no_transform_of_an_environment():
+    from torchrl.envs import Compose, TransformedEnv
+    from torchrl.envs.transforms import StepCounter
+    from turns import TurnsEnv
+
+    said = "Low works on whole batches, not on an environment's steps: pass it as Collector(postproc=...), "
+    for given in (Low(), Compose(StepCounter(), Low()), Compose(Compose(Low()))):
+        with pytest.raises(TypeError, match=f"^{re.escape(said)}"):
+            TransformedEnv(TurnsEnv(), given)
+    Compose(Low())
+
+
+class NoInit(BatchTransform):
+    """A stage that does not call the method of its base class."""
+
+    def __init__(self, *, low: float = 1.0):
+        self.low = low
+
+
+def test_a_missing_call_of_the_base_class_is_named():
+    with pytest.raises(AttributeError, match=r"^NoInit\.__init__ must call super\(\)\.__init__\(\) first$"):
+        NoInit()(batch_of([1.0], [0]))
+    kind = type("NoNames", (RewardShaping,), {"__init__": lambda self, **names: None})
+    with pytest.raises(
+        AttributeError, match=r"^NoNames\.__init__ must call super\(\)\.__init__\(\*\*names\) first$"
+    ):
+        kind()(batch_of([1.0], [0]))
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        Low().nothing  # noqa: B018
+
+
+class Sized(BatchTransform, columns=("group", "rollout", "reward"), unset=("group",), optional=("reward",)):
+    """A stage with options of its own and of its columns."""
+
+    _own_of_rank = ("rank",)
+
+    def __init__(self, *, size: int = 2, rank: int = 0, of: object = None, **names):
+        self.name_columns(names)
+        self.size, self.rank, self.of = size, rank, of
+        super().__init__(in_keys=[self.group_key, ["next", "reward"]], out_keys=[["a"], ["b", "c"]])
+
+
+class Thing:
+    """An object whose repr has its address."""
+
+
+def test_a_stage_is_shown_by_the_options_that_differ_from_their_defaults():
+    assert repr(Sized()) == "Sized()"
+    assert repr(Sized(size=3, rollout_key="uid")) == "Sized(size=3, rollout_key='uid')"
+    assert repr(Sized(rank=1, group_key="g")) == "Sized(rank=1, group_key='g')"
+    assert Sized(rank=1, size=3).same_on_all_ranks() == "Sized(size=3)"
+    assert "of=<" in Sized(of=Thing()).same_on_all_ranks()
+    assert Sized(of=Thing()).same_on_all_ranks() == Sized(of=Thing()).same_on_all_ranks()  # without addresses
+    assert "tensor" in repr(Sized(of=torch.ones(2)))  # a value that cannot be compared with the default
+    assert Sized().in_keys == [("next", "reward")]
+    assert Sized(group_key="g").in_keys == ["g", ("next", "reward")]
+    assert Sized().out_keys == ["a", ("b", "c")]
+    assert Sized()._id_keys() == ["rollout_id"]
+    assert str(inspect.signature(Sized)) == (
+        "(*, size: 'int' = 2, rank: 'int' = 0, of: 'object' = None, group_key: 'NestedKey | None' = None, "
+        "rollout_key: 'NestedKey | None' = 'rollout_id', reward_key: 'NestedKey | None' = ('next', 'reward'))"
+    )
+
+
+class Twofold(BatchTransform):
+    """A stage that changes tokens without the table."""
+
+    def apply(self, batch):
+        return batch.set("x", 2 * batch["x"])
+
+
+def test_a_stage_that_does_not_know_the_table_gets_a_flat_copy():
+    batch = TensorDict({"x": torch.arange(6.0).view(2, 3)}, batch_size=[2, 3])
+    assert Twofold()(batch)["x"].tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+    assert batch["x"].flatten().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert [Twofold().knows_the_table(), Low().knows_the_table()] == [False, True]
+    nothing = batch[:0]
+    assert Twofold()(nothing) is nothing
+    assert Low()(nothing) is nothing

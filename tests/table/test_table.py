@@ -109,6 +109,13 @@ def test_one_rank_has_all_rows():
     assert Alone().gather_objects("it") == ["it"]
 
 
+def test_columns_of_up_to_sixteen_numbers_are_read_ahead():
+    batch = TensorDict({name: torch.ones(2, width) for name, width in (("a", 1), ("b", 16), ("c", 17))}, [2])
+    rows = Rows.read(batch, keys=["a", "b", "c", "d", None])
+    assert {"a", "b"} == rows.table.columns.keys() & {*"abcd"}
+    assert rows["c"].shape == (2, 17)
+
+
 # -- changes that are made when rows are gathered ----------------------------------------------------------
 
 

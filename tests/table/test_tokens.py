@@ -242,6 +242,9 @@ def test_blocks_of_rows_give_the_numbers_of_all_rows(count):
         blocks = [size] * (count // max(size, 1)) + [count % max(size, 1)] * (count % max(size, 1) > 0)
         assert seen == (blocks or [0])
     assert in_blocks(lambda some: {"n": some.sum(-1)}, torch.ones(count, 0))["n"].tolist() == [0.0] * count
+    seen.clear()
+    in_blocks(function, torch.ones(5, 1).expand(5, 2**16), torch.ones(5), None)  # 1 MiB of float64 is a block
+    assert seen == [2, 2, 1]
 
 
 CHOSEN = st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=4)
