@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from any_rank import results_of
@@ -10,7 +12,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline
-from headrace.transforms import BatchError, FanOutCollapse, ShuffleSplit
+from headrace.transforms import BatchError, FanOutCollapse, Rows, ShuffleSplit
+from headrace.transforms.table import Alone
 
 
 def make(remainder: str = "uneven", **options) -> Pipeline:
@@ -146,6 +149,55 @@ def test_other_batches_and_batches_without_ids_are_trained():
         list(pipeline.minibatches(nothing if first is None else first))
         restored.load_state_dict(pipeline.state_dict())
         assert len(list(restored.minibatches(nothing if second is None else second))) >= 2
+
+
+class OfTwo(Alone):
+    """One of two ranks. The other one gives an answer about its rows."""
+
+    def __init__(self, answer: list[bool]):
+        self.answer = answer
+
+    def gather_objects(self, value):
+        return [value, self.answer]
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "skipped"),
+    [
+        (7, [True], True),  # all ranks hold their rows again
+        (7, [], True),  # the other rank had no rows, and has none
+        (0, [False], False),
+        (7, [False], None),  # the other rank holds other rows
+    ],
+)
+def test_a_batch_is_skipped_if_all_ranks_with_rows_hold_their_rows_again(own, other, skipped, caplog):
+    split = ShuffleSplit(minibatches=1, unit="sample")
+    first = ShuffleSplit(minibatches=1, unit="sample")
+    first(numbered(0, 7))
+    split.load_state_dict(first.state_dict())
+    rows = Rows.read(numbered(0 if own else 1, 7))
+    rows.table.ranks = OfTwo(other)
+    memory = split.memory
+    if skipped is None:
+        said = (
+            "ranks [0] hold rows that were trained before the state was saved, and the other ranks hold "
+            "other "
+            "rows: give all ranks the rows of the same batch"
+        )
+        with pytest.raises(BatchError, match=f"^{re.escape(said)}$"):
+            memory.cut(split, rows.seen_by(split, "split"))
+        return
+    cut = memory.cut(split, rows.seen_by(split, "split"))
+    assert (cut.permuted is None) == skipped
+    if skipped:
+        said = (
+            "this batch of 7 rows was trained before the state was saved, so it is skipped. Give it once "
+            "more to "
+            "train a second pass over it"
+        )
+        assert [each.getMessage() for each in caplog.records] == [said]
+        assert rows.table.fates.reasons_of(torch.arange(7)) == ["split/trained_before"] * 7
+        assert not rows.table.fates.here.any()
 
 
 def test_the_second_half_trains_rows_that_a_buffer_repeats():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from headrace.transforms import (
     ShuffleSplit,
     weighted_loss,
 )
+from headrace.transforms.table.calls import accepts, call_meant
 
 
 @pytest.mark.parametrize(
@@ -100,3 +103,71 @@ def test_an_error_inside_of_a_call_that_fits_the_signature_is_unchanged():
 
     with pytest.raises(TypeError, match="unsupported operand"):
         Sums(low=1.0)
+
+
+class Low:
+    """A part."""
+
+
+class Many(BatchTransform):
+    """A stage with a parameter by place, options of several types, and keywords of any name."""
+
+    def __init__(self, name: str, *, size: int = 1, sort: Literal["up", "down"] = "up", **parts: Any):
+        super().__init__()
+
+
+def by_name(table: Mapping[str, int], *, size: int = 1) -> None:
+    """A function of a mapping."""
+
+
+def of_two(one: int, two: int, *, size: int) -> None:
+    """A function of two parameters and a needed option."""
+
+
+class WithHint:
+    """A base class that says what to write in place of a call."""
+
+    _to_write = "write class Mine(WithHint)"
+
+    def __init__(self, size: int):
+        """It takes one argument."""
+
+
+@pytest.mark.parametrize(
+    ("thing", "args", "kwargs", "meant"),
+    [
+        (of_two, (1, 2), {"size": 3}, None),
+        (of_two, (1,), {}, "of_two needs two and size: of_two(one, two, size=…)"),
+        (of_two, (), {"two": 1, "size": 2}, "of_two needs one: of_two(one, two, size=…)"),
+        (of_two, (1, 2, 3), {}, "of_two takes its options by name: of_two(size=3)"),
+        (of_two, (1, 2, "a"), {}, "of_two takes its options by name: size"),
+        (
+            of_two,
+            (1, 2),
+            {"sise": 3},
+            "of_two has no option 'sise' (did you mean 'size'?); its options are one, two, size",
+        ),
+        (by_name, (), {"a": 1, "b": 2}, "by_name needs table: by_name({'a': …, 'b': …})"),
+        (by_name, ({}, 2), {}, "by_name takes its options by name: by_name(size=2)"),
+        (Many, ("a", 5), {}, "Many takes its options by name: Many(size=5)"),
+        (Many, ("a", "up"), {}, "Many takes its options by name: Many(sort='up')"),
+        (Many, ("a", "upp"), {}, "Many takes its options by name: Many(sort='upp') (did you mean 'up'?)"),
+        (Many, ("a", 5), {"size": 1}, "Many takes its options by name: sort"),
+        (Many, ("a", Low()), {}, "Many takes its parts by name: Many(low=…)"),
+        (Many, (), {}, "Many needs name: Many(name)"),
+        (WithHint.__init__, (WithHint.__new__(WithHint), 1, 2), {}, "write class Mine(WithHint)"),
+        (of_two, (1, 2, "x" * 99), {"size": 3}, "of_two takes its options by name: "),
+    ],
+)
+def test_a_call_is_compared_with_the_signature(thing, args, kwargs, meant):
+    assert call_meant(thing, args, kwargs) == meant
+
+
+def test_a_callable_takes_arguments_by_place_or_does_not():
+    assert [accepts(len, 1), accepts(of_two, 1), accepts(by_name, {}), accepts(by_name)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert accepts(max, 1, 2, 3)  # a function in C without a signature

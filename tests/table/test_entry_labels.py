@@ -18,6 +18,8 @@ from headrace.transforms import (
     ShuffleSplit,
     number_labels,
 )
+from headrace.transforms.table import as_ids, label_key, labels_of, labels_said
+from headrace.transforms.table.labels import number_ids
 
 IDS = ("group_id", "rollout_id")
 
@@ -142,6 +144,54 @@ def test_invalid_labels_are_refused(labels, message):
     batch["group_id"] = lazy_stack([NonTensorData(label) for label in labels])
     with pytest.raises(BatchError, match=message):
         FanOutCollapse()(batch)
+
+
+@pytest.mark.parametrize(
+    ("key", "label", "name"),
+    [
+        ("group_id", "group_label", "group_id"),
+        ("uid", "uid_label", "uid"),
+        ("id_of", "id_of_label", "id_of"),
+        (("a", "rollout_id"), ("a", "rollout_label"), "rollout_id"),
+        (("a", "b", "uid"), ("a", "b", "uid_label"), "uid"),
+    ],
+)
+def test_an_id_column_has_a_label_column_beside_it(key, label, name):
+    assert label_key(key) == label
+    batch = TensorDict({key: ["b", "a", "b"], "x": [1, 2, 3], ("next", "reward"): torch.ones(3)}, [3])
+    for rows_of in (batch, lazy_stack([*batch.unbind(0)])):
+        numbered = number_ids(rows_of, ["x", "absent", key])
+        assert torch.equal(numbered[key], number_labels(["b", "a", "b"]))
+        assert list(numbered[label]) == labels_of(rows_of, key) == ["b", "a", "b"]
+        assert (numbered["x"].tolist(), "x_label" in numbered.keys()) == ([1, 2, 3], False)
+        assert label not in rows_of.keys(True, True)
+        assert number_ids(numbered, ["x", key]) is numbered
+    with pytest.raises(BatchError, match=rf"^{name}: every row needs a label; found empty ones at rows 1$"):
+        number_ids(TensorDict({key: ["a", ""]}, [2]), [key])
+
+
+def test_the_labels_of_a_batch_are_one_per_row():
+    batch = TensorDict({"uid": ["a", "b", "c", "d"], "x": torch.ones(4)}, batch_size=[4])
+    assert labels_of(batch.reshape(2, 2), "uid") == ["a", "b", "c", "d"]
+    assert labels_of({"uid": ["a"]}, "uid") is None
+    assert labels_of(batch.exclude("uid")[:0], "uid") is None
+    assert [labels_of(batch, key) for key in ("x", "absent")] == [None, None]
+
+
+def test_only_errors_of_a_batch_get_the_texts_of_its_ids():
+    numbers = number_labels(["a", "b"]).tolist()
+    for known, labels in (
+        ([["a"], ["b"]], {str(numbers[0]): "'a'", str(numbers[1]): "'b'"}),
+        ([[]], {}),
+        ([["a"], ["b", ""]], {str(numbers[0]): "'a'"}),
+    ):
+        with pytest.raises(BatchError) as refused, labels_said(lambda known=known: known):
+            raise BatchError("no")
+        assert refused.value.labels == labels
+    with pytest.raises(ValueError, match="no") as other, labels_said(lambda: [["a"]]):
+        raise ValueError("no")
+    assert not hasattr(other.value, "labels")
+    assert as_ids(["a", "b"], "group_id").tolist() == numbers
 
 
 # -- jagged columns --------------------------------------------------------------------------------------

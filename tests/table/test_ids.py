@@ -112,7 +112,7 @@ def test_equal_values_keep_the_order_of_many_rows():
 def test_an_empty_batch_has_no_ids(counts):
     ids = Ids(torch.empty(0, dtype=torch.int64), counts)
     nothing = torch.empty(0)
-    assert ids.n == 0
+    assert (ids.n, ids.lowest, ids.ascending) == (0, 0, True)
     for values in (ids.sum(nothing), ids.count, ids.first, ids.is_first, ids.spread(nothing)):
         assert values.shape == (0,)
     assert ids.positions().shape == ids.max(nothing).shape == (0,)

@@ -419,9 +419,9 @@ def test_a_replay_buffer_writes_nothing_for_an_empty_batch():
 def test_a_stage_with_a_state_is_found_inside_of_others_and_is_not_shared():
     for inside in (Remembers(), Pipeline({"low": Low(), "keeps": Remembers()})):
         assert inside.requires_shared_write_state
-        said = f"{type(inside).__name__} keeps a state from one batch to the next, and each process that writes to "
+        said = f"{type(inside).__name__} keeps a state from one batch to the next, and each process that "
         with pytest.raises(
-            TypeError, match=f"^{said}this buffer would have its own copy of the state. Append the"
+            TypeError, match=f"^{said}writes to this buffer would have its own copy of the state"
         ):
             inside.share_memory_()
     for other in (Low(), Pipeline({"low": Low()})):

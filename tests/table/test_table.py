@@ -15,6 +15,8 @@ from tensordict import TensorDict
 from headrace.transforms import BatchError, Rows
 from headrace.transforms.table import Alone, Table, unknown
 from headrace.transforms.table.fates import Fates
+from headrace.transforms.table.masking import Masking, Tokens
+from headrace.transforms.table.tensordicts import number_of
 
 # -- rows of several ranks --------------------------------------------------------------------------------
 
@@ -186,6 +188,51 @@ def test_columns_that_a_stage_has_changed_are_read_again():
     assert rows.table.measure("size", torch.tensor([1, 2, 3])).tolist() == [1, -1, 2, 3]
     assert rows["size"].tolist() == [1, 2, 3]
     assert rows.dtype("size") is torch.int64
+
+
+# -- tokens that are stored elsewhere -----------------------------------------------------------------------
+
+MASK, LOG_PROB = ("masks", "m"), ("log_probs", "full")
+
+
+@pytest.mark.parametrize("counts", [[3, 4], [[3, 2], [4, 4]]])
+def test_rows_whose_tokens_are_elsewhere_are_masked_in_their_counts(counts):
+    masking = Masking(elsewhere=True)
+    batch = TensorDict({number_of(MASK): torch.tensor(counts)}, batch_size=[2])
+    assert masking.note(batch, MASK, LOG_PROB, torch.tensor([True, False]))
+    assert list(masking.columns) == [MASK, LOG_PROB]
+    masking.mask(batch, torch.tensor([True, False]))
+    assert batch[number_of(MASK)].tolist() == [0 if counts[0] == 3 else [0, 0], counts[1]]
+    assert not masking.note(batch.exclude("headrace"), MASK, LOG_PROB, torch.tensor([True, False]))
+    assert [(each.elsewhere, each.no_lengths) for each in (Masking(), Masking(no_lengths=True))] == [
+        (False, False),
+        (True, True),
+    ]
+
+
+def test_under_keep_only_the_loss_mask_is_masked():
+    masking = Masking()
+    batch = TensorDict({MASK: torch.ones(2, 3).bool(), LOG_PROB: torch.zeros(2, 3)}, batch_size=[2])
+    out = torch.tensor([True, False])
+    assert masking.note(batch, MASK, LOG_PROB, out)
+    assert list(masking.columns) == [MASK, LOG_PROB]
+    assert not Masking().note(batch.exclude(MASK), MASK, LOG_PROB, out)
+    keeps = Masking()
+    keeps.kept_finite = Tokens(MASK, LOG_PROB, ())
+    assert keeps.note(batch, MASK, LOG_PROB, out)
+    keeps.mask(batch, out)
+    assert batch[MASK].any(1).tolist() == [False, True]
+    assert batch[LOG_PROB].isfinite().all()
+    assert not keeps.note(batch.exclude("masks"), MASK, LOG_PROB, out & False)
+    said = (
+        "1 rows must be masked out of the loss, but the batch has no ('masks', 'm') (loss_mask_key), the "
+        "only mask "
+        "under masked_log_prob='keep', so they would still train; it has [('log_probs', 'full')]. Set the "
+        "keys, or "
+        "drop the rows"
+    )
+    with pytest.raises(BatchError, match=f"^{re.escape(said)}$"):
+        keeps.note(batch.exclude("masks"), MASK, LOG_PROB, out)
 
 
 # -- fates -------------------------------------------------------------------------------------------------
