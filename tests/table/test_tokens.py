@@ -128,16 +128,6 @@ def test_a_batch_may_reuse_the_memory_of_the_last_batch():
     assert pipeline(batch)["num_tokens"].tolist() == [8] * 4
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_token_with_a_nan_log_probability_is_masked(value):
-    """GRPOLoss masks such a token, so no mean may count it."""
-    mask, log_prob = torch.tensor([[True, True, False], [True, True, True]]), torch.zeros(2, 3)
-    log_prob[1, 2] = value
-    batch = TensorDict({"mask": mask, "log_prob": log_prob}, batch_size=[2])
-    assert loss_tokens(batch, "mask", "log_prob").tolist() == [2, 2]
-    assert loss_tokens(batch, "mask", None).tolist() == [2, 3]
-
-
 PROMPT, RESPONSE, ATTENTION = ("tokens", "prompt"), ("tokens", "response"), ("masks", "all_attention_mask")
 LOG_PROB, MASK = ("log_probs", "full"), ("masks", "all_assistant_mask")
 
