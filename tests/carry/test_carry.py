@@ -158,6 +158,64 @@ def test_carried_rows_are_refused_by_ranks_that_cannot_use_them():
         join(rows, None, "drop")
 
 
+class OfTwo(Alone):
+    """Rank 0 of two. It knows the columns of the rows, and of the carried rows, of rank 1."""
+
+    size, rank = 2, 0
+
+    def __init__(self, came: dict, carried: dict, reasons: list[str], shared_ids: str = "same"):
+        self.came, self.carried, self.reasons, self.shared_ids = came, carried, reasons, shared_ids
+
+    def share(self, table, about=str):
+        others, self.came = self.came, self.carried
+        own, count = len(table.live), len(next(iter(others.values())))
+        for key, column in others.items():
+            column = torch.tensor(column)
+            table.columns[key] = torch.cat([table.columns.get(key, column[:0]), column])
+        table.ranks = self
+        table.begin([0, own, own + count])
+
+    def gather_rows(self, values, counts):
+        assert len(values) == counts[0]
+        return torch.cat([values, values.new_full((counts[1], *values.shape[1:]), 3)])  # numbers of tokens
+
+    def gather_objects(self, told):
+        in_loss, counted = self.carried.get(IN_LOSS, [True]), self.carried.get(COUNTED, [True])
+        return [told, (self.reasons, not all(in_loss), not all(counted))]
+
+
+def test_rows_that_wait_on_another_rank_are_in_the_table_of_each_rank():
+    ranks = OfTwo(
+        {"x": [9.0]}, {"x": [5.0, 6.0], IN_LOSS: [True, False], COUNTED: [True, True]}, ["trained", "old/low"]
+    )
+    rows = Rows.read(numbered(0, 2), keys=["x"], ranks=ranks)
+    join(rows, None)
+    table = rows.table
+    assert rows["x"].tolist() == [0.0, 1.0, 9.0, 5.0, 6.0]
+    assert (table.starts, table.size, table.live.tolist()) == ([[0, 2, 3], [3, 3, 5]], 5, [0, 1])
+    assert (table.rank_of_rows().tolist(), table.carried.tolist()) == ([0, 0, 1, 1, 1], [3, 4])
+    assert table.fates.reasons_of(torch.arange(5)) == ["trained"] * 4 + ["old/low"]
+    assert (table.fates.masks, table.fates.excludes) == (True, False)
+    assert table.fates.in_loss.tolist() == [True, True, True, True, False]
+    assert len(table.batch) == 2
+
+
+@pytest.mark.parametrize(("came", "again"), [(4, False), (7, True)])
+@pytest.mark.parametrize("shared_ids", ["same", "different"])
+def test_if_ids_differ_between_ranks_only_those_of_a_rank_are_compared(shared_ids, came, again):
+    """A row of rank 0 waits with the id 7. Another row has the id 7 on rank 1, or on rank 0."""
+    waits = take(Rows.read(numbered(7, 1)).table, torch.tensor([0]))
+    other = {"rollout_id": [7], "group_id": [7]}
+    ranks = OfTwo(other, {"rollout_id": [99], "group_id": [99]}, ["trained"], shared_ids)
+    rows = Rows.read(numbered(came, 1), keys=["rollout_id", "group_id"], ranks=ranks)
+    join(rows, waits)
+    if again or shared_ids == "same":
+        with pytest.raises(BatchError, match=r"^rows of rollouts \[7\] were carried over"):
+            refuse_again(rows, "rollout")
+    else:
+        refuse_again(rows, "rollout")
+
+
 @pytest.mark.parametrize(("unit", "name"), [("group", "group_id"), ("rollout", "rollout_id")])
 def test_the_first_ten_ids_that_come_again_are_listed(unit, name):
     def again(count: int) -> Rows:

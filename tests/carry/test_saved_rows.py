@@ -6,7 +6,7 @@ import io
 
 import pytest
 import torch
-from tensordict import MetaData, NonTensorStack, TensorDict, lazy_stack
+from tensordict import MetaData, NonTensorStack, TensorDict, lazy_stack, tensorclass
 
 from headrace.transforms import BatchError
 from headrace.transforms.carry import from_plain, join_rows, to_plain
@@ -18,6 +18,14 @@ def row(width: int, **more) -> TensorDict:
     return TensorDict({"tokens": inside, "prompt": f"of {width}", **more}, [])
 
 
+@tensorclass
+class Turn:
+    """A nested column of another class."""
+
+    x: torch.Tensor
+    text: str
+
+
 def batches() -> dict[str, TensorDict]:
     """A batch in each form that its rows can have, by name."""
     dense = lazy_stack([row(3), row(3)]).contiguous()
@@ -26,6 +34,7 @@ def batches() -> dict[str, TensorDict]:
         "lists": dense.clone().set("turns", NonTensorStack(["a", "b"], ["c", "d"])),
         "one for all": dense.clone().set("model", MetaData("m", batch_size=[2])),
         "ragged": lazy_stack([row(1), row(4)]),
+        "of a class": dense.clone().set("turn", Turn(torch.arange(2), "a", batch_size=[2])),
         "of two dtypes": lazy_stack([row(1, more=torch.ones(1)), row(2, more=torch.ones(1).long())]),
         "of other columns": lazy_stack([row(1), row(4, more=torch.ones(2))]),
     }

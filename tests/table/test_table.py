@@ -17,6 +17,7 @@ from headrace.transforms.table import Alone, Table, unknown
 from headrace.transforms.table.fates import Fates
 from headrace.transforms.table.masking import Masking, Tokens
 from headrace.transforms.table.tensordicts import number_of
+from headrace.transforms.table.tokens import tokens_of_all_ranks
 
 # -- rows of several ranks --------------------------------------------------------------------------------
 
@@ -97,6 +98,36 @@ def test_each_row_of_the_table_has_a_rank(came, carried, data):
         assert table.from_batch(wide[by_rank[rank]]).tolist() == [
             [row, 2 * row] if chosen[row] else [-1, -1] for row in range(len(owner))
         ]
+
+
+class InTurn(Among):
+    """A rank that gets what the ranks gather in each call."""
+
+    def __init__(self, rank: int, calls: list[list[torch.Tensor]]):
+        super().__init__(rank, len(calls[0]))
+        self.calls = iter(calls)
+
+    def gather_rows(self, values, counts):
+        self.values = next(self.calls)
+        return super().gather_rows(values, counts)
+
+
+def test_token_columns_of_all_ranks_are_as_wide_as_the_widest():
+    one = [torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0, 4.0, 5.0]])]  # of rank 0 and of rank 1
+    widths = [torch.tensor([[1.0], [1.0]], dtype=torch.float64), torch.tensor([[3.0]], dtype=torch.float64)]
+    padded = [torch.tensor([[1.0, 9, 9], [2, 9, 9]]), one[1]]
+    wide = [torch.cat([each, -torch.where(each == 9, -9, each)], 1) for each in padded]
+    for rank in range(2):
+        table = shared(rank, [2, 1], None)
+        table.ranks = InTurn(rank, [widths, wide])
+        found = tokens_of_all_ranks(Rows(table, {}), one[rank], -one[rank], fill=9.0)
+        assert found[0].tolist() == [[1.0, 9.0, 9.0], [2.0, 9.0, 9.0], [3.0, 4.0, 5.0]]
+        assert found[1].tolist() == [[-1.0, 9.0, 9.0], [-2.0, 9.0, 9.0], [-3.0, -4.0, -5.0]]
+        nothing = [torch.empty(2, 0), torch.empty(1, 0)]
+        table.ranks = InTurn(rank, [[each * 0 for each in widths], nothing])
+        assert [each.shape[1] for each in tokens_of_all_ranks(Rows(table, {}), nothing[rank])] == [0]
+    alone = tokens_of_all_ranks(Rows.of(turn=[1, 2]), one[0])
+    assert alone[0] is one[0]
 
 
 def test_one_rank_has_all_rows():

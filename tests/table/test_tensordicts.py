@@ -10,7 +10,14 @@ import torch
 from fake_device import DEVICE, FakeDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, is_leaf_nontensor, lazy_stack
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    TensorDict,
+    is_leaf_nontensor,
+    lazy_stack,
+    tensorclass,
+)
 
 from headrace.transforms import BatchError, take_rows
 from headrace.transforms.table import schema
@@ -151,6 +158,30 @@ def test_a_column_is_left_out_with_the_columns_that_are_then_empty(form):
         assert {str(key) for key in leave_out(batch, gone).keys(True)} - {"text"} == left
     assert {str(key) for key in batch.keys(True)} - {"text"} == keys
     assert len(leave_out(take_rows(batch, torch.arange(0)), ["number"]).keys()) == 1
+
+
+@tensorclass
+class Turn:
+    """A nested column of another class."""
+
+    x: torch.Tensor
+    text: str
+
+
+def test_a_column_of_another_class_is_copied_and_written_like_others():
+    rows = [
+        TensorDict({"turn": Turn(torch.tensor(at), "a", batch_size=[]), "y": torch.ones(at)}) for at in (1, 2)
+    ]
+    dense = TensorDict({"turn": Turn(torch.tensor([1, 2]), "a", batch_size=[2])}, batch_size=[2])
+    for batch in (lazy_stack(rows), dense):
+        copy = shallow_copy(batch)
+        write_column(copy, ("turn", "x"), torch.tensor([8, 9]))
+        assert column_of(copy, ("turn", "x")).tolist() == [8, 9]
+        assert column_of(batch, ("turn", "x")).tolist() == [1, 2]
+        assert number_column(batch, ("turn", "x")).tolist() == [1, 2]
+        taken = take_rows(batch, torch.tensor([1, 0]))
+        assert column_of(taken, ("turn", "x")).tolist() == [2, 1]
+        assert column_of(batch, ("turn", "absent")) is None
 
 
 def test_two_columns_are_the_same_if_they_are_the_same_memory():
