@@ -255,3 +255,20 @@ def test_a_row_waits_as_many_steps_as_it_has_left():
     )
     with pytest.raises(BatchError, match=f"^{re.escape(said)}$"):
         wait_a_step(waits, rows)
+
+
+def test_the_state_of_a_split_is_described_for_a_comparison_between_ranks():
+    split = ShuffleSplit(minibatches=2, unit="sample")
+    nothing = "0 permutations before, 0 minibatches taken, and no batch that is not trained again"
+    assert split.memory.same_on_all_ranks() == nothing
+    pipeline = Pipeline({"split": split})
+    minibatches = pipeline.minibatches(numbered(0, 4))
+    next(minibatches)
+    restored = ShuffleSplit(minibatches=2, unit="sample")
+    restored.load_state_dict(split.state_dict())
+    said = "0 permutations before, 1 minibatches taken, and no batch that is not trained again"
+    assert restored.memory.same_on_all_ranks() == said
+    assert len([*minibatches]) == 1
+    restored.load_state_dict(split.state_dict())
+    said = "1 permutations before, 0 minibatches taken, and a batch that is not trained again"
+    assert restored.memory.same_on_all_ranks() == said

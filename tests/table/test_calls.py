@@ -108,6 +108,13 @@ def test_an_error_inside_of_a_call_that_fits_the_signature_is_unchanged():
 class Low:
     """A part."""
 
+    def __repr__(self):
+        return "Low()"
+
+
+def of_any(one: int, *, thing: Any = None) -> None:
+    """A function with an option of any type."""
+
 
 class Many(BatchTransform):
     """A stage with a parameter by place, options of several types, and keywords of any name."""
@@ -154,6 +161,7 @@ class WithHint:
         (Many, ("a", "upp"), {}, "Many takes its options by name: Many(sort='upp') (did you mean 'up'?)"),
         (Many, ("a", 5), {"size": 1}, "Many takes its options by name: sort"),
         (Many, ("a", Low()), {}, "Many takes its parts by name: Many(low=…)"),
+        (of_any, (1, Low()), {}, "of_any takes its options by name: of_any(thing=Low())"),
         (Many, (), {}, "Many needs name: Many(name)"),
         (WithHint.__init__, (WithHint.__new__(WithHint), 1, 2), {}, "write class Mine(WithHint)"),
         (of_two, (1, 2, "x" * 99), {"size": 3}, "of_two takes its options by name: "),

@@ -49,6 +49,8 @@ from headrace.transforms.table.checks import require_turns
 from headrace.transforms.table.empty import take_empty_out
 from headrace.transforms.table.ends import Ends, read_flags, require_ends
 from headrace.transforms.table.options import above_zero, as_dtype, at_least, within
+from headrace.transforms.table.places import places_on_arrival, require_edge
+from headrace.transforms.table.votes import note_votes_only
 
 ROOT = Path(__file__).parents[2]
 NAN = float("nan")
@@ -255,6 +257,13 @@ class Base(BatchTransform, columns=("group",), unset=("group",)):
 
 class NoGroup(Base, columns=("group", "reward"), needed=("group",), optional=("reward",)):
     """A stage whose columns may be None, or may not."""
+
+
+def without_row_0() -> Rows:
+    """A view of the rows of rollouts 7 and 8, without the first row of rollout 7."""
+    rows = rows_of(rollout_id=[7, 8, 7])
+    rows.leave(torch.tensor([True, False, False]), "gone", "dropped")
+    return rows.seen_by(SimpleNamespace())
 
 
 WORKERS = "Workers need their own ids: set StampIds(worker=…) or RepeatSampler(rank=…)"
@@ -485,6 +494,51 @@ MESSAGES = {
         lambda: as_rewards(torch.tensor(1.0)),
         "each row needs one reward, (N,) or (N, 1, ...); got ()",
     ),
+    "rewards of a batch that are texts": (
+        lambda: (
+            Rows.read(
+                TensorDict({("next", "reward"): ["1.0", "", "b"], "rollout_id": [7, 8, 9]}, [3]),
+                keys=[("next", "reward")],
+            ).reward
+        ),
+        "every reward must be a number; ('next', 'reward') (reward_key) has texts: '1.0' at row 0, rollout "
+        "7, '' at "
+        "row 1, rollout 8, 'b' at row 2, rollout 9. Convert them with float(), or name the column that has "
+        "the "
+        "rewards",
+    ),
+    "large rewards of a batch": (
+        lambda: rows_of(reward=[[1, 2], [2**53 + 1, 3], [4, -(2**53) - 1]]).exactly(
+            torch.tensor([[1, 2], [2**53 + 1, 3], [4, -(2**53) - 1]])
+        ),
+        "rewards that are whole numbers must be at most 2^53, beyond which float64 does not tell them "
+        "apart; found "
+        "[9007199254740993, 3] at row 1, [4, -9007199254740993] at row 2. Subtract an offset, or scale them",
+    ),
+    # places.py
+    "rows that were dropped before": (
+        lambda: places_on_arrival(
+            Rows.read(TensorDict({"rollout_id": [7, 8, 7], schema.SEGMENTS: torch.tensor([3, 1, 3])}, [3]))
+        ),
+        "a stage needs the index of each row in its rollout; found rollout 7 with rows that were merged, or "
+        "dropped "
+        "outside this pipeline. Put a stage before the stage that does so, mask or exclude the rows, or "
+        "drop whole "
+        "rollouts (unit='rollout'). Rows that are dropped within a pipeline keep their indices",
+    ),
+    "a first segment that was taken out": (
+        lambda: require_edge(without_row_0(), "first"),
+        "the reward of a rollout is that of its first segment, but this segment was taken out of rollout 7 "
+        "and others "
+        "stay. Take whole rollouts out (unit='rollout'), or mask the row",
+    ),
+    # votes.py
+    "votes that differ": (
+        lambda: note_votes_only(rows_of(rollout_id=[7, 8, 7], votes_only=[True, False, False])),
+        "all rows of a rollout vote only, or none does; 'votes_only' (votes_only_key) differs in rollout 7 "
+        "(rows [0, "
+        "2]: [True, False]). Give all rows of a rollout the same value",
+    ),
     # options.py
     "an integer that is too low": (lambda: at_least("k", 1, 2), "k must be an integer ≥ 2; got 1"),
     "a number below a range": (lambda: within("k", -0.5, 0, 2), "k must be in [0, 2]; got -0.5"),
@@ -555,6 +609,8 @@ def test_a_refusal_says_what_is_required_what_was_found_and_what_to_do(name):
 
 
 def test_values_at_their_limits_are_accepted():
+    assert rows_of(reward=[2**53, -(2**53)]).reward.tolist() == [2.0**53, -(2.0**53)]
+    require_edge(without_row_0(), "last")
     assert [at_least("k", value, 2) for value in (2, 3, None)] == [2, 3, None]
     assert [within("k", value, 0, 2) for value in (0, 2, 1.5, None)] == [0, 2, 1.5, None]
     assert [above_zero("k", value, 2) for value in (2, 1e-9, None)] == [2, 1e-9, None]
@@ -624,3 +680,23 @@ def test_the_end_of_a_message_says_who_stamps_a_column():
         '. ScoreRows(log_prob_key=("old_log_probs", "full")) in '
     )
     assert who_stamps("reward_key") == who_stamps("turn") == ""
+
+
+def test_the_keys_of_a_batch_are_sorted_without_those_that_stages_write_for_each_other():
+    keys = [
+        "b",
+        ("next", "reward"),
+        ("a", "headrace"),
+        "headrace_of",
+        ("headrace", "reward"),
+        ("c", "d", "e"),
+    ]
+    batch = TensorDict({key: torch.ones(1) for key in keys}, [1])
+    assert schema.key_names(batch) == [
+        ("a", "headrace"),
+        ("c", "d", "e"),
+        ("next", "reward"),
+        "b",
+        "headrace_of",
+    ]
+    assert schema.key_names(None) == []

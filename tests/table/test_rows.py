@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -331,3 +332,13 @@ def test_rows_of_plain_columns_have_the_names_of_their_roles():
 def test_the_first_values_are_shown_and_the_others_counted(values, most, said):
     assert few(torch.tensor([*values], dtype=torch.int64), most) == few([*values], most) == said
     assert most != 8 or few([*values]) == said
+
+
+def test_a_status_is_read_from_the_first_column_that_is_found():
+    batch = TensorDict({("next", "status"): [1, 2], "status": [3, 0], "mine": [0, 1]}, batch_size=[2])
+    assert Rows.read(batch).status.tolist() == [1, 2]
+    assert Rows.read(batch.exclude(("next", "status"))).status.tolist() == [3, 0]
+    assert Rows.read(batch.select("mine")).status is None
+    assert Rows.read(batch).seen_by(SimpleNamespace(status_key="mine")).status.tolist() == [0, 1]
+    with pytest.raises(BatchError, match=r"^status must be integers, got torch\.float64"):
+        _ = Rows.read(TensorDict({"status": [1.0]}, batch_size=[1])).status

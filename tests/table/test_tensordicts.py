@@ -23,6 +23,7 @@ from headrace.transforms import BatchError, take_rows
 from headrace.transforms.table import schema
 from headrace.transforms.table.tensordicts import (
     WIDE,
+    any_row_has,
     as_texts,
     bits_of,
     column_of,
@@ -182,6 +183,17 @@ def test_a_column_of_another_class_is_copied_and_written_like_others():
         taken = take_rows(batch, torch.tensor([1, 0]))
         assert column_of(taken, ("turn", "x")).tolist() == [2, 1]
         assert column_of(batch, ("turn", "absent")) is None
+
+
+def test_a_column_is_found_at_any_depth():
+    rows = [TensorDict({"a": {"b": {"c": torch.tensor(at)}}}) for at in (1, 2)]
+    stack = lazy_stack(rows)
+    for batch in (stack, stack.contiguous(), TensorDict({"a": lazy_stack([row["a"] for row in rows])}, [2])):
+        assert column_of(batch, ("a", "b", "c")).tolist() == [1, 2]
+        for absent in (("a", "b", "d"), ("a", "c", "c"), ("b",), ("a", "b", "c", "d")):
+            assert column_of(batch, absent) is None
+            assert not any_row_has(batch, absent)
+        assert any_row_has(batch, ("a", "b", "c"))
 
 
 def test_two_columns_are_the_same_if_they_are_the_same_memory():

@@ -60,7 +60,8 @@ def call_meant(thing: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
         fit = [*(each for each in fit if each not in of_text), *near, *fit]
         said = repr(more[0]).partition("\n")[0]
         call = f"{name}({fit[0]}={said:.60})" if fit else ", ".join(free)
-        if not isinstance(more[0], PLAIN) and _takes_any_name(parameters, hints):
+        takes_any_name = any(it.kind is it.VAR_KEYWORD for it in parameters.values())
+        if not isinstance(more[0], PLAIN) and takes_any_name:
             return f"{name} takes its parts by name: {name}({type(more[0]).__name__.lower()}=…)"
         call += value_meant(more[0], hints[fit[0]]) if fit and not fits(more[0], hints[fit[0]]) else ""
         return f"{name} takes its options by name: {call}"
@@ -68,10 +69,6 @@ def call_meant(thing: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     call = ", ".join(each if each in by_place else f"{each}=…" for each in needed)
     lacking = [each for each in needed if each not in {*by_place[: len(args)], *kwargs}]
     return f"{name} needs {' and '.join(lacking)}: {name}({call})" if lacking else said
-
-
-def _takes_any_name(parameters: Mapping[str, inspect.Parameter], hints: Mapping[str, Any]) -> bool:
-    return any(it.kind is it.VAR_KEYWORD and hints[each] is Any for each, it in parameters.items())
 
 
 def _is_mapping(thing: Callable[..., Any], name: str) -> bool:
