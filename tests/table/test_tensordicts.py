@@ -383,6 +383,8 @@ def test_tokens_in_the_loss_are_counted_on_a_device(form):
     with FakeDevice() as fake:
         there = [fake.get(column).tolist() for column in count_in_loss(fake.put(batch), MASK, LOG_PROB)]
     assert there == [[3, 2, 0], [0, 2, 0]]
+    nothing = TensorDict({MASK: torch.ones(0, 3).bool(), LOG_PROB: torch.ones(0, 3)}, batch_size=[0])
+    assert [each.tolist() for each in count_in_loss(nothing, MASK, LOG_PROB)] == [[], []]
 
 
 def test_counts_of_tokens_that_are_stored_elsewhere_are_read_from_their_column():
