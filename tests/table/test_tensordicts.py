@@ -225,6 +225,8 @@ def test_the_device_of_a_batch_is_that_of_its_first_tensor():
         there = fake.put(TensorDict({"x": torch.ones(2, 3)}, batch_size=[2]))
         assert device_of(there) == DEVICE
         assert device_of(there.clear_device_()) == DEVICE
+        nested = TensorDict({"text": ["a", "b"], "in": {"x": there["x"]}}, [2])
+        assert device_of(nested) == DEVICE
         rows = lazy_stack(
             [TensorDict({"text": "a", "x": there["x"][0]}), TensorDict({"text": "b", "x": there["x"][1]})]
         )
