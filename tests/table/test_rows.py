@@ -342,3 +342,14 @@ def test_a_status_is_read_from_the_first_column_that_is_found():
     assert Rows.read(batch).seen_by(SimpleNamespace(status_key="mine")).status.tolist() == [0, 1]
     with pytest.raises(BatchError, match=r"^status must be integers, got torch\.float64"):
         _ = Rows.read(TensorDict({"status": [1.0]}, batch_size=[1])).status
+
+
+def test_a_tuple_of_one_name_is_a_key_and_a_name_may_be_a_role():
+    batch = TensorDict({"turn": [1, 2], "mine": [3, 4], ("a", "b"): [5, 6]}, batch_size=[2])
+    rows = Rows.read(batch).seen_by(SimpleNamespace(turn_key="mine"))
+    assert [rows[name].tolist() for name in ("turn", ("turn",), "mine", ("a", "b"))] == [
+        *([3, 4], [1, 2], [3, 4], [5, 6])
+    ]
+    assert (rows.key("turn"), rows.key(("turn",)), rows.key(("a", "b")), rows.key("status")) == (
+        *("mine", "turn", ("a", "b"), None),
+    )

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from batches import batch_of, no_rows
 from fake_device import DEVICE, FakeDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -183,6 +184,14 @@ def test_a_column_of_another_class_is_copied_and_written_like_others():
         taken = take_rows(batch, torch.tensor([1, 0]))
         assert column_of(taken, ("turn", "x")).tolist() == [2, 1]
         assert column_of(batch, ("turn", "absent")) is None
+
+
+def test_a_batch_without_rows_is_copied_like_others():
+    batch = no_rows(batch_of([1.0, 2.0], [0, 0]))
+    copy = shallow_copy(batch)
+    assert (copy.batch_size, {*copy.keys(True)}) == (torch.Size([0]), {*batch.keys(True)})
+    copy["tokens", "more"] = torch.ones(0, 3)
+    assert ("tokens", "more") not in batch.keys(True)
 
 
 def test_a_column_is_found_at_any_depth():

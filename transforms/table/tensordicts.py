@@ -92,7 +92,7 @@ def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
         >>> ("next", "done") in td.keys(True), copy["next", "reward"] is td["next", "reward"]
         (False, True)
     """
-    if type(batch) is TensorDict and 0 not in batch.batch_size:  # an empty stack of strings has no shape
+    if type(batch) is TensorDict:
         columns = batch._tensordict.copy()
         for key, value in columns.items():
             if type(value) is not Tensor and is_nested(value):
