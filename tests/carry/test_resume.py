@@ -13,8 +13,14 @@ from saving import as_saved
 from tensordict import TensorDict, lazy_stack
 
 from headrace.pipeline import Pipeline
-from headrace.transforms import BatchError, LossWeight, ShuffleSplit
-from headrace.transforms.carry.resume import BatchProgress, InterruptedBatch, KnownBatch, SplitState
+from headrace.transforms import BatchError, LossWeight, Rows, ShuffleSplit
+from headrace.transforms.carry.resume import (
+    BatchProgress,
+    InterruptedBatch,
+    KnownBatch,
+    SplitState,
+    identifying_columns,
+)
 
 ROWS = 16
 
@@ -185,6 +191,33 @@ def test_reading_the_whole_batch_takes_it_if_it_is_one_pass_that_was_not_begun(e
     assert len(run.batch) == ROWS
     restored.load_state_dict(pipeline.state_dict())
     assert len(list(restored.minibatches(sixteen(), epochs=epochs))) == 4 * epochs - taken
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("read", [(), ("id", "reward", "flag", "advantage", "wide")])
+def test_a_batch_is_known_by_its_rewards_and_by_one_integer_per_row(ragged, read):
+    columns = {"id": torch.tensor([7, 8, 9]), ("a", "uid"): torch.tensor([[4], [5], [6]], dtype=torch.int32)}
+    columns |= {"flag": torch.tensor([True, False, True]), "reward": torch.tensor([0.5, 1.5, 2.5])}
+    columns |= {
+        "advantage": torch.ones(3),
+        "wide": torch.ones(3, 2).long(),
+        ("headrace", "x"): torch.ones(3).long(),
+    }
+    batch = TensorDict(columns | {"text": ["a", "b", "c"]}, batch_size=[3])
+    rows = Rows.read(lazy_stack([*batch.unbind(0)]) if ragged else batch, keys=read)
+    rows["seen"], rows["score"] = torch.tensor([1, 2, 3]), torch.ones(3)
+    expected = {"id": [9, 7], "('a', 'uid')": [6, 4], "flag": [1, 1], "reward": [2.5, 0.5], "seen": [3, 1]}
+    found = identifying_columns(rows.table, torch.tensor([2, 0]), "reward")
+    assert {name: column.flatten().tolist() for name, column in found.items()} == expected
+    assert {column.dtype for name, column in found.items() if name != "reward"} == {torch.int64}
+    assert found["reward"].dtype is torch.float64
+    every = identifying_columns(rows.table, torch.arange(3), "reward")
+    assert every["id"].tolist() == [7, 8, 9]
+    batch["id"] += 1  # a collector writes its next batch into the same memory
+    assert every["id"].tolist() == [7, 8, 9]
+    if ragged:  # a stack without rows has no columns
+        nothing = Rows.read(lazy_stack([*batch.unbind(0)])[:0])
+        assert identifying_columns(nothing.table, torch.arange(0), "reward") == {}
 
 
 KNOWN = {

@@ -317,6 +317,10 @@ REFUSED = {
         TensorDict({"x": TensorDict({}, [2])}, [2]),
         "'x' is a group of columns: name one of them, such as ('x', 'NAME')",
     ),
+    "a group of an empty group": (
+        TensorDict({"x": {"y": TensorDict({}, [2])}}, [2]),
+        "'x' is a group of columns: name one of them, such as ('x', 'NAME')",
+    ),
     "complex numbers": (
         TensorDict({"x": torch.tensor([1j])}, [1]),
         "a column must have real numbers; 'x' has torch.complex64",
