@@ -383,6 +383,20 @@ def test_a_batch_has_a_version_per_row_or_per_token():
             versions_of_tokens(batch.set("v", column), "v", "mask", reader="Mine")
 
 
+def test_ragged_versions_are_one_per_token():
+    batch = of_widths(1, 3, key="mask", dtype=torch.bool, v=(1, 1))
+    with pytest.raises(
+        BatchError, match=r"^Mine needs one entry per token in 'v', .*; row 1 has 1 for 3 tokens\. "
+    ):
+        versions_of_tokens(batch, "v", "mask", reader="Mine")
+    batch = of_widths(1, 3, key="v", dtype=torch.int64)
+    for row in batch.tensordicts:
+        row["mask"] = row["v"] != 2
+    versions, sampled = versions_of_tokens(batch, "v", "mask", reader="Mine")
+    assert versions.tolist() == [[1, 0, 0], [1, 2, 3]]
+    assert sampled.tolist() == [[True, False, False], [True, False, True]]
+
+
 ADVANTAGES = {
     "per row": (torch.tensor([[[0.5]], [[2.0]], [[-1.0]]]), torch.float32),
     "per token": (torch.tensor([[0.5, 1.0], [2.0, 4.0], [-1.0, 0.0]]).unsqueeze(-1), torch.float32),
