@@ -30,7 +30,8 @@ def missing_path(path: str | Path) -> str:
         return ""
     kinds = Counter("*" + Path(other).suffix for other in names_in(folder) if (folder / other).is_file())
     has = f"; {folder} has {', '.join(kind for kind, _ in kinds.most_common(3))}" if kinds else ""
-    return f"{path}: no file matches this pattern{has or suggest(folder.name, names_in(folder.parent))}"
+    meant = "" if folder.is_dir() else suggest(folder.name, names_in(folder.parent))
+    return f"{path}: no file matches this pattern{has or meant}"
 
 
 def newest_run(folder: str | Path, files: str = "step_*.*") -> Path | None:

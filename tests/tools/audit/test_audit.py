@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import random
 import re
@@ -18,7 +19,7 @@ from composed import composed, configure
 
 from headrace.pipeline import ConfigError, make_report, write_dump
 from headrace.pipeline.tools.audit import AuditFailed, audit_dump, logged
-from headrace.pipeline.tools.audit.audit_checks import AuditFinding, CheckOutcome
+from headrace.pipeline.tools.audit.audit_checks import CHECKS, AuditFinding, CheckOutcome
 from headrace.pipeline.tools.audit.audit_task import CheckResult
 from headrace.pipeline.tools.dumps.readers import SourceError, open_dump
 from headrace.pipeline.tools.replay import replay_dump
@@ -94,7 +95,17 @@ def sound_rows():
     return rows
 
 
+def finding(step, group, rows, rollouts, expected, found, text, share):
+    names = ("step", "group", "rollouts", "rows", "expected", "found", "text", "share")
+    return dict(zip(names, (step, group, rollouts, rows, expected, found, text, share), strict=True))
+
+
 def test_five_faults_of_a_slime_dump_are_found(tmp_path):
+    """All of the file, the text and the page are compared.
+
+    Each row has two tokens, and each rollout counts once. So a row's share of the gradient is |advantage|
+    over the rows of its rollout, divided by the sum for all rows.
+    """
     rows = sound_rows()
     rows.add(1, R[:3], grpo(R[:3]))
     rows.add(2, R, grpo(R), rollout_2={"prompt": 50 * "a" + " prompt"})
@@ -103,25 +114,93 @@ def test_five_faults_of_a_slime_dump_are_found(tmp_path):
     rows.add(5, [*R, 0.75], grpo([*R, 0.75]))
     path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
     text, checks = audited(path, tmp_path, *AS_SLIME)
-    assert found(checks) == {
-        "incomplete": ["1"],
-        "mixed": ["2"],
-        "counted_twice": ["3"],
-        "masked": ["4"],
-        "oversized": ["5"],
+    size = [
+        0.0
+        if sample["remove_sample"]
+        else abs(advantage) / sum(each["rollout_id"] == sample["rollout_id"] for each in rows.samples)
+        for sample, advantage in zip(rows.samples, rows.advantages, strict=True)
+    ]
+    share = {
+        group: sum(
+            part for part, sample in zip(size, rows.samples, strict=True) if sample["group_index"] == group
+        )
+        / sum(size)
+        for group in range(1, 6)
     }
-    twice, masked = checks["counted_twice"]["findings"][0], checks["masked"]["findings"][0]
-    assert twice["rollouts"] == ["300"]
-    for each in (twice, masked):  # the reward ½ is on the other side of the mean
-        assert each["text"].endswith("; wrong signs among these: 1")
-    assert twice["expected"] == pytest.approx([grpo(R)[at] for at in (0, 0, 1, 2, 3)], abs=1e-5)
-    assert twice["found"] == pytest.approx([grpo(R, [1.0, *R])[at] for at in (0, 0, 1, 2, 3)], abs=1e-5)
-    assert masked["rollouts"] == ["401"]
-    assert "group 1 has 3 of 4 rollouts" in text
-    assert "group 5 has 5 rollouts, but was dispatched with 4" in text
-    assert f"group 2 has 2 prompts: 'prompt 2', '{33 * 'a'} prompt'" in text  # questions are at the end
-    assert checks["signs"]["state"] == checks["advantages"]["state"] == "passed"
-    assert checks["weights"]["state"] == "not checked"
+    fair, twice, masked = grpo(R), grpo(R, [1.0, *R]), grpo(R, [1.0, 0.5, 0.25])
+    both = [[each[at] for at in (0, 0, 1, 2, 3)] for each in (fair, twice)]
+    of_masked = [[each[0], None, *each[2:]] for each in (masked, fair)]
+    a_mixed = f"group 2 has 2 prompts: 'prompt 2', '{33 * 'a'} prompt'"  # questions are at the end
+    a_twice = (
+        "group 3: rollouts that count once for each of their rows: 300; row 20 (rollout 300) 1.006, by the "
+        "recipe "
+        "1.317, row 21 (rollout 300) 1.006, by the recipe 1.317, row 22 (rollout 301) -1.23, by the recipe "
+        "-1.025 "
+        "and 2 more; wrong signs among these: 1"
+    )
+    a_masked = (
+        "group 4: rollouts that are out of the loss but count in the baseline: 401; row 25 (rollout 400) "
+        "1.317, by "
+        "the recipe 1.091, row 27 (rollout 402) 0.1464, by the recipe -0.2182, row 28 (rollout 403) "
+        "-0.4392, by "
+        "the recipe -0.8729; wrong signs among these: 1"
+    )
+    short, large = "group 1 has 3 of 4 rollouts", "group 5 has 5 rollouts, but was dispatched with 4"
+    names = {group: [f"{group}0{at}" for at in range(size)] for group, size in ((1, 3), (2, 4), (5, 5))}
+    found_by = {
+        "mixed": finding(5, "2", [16, 17, 18, 19], names[2], [1], [2], a_mixed, share[2]),
+        "incomplete": finding(5, "1", [13, 14, 15], names[1], [4], [3], short, share[1]),
+        "oversized": finding(5, "5", [29, 30, 31, 32, 33], names[5], [4], [5], large, share[5]),
+        "counted_twice": finding(5, "3", [20, 21, 22, 23, 24], ["300"], *both, a_twice, share[3]),
+        "masked": finding(5, "4", [25, 26, 27, 28], ["401"], *of_masked, a_masked, share[4]),
+    }
+    table = []
+    for name, (title, _) in CHECKS.items():
+        state = "found" if name in found_by else "not checked" if name == "weights" else "passed"
+        own = [found_by[name]] if name in found_by else []
+        of_check = sum(each["share"] for each in own)
+        lacking = {"the dump has no loss weights": 1} if name == "weights" else {}
+        result = {"check": name, "title": title, "state": state, "gradient_share": of_check, "hint": ""}
+        assert checks[name] == near(result | {"findings": own, "not_checked": lacking})
+        table.append(f"{title} {state} {len(own)} {'–' if lacking else f'{of_check:.1%}'}")
+    said = "8 checks: 5 found, 2 passed, 1 not checked."
+    of = f"{path} (slime), 34 rows, steps: 1, against as/slime"
+    below = [
+        "not checked: other weights than the recipe's: the dump has no loss weights",
+        "A row's share of a step's gradient is |weight × advantage × tokens| over the sum of all rows. The "
+        "share of "
+        "a check is the mean over all steps. A check that was not made has not passed.",
+    ]
+    tables = [
+        f"{of} check verdict findings share of the gradient {' '.join(table)}",
+        *(
+            f"{CHECKS[name][0]} step share 5 {each['text']} {each['share']:.1%}"
+            for name, each in found_by.items()
+        ),
+    ]
+    page = (tmp_path / "report.html").read_text()
+    where = [
+        f"written to {tmp_path}",
+        f"the page: {(tmp_path / 'report.html').as_uri()}",
+        "34 rows in 1 step",
+    ]
+    assert words_of(text) == sorted(" ".join([said, *tables, *below, *where]).split())
+    body = html.unescape(re.sub(r"<[^>]*>", " ", page.partition("<body>")[2]))
+    assert " ".join(body.split()) == " ".join(["Audit", said, *tables, *below])
+
+
+def near(value):
+    """A JSON value whose numbers equal others up to rounding."""
+    if isinstance(value, dict):
+        return {key: near(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [near(each) for each in value]
+    return pytest.approx(value, abs=1e-5) if isinstance(value, float | int) else value
+
+
+def words_of(text):
+    """The sorted words of a text without the lines of tables, because a cell may take several lines."""
+    return sorted(re.sub("─+", " ", text).split())
 
 
 def test_three_faults_of_a_verl_dump_are_found(tmp_path):
@@ -404,14 +483,23 @@ def test_the_recipe_that_gives_the_logged_advantages_is_named(tmp_path):
     assert "they are those of " in checks["advantages"]["hint"]
 
 
-def test_masked_rollouts_are_not_checked_if_the_recipe_counts_them(tmp_path):
+@pytest.mark.parametrize(
+    ("words", "counts"),
+    [
+        ((), True),
+        (("pipeline.stages.gate.empty=exclude",), False),  # the gate decides before the pipeline
+        (("pipeline.stages.gate=null",), True),
+        (("pipeline.stages.gate=null", "pipeline.empty=exclude"), False),
+    ],
+)
+def test_masked_rollouts_are_not_checked_if_the_recipe_counts_them(words, counts, tmp_path):
     rows = Rows()
     rows.add(4, R, grpo(R), **REMOVED)
     path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
-    _, checks = audited(path, tmp_path, "pipeline=as/slime", "source.group_size=4")
-    assert found(checks) == {}
-    assert checks["masked"]["state"] == "not checked"
-    assert "set pipeline.empty=exclude" in next(iter(checks["masked"]["not_checked"]))
+    _, checks = audited(path, tmp_path, "pipeline=as/slime", "source.group_size=4", *words)
+    assert found(checks) == ({} if counts else {"masked": ["4"]})
+    why = "the recipe counts masked rollouts; to find them, set pipeline.empty=exclude"
+    assert checks["masked"]["not_checked"] == ({why: 1} if counts else {})
 
 
 def test_a_failed_rollout_makes_its_group_incomplete(tmp_path):

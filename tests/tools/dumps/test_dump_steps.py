@@ -14,7 +14,8 @@ from headrace.pipeline.tools.dumps.readers import Draws, open_dump
 from headrace.transforms import BatchError, MissingKeyError
 
 BY_ORDER = (
-    "split into the draws, by the order of the dump. This is right if the trainer dumps rollouts in the order "
+    "split into the draws, by the order of the dump. This is right if the trainer dumps rollouts in the "
+    "order "
     "in which it drew their prompts. verl does so with trainer.balance_batch=False."
 )
 CONFIRMED = "split into the draws, and the logged advantages are those of the draws."
@@ -39,7 +40,8 @@ def drawn(*names):
         (
             {3: Draws(4, 1, 4, drawn("a", "b"), 3), 5: Draws(1, 0, 0, (("c", 16),))},
             [
-                "3 prompts were drawn several times in one step: step 3, a, 4 rollouts; step 3, b, 4 rollouts; "
+                "3 prompts were drawn several times in one step: step 3, a, 4 rollouts; step 3, b, 4 "
+                "rollouts; "
                 "step 5, c, 16 rollouts.",
                 f"3 of these groups were {CONFIRMED}",
                 f"2 of these groups were {BY_ORDER}",

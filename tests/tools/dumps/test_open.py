@@ -1,0 +1,179 @@
+"""A dump is found by its path, its format by the first record, and its steps in the order of its files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from dumps import slime_dump, slime_sample, tinker_row, trl_dump, verl_row, write_lines
+
+from headrace.pipeline.tools.dumps import missing_path
+from headrace.pipeline.tools.dumps.readers import READERS, SourceError, open_dump
+
+
+def refusal(path, format="auto", **options):
+    """The message with which a dump is refused."""
+    with pytest.raises(SourceError) as raised:
+        list(open_dump(path, format, **options))
+    return str(raised.value)
+
+
+def test_a_wrong_path_is_named_with_the_nearest_name_or_the_suffixes_of_its_folder(tmp_path):
+    for name in ("b.jsonl", "a.jsonl", "d.pt", "c.parquet", "zebra.txt", "deep/f.md"):
+        (tmp_path / "runs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "runs" / name).touch()
+    none, pattern, folder = (
+        "there is no such file or folder",
+        "no file matches this pattern",
+        f"{tmp_path}/runs",
+    )
+    for path, said in {
+        "rums": f"{none} (did you mean 'runs'?)",
+        "runs/d.ptt": f"{none} (did you mean 'd.pt'?)",
+        "no/such/one": none,
+        "runs/*.csv": f"{pattern}; {folder} has *.jsonl, *.parquet, *.pt",
+        "runs/deep/*.csv": f"{pattern}; {folder}/deep has *.md",
+        "rums/*.csv": f"{pattern} (did you mean 'runs'?)",
+        "*.csv": pattern,
+    }.items():
+        assert missing_path(f"{tmp_path}/{path}") == f"{tmp_path}/{path}: {said}"
+    for path in ("runs", "runs/a.jsonl", "runs/*.jsonl", "**/f.md"):
+        assert missing_path(tmp_path / path) == ""
+    for format in ("verl", "auto"):
+        assert refusal(tmp_path / "no" / "such", format) == f"{tmp_path}/no/such: {none}"
+
+
+CLEAR = "the format must be clear from the suffix and the first record; found"
+SET = f"Set format to one of {', '.join(READERS)}"
+OWN = ". For a file of your own, add options with the names of its columns, such as:\ncolumns="
+
+
+def test_an_unclear_format_is_named_with_what_was_found(tmp_path):
+    """The nearest format lacks the smallest part of its keys."""
+    none = "no file of JSON Lines (.jsonl, .jsonl.gz), Parquet (.parquet) or torch.save (.pt)"
+    assert refusal(tmp_path) == f"{tmp_path}: {CLEAR} {none}. {SET}"
+    both = write_lines(tmp_path / "both.jsonl", [{**verl_row("a_0_0", 1.0), **tinker_row(0, 0, 1.0)}])
+    assert refusal(both) == f"{both}: {CLEAR} tinker and verl. {SET}"
+    row = {"reward": 1.0, "completion": "4", "uid": 3, "x": 0}
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(row).encode()))
+    keys = f"{path} with 'completion', 'reward', 'uid', 'x'"
+    near = "The nearest format is verifiers, which has the keys 'example_id|id', 'prompt', too."
+    own = "{'group': 'uid', 'reward': 'reward', 'response': 'completion'}, group_size=ROLLOUTS"
+    assert refusal(path) == f"{path}: {CLEAR} {keys}. {near} {SET}{OWN}{own}"
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"strange": [1]}), path)
+    own = "{'group': ID, 'reward': NUMBER, 'response': TEXT}, group_size=ROLLOUTS"
+    assert refusal(path) == f"{path}: {CLEAR} {path} with 'strange'. {SET}{OWN}{own}"
+
+
+def test_files_come_by_the_numbers_in_their_paths(tmp_path):
+    """Numbers of any length are compared as numbers, and texts as texts. A file counts once."""
+    names = ["b10/2", "a9/10", "b9/10", "b9/9", "b9/x", f"b{10**40}/1", "1/1"]
+    for name in names:
+        write_lines(tmp_path / f"{name}.jsonl", [verl_row("a_0_0", 1.0)])
+    (tmp_path / "b9" / "7.jsonl").mkdir()  # a folder is not a file of the dump
+    expected = ["1/1", "a9/10", "b9/9", "b9/10", "b9/x", "b10/2", f"b{10**40}/1"]
+    source = open_dump(f"{tmp_path}/**/*.jsonl", "verl")
+    assert [str(file.relative_to(tmp_path))[: -len(".jsonl")] for file in source.files] == expected
+    assert repr(source) == f"Source(verl: {tmp_path}/1/1.jsonl and 6 more)"
+    assert repr(open_dump(tmp_path / "1", "verl")) == f"Source(verl: {tmp_path}/1/1.jsonl)"
+    assert source.total_bytes == sum(file.stat().st_size for file in source.files)
+    (tmp_path / "none").mkdir()
+    required = "a file, or a folder with {}, is required; found none"
+    for format, patterns in {
+        "verl": "*.jsonl",
+        "slime": "*.pt or rollout_data/*.pt",
+        "headrace": "step_*.parquet or step_*.jsonl or rollouts/step_*.parquet or rollouts/step_*.jsonl",
+    }.items():
+        assert refusal(tmp_path / "none", format) == f"{tmp_path}/none: {required.format(patterns)}"
+    assert refusal(f"{tmp_path}/*.x", "verl") == f"{tmp_path}/*.x: {required.format(f'{tmp_path}/*.x')}"
+
+
+def test_the_first_pattern_with_a_file_that_is_not_ignored_is_used(tmp_path):
+    (tmp_path / "rollout_data").mkdir()
+    slime_dump(tmp_path / "eval_3.pt")
+    slime_dump(tmp_path / "rollout_data" / "4.pt")
+    assert open_dump(tmp_path).files == [tmp_path / "rollout_data" / "4.pt"]
+    slime_dump(tmp_path / "upheaval_3.pt")
+    assert open_dump(tmp_path).files == [tmp_path / "upheaval_3.pt"]
+
+
+AGAIN = "Was the training resumed, or are files of two trainings mixed? Read them one at a time"
+
+
+def test_steps_ascend_over_all_files(tmp_path):
+    def steps(name, *numbers):
+        rows = [verl_row(f"{name}{at}_0_0", 1.0, step) for at, step in enumerate(numbers)]
+        return write_lines(tmp_path / f"{name}.jsonl", rows)
+
+    one = steps("1", 3, 3, 5)
+    assert [(step, len(batch)) for step, batch in open_dump(one, "verl")] == [(3, 2), (5, 1)]
+    two = steps("2", 4)
+    said = "steps ascend and stay together; found step {} after step {}, in {}. {}"
+    assert refusal(tmp_path, "verl") == f"{two}: {said.format(4, 5, one, AGAIN)}"
+    steps("2", 5)
+    assert refusal(tmp_path, "verl") == f"{two}: a step is in one file; found step 5 in {one}, too"
+    steps("2", 6, 7, 6)
+    assert refusal(tmp_path, "verl") == f"{two}: {said.format(6, 7, two, AGAIN)}"
+
+
+def test_a_step_has_at_most_the_rows_of_the_limit(tmp_path, monkeypatch):
+    path = trl_dump(tmp_path / "c.parquet")
+    monkeypatch.setattr("headrace.pipeline.tools.dumps.readers.open.MAX_ROWS", 2)
+    ((_, batch),) = open_dump(path, group_by="prompt")
+    assert len(batch) == 2
+
+
+def test_a_dump_without_a_record_is_refused_with_the_records_that_were_skipped(tmp_path):
+    path = write_lines(tmp_path / "7.jsonl", [{"a": 1}, {"b": 1}])
+    first = f"{path}:1: the key 'input' is required; found the keys 'a'"
+    none = "a dump has at least one record; found none"
+    assert refusal(path, "verl", skip_bad=True) == f"{path}: {none} (2 were skipped: {first})"
+    other = write_lines(tmp_path / "8.jsonl", [{"a": 1}])
+    assert refusal(tmp_path, "verl", skip_bad=True) == f"{tmp_path}: {none} (3 were skipped: {first})"
+    assert refusal(other, "verl").startswith(f"{other}:1: the key 'input' is required")
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "steps", "said"), [(128, 1, ""), (129, 1, ""), (129, 3, " So do 2 other steps.")]
+)
+def test_a_large_group_of_one_prompt_is_noted_from_129_rollouts_on(rollouts, steps, said, tmp_path):
+    for step in range(steps):
+        rows = [verl_row(None, float(at % 3), step, "What is this?") for at in range(rollouts)]
+        write_lines(tmp_path / f"{step}.jsonl", rows)
+    source = open_dump(tmp_path, group_by="prompt")
+    list(source)
+    notice = (
+        f"In step 0, all 129 rollouts have one prompt text, and are one group.{said} This is suspicious: "
+        f"were "
+        "images, or another part of the prompts, not dumped? If the rollouts of each prompt are next to "
+        "one another, "
+        "set source.group_by=order, and source.group_size to the rollouts of one prompt."
+    )
+    assert source.notices == [notice] * (rollouts > 128)
+
+
+def test_a_large_step_of_two_prompts_is_not_suspicious(tmp_path):
+    rows = [verl_row(None, float(at % 3), 7, f"{at // 129}?") for at in range(130)]
+    source = open_dump(write_lines(tmp_path / "7.jsonl", rows), group_by="prompt")
+    list(source)
+    assert source.notices == []
+
+
+def test_the_options_that_the_first_step_lacks(tmp_path):
+    """The values fit the first step. A group's size is the number of its rollouts, not of its rows."""
+    samples = [
+        slime_sample(at // 3, at, {"a": 1.0, "b": 0.0}, rollout_id=at // 3 * 5 + at % 2) for at in range(6)
+    ]
+    path = slime_dump(tmp_path / "5.pt", 5, samples)
+    assert open_dump(path).lacking() == {"group_size": 2, "reward_key": ["a", "b"]}
+    assert open_dump(path, group_size=2, reward_key="a").lacking() == {}
+    rows = [verl_row(None, 1.0, 7, "q")] * 3 + [verl_row(None, 1.0, 8, "q")] * 5
+    path = write_lines(tmp_path / "7.jsonl", rows)
+    assert open_dump(path).lacking() == {"group_by": "prompt", "group_size": 3}
+    write_lines(path, [*rows[:2], {"input": "q"}, *rows])
+    assert open_dump(path, group_by="prompt", skip_bad=True).lacking() == {}
