@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import math
 import random
@@ -25,6 +26,7 @@ from dumps import (
     node,
     open_instruct_row,
     own_row,
+    path_of,
     read_one,
     slime_dump,
     slime_sample,
@@ -54,6 +56,272 @@ def only(source):
 
 def rewards(batch):
     return batch["next", "reward"].flatten().tolist()
+
+
+# -- all columns of a record ---------------------------------------------------------------------------
+
+ASKED, ANSWERED = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+CALLED = '[[true, "Add."], [true, "add"], [true, "{\\"a\\": 2}"], [false, "four"], [true, "4"]]'
+CALLING = '<think>\nAdd.\n</think>\n<tool_call>\nadd({"a": 2})\n</tool_call>'
+TEXTS = {
+    "prompt_text": ["user: 2+2?"],
+    "response_text": ["assistant: 4"],
+    "response_parts": ['[[true, "4"]]'],
+}
+GYM = gym_row(3, 1, 0.5, more="x")
+GYM["responses_create_params"]["input"] = "2+2?"
+GYM["response"] = {"status": "incomplete", "output": GYM["response"]["output"]}
+ATROPOS = {
+    "tokens": [[1, 2, 3], [4, 5, 6, 7]],
+    "masks": [[-100, 2, 3], [0, 0, 1, 0]],
+    "scores": [1.0, 0.25],
+    "advantages": [0.5, [9.0, 9.0, -0.5, 9.0]],
+    "inference_logprobs": [[-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0, -4.0]],
+    "messages": [[ASKED, ANSWERED], [ASKED, {"role": "user", "content": "now"}, ANSWERED, ASKED]],
+    "overrides": [None, {"set_advantage_to_zero": False}],
+    "more": 3,
+}
+EPISODE = episode("g", "a", {"r": {"score": 2, "weight": 0.25}}, more=True)
+EPISODE["traces"] = [{**EPISODE["traces"][0], "agent": {"trainable": False}}, *EPISODE["traces"]]
+EPISODE["traces"][1]["calls"] = [
+    {"finish_reason": "stop"},
+    {"finish_reason": "length"},
+    {"finish_reason": "stop", "error": "no answer"},  # it gave no message
+]
+# For each format: the record, the options to read it, its step, and all columns. Labels stand for the ids.
+WHOLE = {
+    "atropos": (
+        ATROPOS,
+        {"group_size": 2},
+        0,
+        {
+            "group_label": ["1", "1"],
+            "rollout_label": ["1/0", "1/1"],
+            "next.reward": [[1.0], [0.25]],
+            "expected_rollouts": [2, 2],
+            "logged_advantage": [0.5, -0.5],
+            "tokens.full": [[0, 1, 2, 3], [4, 5, 6, 7]],
+            "masks.all_attention_mask": [[0, 1, 1, 1], [1, 1, 1, 1]],
+            "masks.all_assistant_mask": [[0, 0, 1, 1], [0, 0, 1, 0]],
+            "log_probs.full": [[None, None, -2.0, -3.0], [None, None, -3.0, None]],
+            "prompt_text": ["user: 2+2?", "user: 2+2?\nuser: now"],
+            "response_text": ["assistant: 4", "assistant: 4\nuser: 2+2?"],
+        },
+    ),
+    "nemo_gym": (
+        GYM,
+        {"group_size": 8},
+        0,
+        {
+            "group_label": ["3"],
+            "rollout_label": ["3/1"],
+            "next.reward": [[0.5]],
+            "expected_rollouts": [8],
+            "status": [Status.TRUNCATED],
+            "prompt_text": ["2+2?"],
+            "response_text": [f"assistant: {CALLING}\ntool: four\nassistant: 4"],
+            "response_parts": [CALLED],
+            "other_columns": ['{"more": "x"}'],
+        },
+    ),
+    "prime_hosted": (
+        {**hosted_row(0, 5, 0.5, advantage=-0.25, answer=["4"], task="t"), "env_name": ""},
+        {},
+        3,
+        {
+            "group_label": ["t/0"],
+            "rollout_label": ["5"],
+            "next.reward": [[0.5]],
+            "logged_advantage": [-0.25],
+            "ground_truth": ['["4"]'],
+            "other_columns": ['{"run_id": "r", "num_output_tokens": 2}'],
+            **TEXTS,
+        },
+    ),
+    "table": (
+        own_row(
+            "p", True, k="b", status="max_tokens", gold=4, note="x" * 1001, adv=0.125, ids=[7, 8, 9], q="2+2?"
+        ),
+        {
+            "columns": {
+                **COLUMNS,
+                "rollout": "k",
+                "status": "status",
+                "ground_truth": "gold",
+                "advantage": "adv",
+                "length": "ids",
+                "prompt": "q",
+            },
+            "group_size": 4,
+        },
+        0,
+        {
+            "group_label": ["p"],
+            "rollout_label": ["p/b"],
+            "next.reward": [[1.0]],
+            "expected_rollouts": [4],
+            "status": [Status.TRUNCATED],
+            "logged_advantage": [0.125],
+            "masks.all_assistant_mask": [[1, 1, 1]],
+            "prompt_text": ["2+2?"],
+            "response_text": ["4"],
+            "ground_truth": ["4"],
+            "other_columns": [json.dumps({"note": "x" * 1000 + "…"})],
+        },
+    ),
+    "verl": (
+        {**verl_row("a_b_2_3", 0.5), "acc": True, "pred": None},
+        {},
+        7,
+        {
+            "group_label": ["a_b"],
+            "rollout_label": ["a_b_2"],
+            "next.reward": [[0.5]],
+            "prompt_text": ["1+1?"],
+            "response_text": ["answer 0.5"],
+            "ground_truth": ["2"],
+            "other_columns": ['{"acc": true}'],
+        },
+    ),
+    "prime_rl": (
+        EPISODE,
+        {},
+        2,
+        {
+            "group_label": ["g"],
+            "rollout_label": ["a"],
+            "next.reward": [[0.5]],
+            "next.policy_version": [1],
+            "status": [Status.TRUNCATED],
+            "tokens.full": [[1, 2, 3, 4, 5, 6, 7, 8]],
+            "masks.all_attention_mask": [[1] * 8],
+            "masks.all_assistant_mask": [[0, 0, 0, 0, 1, 1, 0, 1]],
+            "log_probs.full": [[None, None, None, None, -0.5, -0.5, None, -0.5]],
+            "prompt_text": ["user: user says"],
+            "response_text": ["assistant: assistant says\ntool: tool says\nassistant: assistant says"],
+            "other_columns": ['{"more": true}'],
+        },
+    ),
+    "nemo_rl": (
+        nemo_row(6, 0.5, advantages=[[9.0, 9.0, -0.5, -0.5, 9.0]], token_loss_mask=[[0, 0, 1, 1, 0]]),
+        {"group_by": "prompt"},
+        1,
+        {
+            "group_label": [f"[1, 2] #{hashlib.blake2b(b'[1, 2]', digest_size=8).hexdigest()}"],
+            "rollout_label": ["6"],
+            "next.reward": [[0.5]],
+            "logged_advantage": [-0.5],
+            "tokens.full": [[1, 2, 3, 4]],
+            "masks.all_attention_mask": [[1] * 4],
+            "masks.all_assistant_mask": [[0, 0, 1, 1]],
+            "log_probs.full": [[None, None, -1.0, -2.0]],
+            "response_text": ["some text"],
+            "other_columns": ['{"idx": 6}'],
+        },
+    ),
+    "open_instruct": (
+        open_instruct_row(6, 3, 0.5, finish_reason="length"),
+        {},
+        3,
+        {
+            "group_label": ["3"],
+            "rollout_label": ["6"],
+            "next.reward": [[0.5]],
+            "logged_advantage": [0.25],
+            "status": [Status.TRUNCATED],
+            "tokens.full": [[103, 101, 7, 8, 9]],
+            "masks.all_attention_mask": [[1] * 5],
+            "masks.all_assistant_mask": [[0, 0, 1, 1, 1]],
+            "log_probs.full": [[None, None, -1.0, -2.0, -3.0]],
+            "ground_truth": ["[4]"],
+            "other_columns": ['{"dataset": "math"}'],
+        },
+    ),
+    "tinker": (
+        tinker_row(2, 1, 0.5),
+        {},
+        6,
+        {
+            "group_label": ["2"],
+            "rollout_label": ["2/1"],
+            "next.reward": [[0.5]],
+            "next.policy_version": [5],
+            "status": [Status.COMPLETED],
+            "masks.all_assistant_mask": [[1, 1, 1, 1]],
+            "other_columns": ['{"split": "train", "final_reward": 0.0, "final_ob_len": 0}'],
+        },
+    ),
+    "verifiers": (
+        verifiers_row(0, 0.5, is_truncated=True, answer="4"),
+        {},
+        0,
+        {
+            "group_label": ["math/0"],
+            "rollout_label": ["1"],
+            "next.reward": [[0.5]],
+            "status": [Status.TRUNCATED],
+            "ground_truth": ["4"],
+            "other_columns": ['{"is_completed": true, "correct": 0.5}'],
+            **TEXTS,
+        },
+    ),
+    "slime": (
+        slime_sample(4, 9, 0.5, rollout_id=8, loss_mask=[0, 1], weight_versions=["5", 4], status="pending"),
+        {},
+        5,
+        {
+            "group_label": ["4"],
+            "rollout_label": ["8"],
+            "next.reward": [[0.5]],
+            "next.policy_version": [4],
+            "status": [Status.ABORTED],
+            "tokens.full": [[1, 2, 19, 29]],
+            "masks.all_attention_mask": [[1] * 4],
+            "masks.all_assistant_mask": [[0, 0, 0, 1]],
+            "log_probs.full": [[None, None, -0.5, -0.25]],
+            "prompt_text": ["prompt 4"],
+            "response_text": ["two tokens"],
+            "ground_truth": ["42"],
+            "other_columns": ['{"index": 9}'],
+        },
+    ),
+}
+
+
+def whole(batch, before=""):
+    """All columns of a batch as lists, with None for NaN."""
+    found = {}
+    for key, value in batch.items():
+        if isinstance(value, TensorDict):
+            found |= whole(value, f"{before}{key}.")
+        elif isinstance(value, torch.Tensor) and value.is_floating_point():
+            rows = value.reshape(len(batch), -1).tolist()
+            rows = [[None if math.isnan(each) else each for each in row] for row in rows]
+            found[before + key] = rows if value.ndim > 1 else [row[0] for row in rows]
+        else:
+            found[before + key] = value.tolist()
+    return found
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_record_of_each_format_gives_these_columns_and_no_others(name, tmp_path):
+    record, options, step, expected = WHOLE[name]
+    if name == "slime":
+        path = slime_dump(tmp_path / "5.pt", 5, [record])
+    else:
+        path = write_lines(path_of(tmp_path, name), [record])
+    ((number, batch),) = open_dump(path, name, **options)
+    found = whole(batch)
+    ids = [in_order(batch[f"{unit}_id"]) for unit in ("group", "rollout")]
+    assert ids == [
+        [sorted({*found[f"{unit}_label"]}).index(each) for each in found[f"{unit}_label"]]
+        for unit in ("group", "rollout")
+    ]
+    for lacking in ("group_id", "rollout_id"):
+        del found[lacking]
+    has_lengths = "masks.all_assistant_mask" in expected
+    assert number == step
+    assert found == expected | ({} if has_lengths else {"headrace.no_lengths": [True] * len(batch)})
 
 
 # -- slime and miles ---------------------------------------------------------------------------------

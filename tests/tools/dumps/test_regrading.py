@@ -12,15 +12,7 @@ import pytest
 import torch
 from command import told
 from composed import configure
-from dumps import (
-    open_instruct_row,
-    slime_dump,
-    slime_sample,
-    tinker_row,
-    verifiers_row,
-    verl_row,
-    write_lines,
-)
+from dumps import tinker_row, verl_row, write_lines
 
 from headrace.pipeline import ConfigError
 from headrace.pipeline.tools.dumps.readers import Sample, SourceError, open_dump, regrade, to_batch
@@ -231,28 +223,6 @@ def test_a_dump_without_texts_is_refused(tmp_path):
     path = write_lines(tmp_path / "train_rollout_summaries.jsonl", [tinker_row(0, i, 1.0) for i in range(2)])
     with pytest.raises(SourceError, match=r"step 6: re-grading needs the texts of the responses"):
         list(open_dump(path, regrade=by_length))
-
-
-@pytest.mark.parametrize(
-    ("write", "truth"),
-    [
-        (lambda p: slime_dump(p / "1.pt", 1, [slime_sample(0, i, 0.0) for i in range(2)]), "42"),
-        (lambda p: write_lines(p / "7.jsonl", [verl_row(f"a_{i}_0", 0.0) for i in range(2)]), "2"),
-        (
-            lambda p: write_lines(
-                p / "results.jsonl", [verifiers_row(0, 0.0, answer="4", generation_ms=i) for i in range(2)]
-            ),
-            "4",
-        ),
-        (
-            lambda p: write_lines(p / "a_rollouts_0.jsonl", [open_instruct_row(i, 0, 0.0) for i in range(2)]),
-            "[4]",
-        ),
-    ],
-)
-def test_the_ground_truth_of_a_dump_is_read(write, truth, tmp_path):
-    ((_, batch),) = open_dump(write(tmp_path))
-    assert list(batch["ground_truth"]) == [truth] * 2
 
 
 # -- the tasks ---------------------------------------------------------------------------------------

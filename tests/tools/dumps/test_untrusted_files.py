@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 import sys
 import traceback
 import unicodedata
@@ -42,6 +43,7 @@ from rich.console import Console
 
 from headrace.pipeline import ConfigError, Pipeline, make_report, write_dump
 from headrace.pipeline.tools.dumps.readers import Sample, SourceError, open_dump, to_batch
+from headrace.pipeline.tools.dumps.readers.record import Record, first_line
 from headrace.pipeline.tools.plan import tabulate_group_sizes
 from headrace.pipeline.tools.replay import compare_recipes, replay_dump
 from headrace.transforms import BatchError
@@ -537,6 +539,128 @@ def test_a_group_id_that_equals_the_label_of_a_prompt_is_another_group(tmp_path)
     rows[1]["group"] = {"id": batch["group_label"][0]}
     [(_, batch)] = read(write_lines(tmp_path / "traces.jsonl", rows), **PROMPT)
     assert in_order(batch["group_id"]) == [0, 1]
+
+
+# -- values at their bounds --------------------------------------------------------------------------
+
+LARGEST, WHOLE = torch.finfo(torch.float32).max, 2**63 - 1
+ABOVE = float(np.nextafter(LARGEST, math.inf))
+TENSOR = torch.tensor
+
+
+@pytest.mark.parametrize(
+    ("read_as", "taken", "refused"),
+    [
+        (
+            "number",
+            {LARGEST: LARGEST, -LARGEST: -LARGEST, 3: 3.0, 0: 0.0},
+            [ABOVE, -ABOVE, math.nan, math.inf, True, "1", [1], 10**400],
+        ),
+        ("whole", {0: 0, WHOLE: WHOLE}, [-1, WHOLE + 1, 1.0, True, "1"]),
+        ("label", {0: 0, WHOLE: WHOLE, "": "", "a": "a"}, [-1, WHOLE + 1, 1.0, True, "\ud800", ["a"]]),
+        ("text", {"": "", "a\n": "a\n"}, ["\ud800", 1, True, ["a"]]),
+    ],
+)
+def test_single_values_are_read_up_to_their_bounds(read_as, taken, refused):
+    for given, found in taken.items():
+        value = getattr(Record({"x": given}, "a:1"), read_as)("x")
+        assert (value, type(value)) == (found, type(found))
+    for given in refused:
+        with pytest.raises(SourceError, match=r"^a:1: 'x' must be .*; found"):
+            getattr(Record({"x": given}, "a:1"), read_as)("x")
+
+
+@pytest.mark.parametrize(
+    ("read_as", "taken", "refused"),
+    [
+        (
+            "wholes",
+            [
+                ([], []),
+                ([0, WHOLE], [0, WHOLE]),
+                (TENSOR([3, 0]), [3, 0]),
+                (TENSOR([], dtype=torch.int64), []),
+            ],
+            [[-1], [1, WHOLE + 1], [1.0], [True], [[1]], 1, (1,), TENSOR(1), TENSOR([[1]]), TENSOR([1.0])],
+        ),
+        (
+            "numbers",
+            [([], []), ([1, -LARGEST, LARGEST], [1.0, -LARGEST, LARGEST]), (TENSOR([0.5, 1.0]), [0.5, 1.0])],
+            [[1.0, ABOVE], [-ABOVE], [math.nan], [True], ["1"], 1.0, TENSOR(1.0), TENSOR([math.inf])],
+        ),
+        (
+            "bits",
+            [([], []), ([0, 1, True, False, 1.0], [0, 1, 1, 0, 1]), (TENSOR([True, False]), [1, 0])],
+            [[2], [-1], [0.5], ["1"], [None], 1, TENSOR([2])],
+        ),
+    ],
+)
+def test_lists_are_read_up_to_the_bounds_of_their_values(read_as, taken, refused):
+    for given, found in taken:
+        values = getattr(Record({"x": given}, "a:1"), read_as)("x")
+        assert (values, [type(each) for each in values]) == (found, [type(each) for each in found])
+    for given in refused:
+        with pytest.raises(SourceError, match=r"^a:1: 'x' must be .*; found"):
+            getattr(Record({"x": given}, "a:1"), read_as)("x")
+
+
+def test_optional_values_may_be_null_and_others_must_be_set():
+    for read_as in ("text", "number", "whole", "label", "wholes", "numbers", "bits", "record"):
+        for data in ({}, {"x": None}):
+            assert getattr(Record(data, "a:1"), read_as)("x", optional=True) is None
+        with pytest.raises(SourceError, match=r"^a:1: 'x' must be set; found None$"):
+            getattr(Record({"x": None}, "a:1"), read_as)("x")
+    record = Record({"x": None, "no": False, "yes": True}, "a:1")
+    assert [record.flag(name, default=True) for name in ("x", "y", "no", "yes")] == [True, True, False, True]
+    assert [record.flag(name, default=False) for name in ("x", "y", "no", "yes")] == [
+        False,
+        False,
+        False,
+        True,
+    ]
+    assert record.records("x", optional=True) == record.records("y", optional=True) == []
+    with pytest.raises(SourceError, match=r"^a:1: 'x' must be set; found None$"):
+        record.flag("x")
+    with pytest.raises(SourceError, match=r"^a:1: 'x' must be true or false; found 1$"):
+        Record({"x": 1}, "a:1").flag("x", default=True)
+
+
+def test_other_columns_are_texts_numbers_and_booleans_that_were_not_read():
+    data = {
+        "long": "x" * 1001,
+        "fits": "x" * 1000,
+        "most": LARGEST,
+        "least": -LARGEST,
+        "whole": 2**70,
+        "yes": True,
+    }
+    data |= {
+        "read": 1,
+        7: "seven",
+        "nan": math.nan,
+        "inf": math.inf,
+        "above": ABOVE,
+        "list": [1],
+        "null": None,
+    }
+    record = Record(data, "a:1")
+    record.number("read")
+    kept = {"long": "x" * 1000 + "…", "fits": "x" * 1000, "most": LARGEST, "least": -LARGEST, "whole": 2**70}
+    assert json.loads(record.other_columns()) == kept | {"yes": True}
+    record.read |= set(data)
+    assert record.other_columns() == ""
+
+
+def test_a_message_of_2000_characters_is_whole_and_a_longer_one_lacks_its_middle():
+    text = "".join(chr(ord("a") + at % 26) for at in range(2001))
+    assert str(SourceError(text[:2000])) == text[:2000]
+    assert str(SourceError(text)) == f"{text[:998]} … {text[-998:]}"
+    assert str(SourceError("\a" * 1000)) == "\\x07" * 249 + "\\x" + " … " + "07" + "\\x07" * 249
+
+
+def test_a_message_of_another_package_is_its_first_line():
+    assert first_line(ValueError("\x1b[1m\n" + "x" * 201 + "\nsecond")) == "x" * 200
+    assert first_line(KeyError()) == "KeyError"
 
 
 # -- rewards and statuses ----------------------------------------------------------------------------

@@ -1,0 +1,302 @@
+"""The findings of each check of an audit equal those of plain loops, or those by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import pytest
+import torch
+from composed import composed
+from tensordict import TensorDict
+
+from headrace.pipeline.tools.audit.audit_checks import CHECKS, AuditedStep, DeclaredRecipe, drawn_again
+from headrace.transforms import Status
+from headrace.transforms.table.tensordicts import as_texts
+
+RECIPE = (
+    "pipeline=as/prime_rl",
+    "pipeline.empty=exclude",
+)  # the advantage is the reward less the group's mean
+
+
+@pytest.fixture(scope="module")
+def declared():
+    return DeclaredRecipe(composed(*RECIPE))
+
+
+def step_of(declared, rows, **how):
+    """The step 3, whose rows have the keys of `COLUMNS` or a part of them."""
+    batch = TensorDict({}, batch_size=[len(rows)])
+    for name, key in COLUMNS.items():
+        if name in rows[0]:
+            values = [row[name] for row in rows]
+            batch[key] = as_texts(values) if name == "prompt" else torch.tensor(values)
+    if "tokens" in rows[0]:
+        tokens = torch.tensor([row["tokens"] for row in rows])
+        batch["masks", "all_assistant_mask"] = torch.arange(int(tokens.max()) + 1) < tokens[:, None]
+    return AuditedStep(3, batch, declared, **how)
+
+
+COLUMNS = {
+    "group": "group_id",
+    "rollout": "rollout_id",
+    "reward": ("next", "reward"),
+    "status": "status",
+    "prompt": "prompt_text",
+    "logged": "logged_advantage",
+    "weight": "logged_weight",
+    "minibatch": "logged_minibatch",
+    "expected": "expected_rollouts",
+}
+
+
+def findings(step, check):
+    """The findings of a check as (group, rollouts, rows, expected, found, text)."""
+    return [tuple(each[1:7]) for each in CHECKS[check][1](step).findings]
+
+
+def random_rows(dice):
+    """Rows of some groups, shuffled, and the advantages of the recipe by a loop; NaN for rows without one."""
+    rows = []
+    for group in range(dice.randint(1, 3)):
+        for rollout in range(dice.randint(1, 5)):
+            reward, lost = dice.random(), dice.random() < 0.15
+            for _ in range(dice.randint(1, 2)):
+                row = {"group": group, "rollout": 10 * group + rollout, "reward": reward}
+                row |= {
+                    "tokens": dice.choice([0, 1, 1, 2, 5]),
+                    "prompt": dice.choice(["p", "p", "p", "q", "r"]),
+                }
+                row["status"] = int(Status.ABORTED if lost and dice.random() < 0.7 else Status.COMPLETED)
+                rows.append(row | {"expected": 2 + group})
+    dice.shuffle(rows)
+    for row in rows:
+        own = [each for each in rows if each["rollout"] == row["rollout"]]
+        row["lost"] = any(each["status"] == Status.ABORTED for each in own)
+        row["votes"] = not row["lost"] and any(each["tokens"] for each in own)
+        row["trains"] = not row["lost"] and row["tokens"] > 0
+    for row in rows:
+        voters = {
+            each["rollout"]: each["reward"]
+            for each in rows
+            if each["group"] == row["group"] and each["votes"]
+        }
+        row["ours"] = row["reward"] - statistics.mean(voters.values()) if row["votes"] else math.nan
+        row["logged"] = row["ours"] * dice.choice([1, 1, 1, -1])
+    return rows
+
+
+def several(texts, most=3):
+    """The first texts, and the number of others."""
+    more = len(texts) - most
+    return ", ".join(texts[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def names_of(rows, at):
+    return list(dict.fromkeys(str(rows[each]["rollout"]) for each in at))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_findings_equal_those_of_a_loop(seed, declared):
+    """Some rollouts are lost, some rows have no token in the loss, and groups differ in expected size."""
+    rows = random_rows(random.Random(seed))
+    step = step_of(declared, rows)
+    expected = {"mixed": [], "incomplete": [], "oversized": [], "signs": []}
+    for group in dict.fromkeys(row["group"] for row in rows):
+        at = [place for place, row in enumerate(rows) if row["group"] == group]
+        label, size = str(group), 2 + group
+        present = {rows[each]["rollout"] for each in at if not rows[each]["lost"]}
+        every = {rows[each]["rollout"] for each in at}
+        trains = any(rows[each]["trains"] for each in at)
+        on_all = [
+            prompt
+            for prompt in "pqr"
+            if all(any(r["prompt"] == prompt for r in rows if r["rollout"] == rollout) for rollout in present)
+        ]
+        if present and not on_all:
+            here = [each for each in at if not rows[each]["lost"]]
+            prompts = list(dict.fromkeys(rows[each]["prompt"] for each in here))
+            text = f"group {label} has {len(prompts)} prompts: {several([repr(each) for each in prompts])}"
+            expected["mixed"].append((label, names_of(rows, here), here, [1], [len(prompts)], text))
+        if len(present) < size and trains:
+            gone = names_of(rows, [each for each in at if rows[each]["lost"]])
+            text = f"group {label} has {len(present)} of {size} rollouts"
+            text += f"; failed or aborted: {several(gone, 8)}" if gone else ""
+            expected["incomplete"].append((label, names_of(rows, at), at, [size], [len(present)], text))
+        if len(every) > size and trains:
+            text = f"group {label} has {len(every)} rollouts, but was dispatched with {size}"
+            expected["oversized"].append((label, names_of(rows, at), at, [size], [len(every)], text))
+        wrong = [
+            each for each in at if rows[each]["trains"] and rows[each]["logged"] * rows[each]["ours"] < -1e-8
+        ]
+        if wrong:
+            first = [
+                f"row {each} (rollout {rows[each]['rollout']}) {rows[each]['logged']:.4g}, by the recipe "
+                f"{rows[each]['ours']:.4g}"
+                for each in wrong
+            ]
+            values = [
+                pytest.approx([rows[each][name] for each in wrong], abs=1e-6) for name in ("ours", "logged")
+            ]
+            text = f"group {label}: wrong signs: {several(first)}"
+            expected["signs"].append((label, names_of(rows, wrong), wrong, *values, text))
+    for check, found in expected.items():
+        assert findings(step, check) == sorted(found, key=lambda each: each[2]), check
+
+
+def test_the_share_of_a_finding_is_that_of_its_rows_in_the_gradient(declared):
+    """It is |weight × advantage × tokens|. Without logged weights, those of the recipe count."""
+    for seed in range(20):
+        rows = random_rows(random.Random(seed))
+        weighted = [row | {"weight": 0.25 + (place % 3)} for place, row in enumerate(rows)]
+        for each in (rows, weighted):
+            size = [
+                abs(row["ours"] * row["tokens"] * row.get("weight", 1.0)) if row["trains"] else 0.0
+                for row in each
+            ]
+            step = step_of(declared, [{**row, "logged": row["ours"]} for row in each])
+            if not sum(size):
+                assert step.gradient is None
+                continue
+            assert step.gradient.tolist() == pytest.approx([part / sum(size) for part in size], abs=1e-6)
+
+
+# -- several draws of one prompt ---------------------------------------------------------------------------
+
+
+def drawn(declared, draws, factors, *, change=None):
+    """What is said of one group with the advantages factor × (reward − mean of the draw)."""
+    rows = []
+    for draw, factor in zip(draws, factors, strict=True):
+        mean = statistics.mean(draw)
+        for reward in draw:
+            row = {
+                "group": 7,
+                "rollout": len(rows),
+                "reward": reward,
+                "logged": factor * (reward - mean),
+                "tokens": 1,
+            }
+            rows += [row, {**row, "logged": 9.0}] if len(rows) == 0 and change == "two rows" else [row]
+    if change == "no advantage":
+        rows[1]["logged"] = math.nan
+    if change == "out of the loss":
+        rows.append({"group": 7, "rollout": 99, "reward": 0.0, "logged": 5.0, "tokens": 0})
+    if change == "another group":
+        rows.append({"group": 8, "rollout": 99, "reward": 0.0, "logged": 5.0, "tokens": 1})
+    off = torch.tensor([row["group"] == 7 for row in rows])
+    return drawn_again(step_of(declared, rows), off)
+
+
+PAIRS = [[1.0, 0.0], [0.5, 0.25], [0.75, 0.0], [0.0, 0.25], [1.0, 0.5]]
+SAID = (
+    "{} of its {} rollouts is off by a constant{} ({}), as if its prompt was drawn {} times: if it was, set "
+)
+
+
+@pytest.mark.parametrize(
+    ("draws", "factors", "parts", "shown"),
+    [
+        (PAIRS[:2], [1, 1], "each half", 4),
+        (PAIRS[:3], [1, 1, 1], "each of 3 equal parts", 4),
+        (PAIRS, [1, 1, 1, 1, 1], "each of 5 equal parts", 4),
+        ([[0.0, 1.0, 0.5], [0.25, 1.0, 1.0]], [2, 0.5], "each half", 4),
+        ([[0.0, 1.0, 0.0], [0.1, 0.1, 0.1]], [1, 1], "each half", 4),  # a draw with equal rewards
+        ([[0.0, 1.0, 0.5, 0.0], [0.25, 1.0, 1.0, 0.0]], [1, 1], "each half", 4),
+    ],
+)
+@pytest.mark.parametrize("change", [None, "two rows", "out of the loss", "another group"])
+def test_a_group_of_several_draws_is_said_with_the_shift_of_each(
+    draws, factors, parts, shown, change, declared
+):
+    """The shift of a draw is factor × (mean of all rollouts − mean of the draw).
+
+    A rollout counts once, by its first row.
+    """
+    every = [reward for draw in draws for reward in draw]
+    shifts = [
+        f"{factor * (statistics.mean(every) - statistics.mean(draw)):+.4g}"
+        for draw, factor in zip(draws, factors, strict=True)
+    ]
+    scaled = "" if {*factors} == {1} else " and a factor"
+    said = SAID.format(parts, len(every), scaled, several(shifts, shown), len(draws))
+    assert drawn(declared, draws, factors, change=change) == f"{said}source.group_size={len(draws[0])}"
+
+
+@pytest.mark.parametrize(
+    ("draws", "factors", "change"),
+    [
+        (PAIRS[:2], [1, -1], None),
+        (PAIRS[:2], [1, 0], None),  # logged zeros alone show no draw
+        (PAIRS[:2], [1, 1], "no advantage"),
+        ([[1.0, 0.0, 0.25, 0.5, 0.0]], [1.25], None),  # five rollouts have no equal parts
+        ([[1.0], [0.0], [0.5]], [1, 1, 1], None),
+    ],
+)
+def test_other_advantages_are_not_said_to_be_several_draws(draws, factors, change, declared):
+    assert drawn(declared, draws, factors, change=change) == ""
+
+
+# -- the weights of minibatches ----------------------------------------------------------------------------
+
+
+def test_wrong_weights_are_found_for_each_minibatch():
+    """The recipe's mean is over the rollouts of a minibatch. In minibatch 2, two of three weights are wrong.
+
+    Rows that did not train have no weight, and their minibatch is −1.
+    """
+    declared = DeclaredRecipe(composed("pipeline=grpo", "pipeline.stages.weight.unit=rollout"))
+    tokens, minibatch = [1, 2, 4, 5, 3, 2, 2], [0, 2, 0, 2, 2, -1, 5]
+    ours = [1 / 2, 1 / 6, 1 / 8, 1 / 15, 1 / 9, math.nan, 1 / 2]
+    factors = [1, 3, 1, 1, 0.25, 1, 1.5]
+    rows = [
+        {"group": at // 4, "rollout": at, "reward": at / 7, "tokens": count, "minibatch": number}
+        | {"weight": factor * weight}
+        for at, (count, number, factor, weight) in enumerate(
+            zip(tokens, minibatch, factors, ours, strict=True)
+        )
+    ]
+    found = findings(step_of(declared, rows), "weights")
+    said = "minibatch {}: {} rows have {} times the weight of the declared mean; Σ weight × tokens is {}"
+    assert found == [
+        (
+            None,
+            ["1", "4"],
+            [1, 4],
+            pytest.approx([1 / 6, 1 / 9]),
+            pytest.approx([0.5, 0.25 / 9]),
+            said.format(2, "2 of 3", "0.25 to 3", f"{1 + 1 / 3 + 0.25 / 3:.4g}"),
+        ),
+        (
+            None,
+            ["6"],
+            [6],
+            pytest.approx([0.5]),
+            pytest.approx([0.75]),
+            said.format(5, "1 of 1", "1.5 to 1.5", "1.5"),
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "why"),
+    [
+        ({"weight": None}, (), "the dump has no loss weights"),
+        ({"minibatch": None}, (), "the dump does not have all rows of each minibatch"),
+        ({"minibatch": -1}, (), "the dump does not have all rows of each minibatch"),
+        ({"minibatch": 0}, (), ""),
+        (
+            {"tokens": None},
+            (),
+            "the dump has no tokens: set source.tokenizer=PATH to make them from its texts",
+        ),
+        ({}, ("~pipeline.stages.weight",), "the recipe's mean is not over rows, rollouts, groups or tokens"),
+    ],
+)
+def test_weights_are_checked_only_if_all_that_they_need_is_there(change, words, why):
+    row = {"group": 0, "rollout": 0, "reward": 1.0, "tokens": 1, "minibatch": 3, "weight": 1.0}
+    row = {name: value for name, value in (row | change).items() if value is not None}
+    outcome = CHECKS["weights"][1](step_of(DeclaredRecipe(composed("pipeline=grpo", *words)), [row]))
+    assert outcome == ([], why)
