@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import gzip
 import hashlib
 import json
 import math
+import operator
 import random
 import re
 import tracemalloc
@@ -303,14 +306,16 @@ def whole(batch, before=""):
     return found
 
 
+def written(name, record, folder):
+    if name == "slime":
+        return slime_dump(folder / "5.pt", 5, [record])
+    return write_lines(path_of(folder, name), [record])
+
+
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_record_of_each_format_gives_these_columns_and_no_others(name, tmp_path):
     record, options, step, expected = WHOLE[name]
-    if name == "slime":
-        path = slime_dump(tmp_path / "5.pt", 5, [record])
-    else:
-        path = write_lines(path_of(tmp_path, name), [record])
-    ((number, batch),) = open_dump(path, name, **options)
+    ((number, batch),) = open_dump(written(name, record, tmp_path), name, **options)
     found = whole(batch)
     ids = [in_order(batch[f"{unit}_id"]) for unit in ("group", "rollout")]
     assert ids == [
@@ -322,6 +327,58 @@ def test_a_record_of_each_format_gives_these_columns_and_no_others(name, tmp_pat
     has_lengths = "masks.all_assistant_mask" in expected
     assert number == step
     assert found == expected | ({} if has_lengths else {"headrace.no_lengths": [True] * len(batch)})
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "required"),
+    [
+        ("atropos", (), "tokens masks scores"),
+        ("atropos", ("overrides", 1), ""),
+        ("nemo_gym", (), "responses_create_params response reward _ng_task_index _ng_rollout_index"),
+        ("nemo_gym", ("response",), "output"),
+        ("nemo_gym", ("responses_create_params",), "input"),
+        ("prime_hosted", (), "step problem_id sample_id prompt completion reward"),
+        ("table", (), "problem_id output metrics"),
+        ("verl", (), "input output score step uid"),
+        ("prime_rl", (), "id group traces"),
+        ("prime_rl", ("run",), ""),
+        ("prime_rl", ("run", "work"), "step"),
+        ("prime_rl", ("run", "work", "policy"), "start"),
+        ("prime_rl", ("traces", 1), "agent rewards"),
+        ("prime_rl", ("traces", 1, "agent"), ""),
+        ("prime_rl", ("traces", 1, "rewards", "r"), "score"),
+        ("prime_rl", ("traces", 1, "nodes", 1), "message token_ids mask"),
+        ("prime_rl", ("traces", 1, "calls", 1), ""),
+        ("nemo_rl", (), "rewards input_lengths token_ids token_loss_mask sample_loss_mask idx"),
+        (
+            "open_instruct",
+            (),
+            "step sample_idx prompt_idx prompt_tokens response_tokens reward advantage finish_reason",
+        ),
+        ("tinker", (), "schema_version iteration group_idx traj_idx total_reward steps"),
+        ("tinker", ("steps", 1), "ac_len episode_done"),
+        ("verifiers", (), "example_id prompt completion reward"),
+        ("slime", (), "group_index tokens response_length status"),
+    ],
+)
+def test_a_record_without_a_required_key_is_refused_and_without_another_is_read(
+    name, place, required, tmp_path
+):
+    """A null is as good as no key, but each value of NeMo RL is a list of one."""
+    record, options, *_ = WHOLE[name]
+
+    def is_read(change):
+        row = copy.deepcopy(record)
+        change(functools.reduce(operator.getitem, place, row))
+        source = open_dump(written(name, row, tmp_path), name, **options)
+        return not any(isinstance(found, SourceError) for _, found in source.outcomes())
+
+    keys = functools.reduce(operator.getitem, place, record).keys()
+    assert {key for key in keys if not is_read(lambda own, key=key: own.pop(key))} == {*required.split()}
+    if name != "nemo_rl":
+        assert {key for key in keys if not is_read(lambda own, key=key: own.update({key: None}))} == {
+            *required.split()
+        }
 
 
 # -- slime and miles ---------------------------------------------------------------------------------
@@ -562,14 +619,6 @@ def test_prime_rl_paths_without_tokens_are_skipped_if_others_have_some(tmp_path)
     assert list(batch["response_text"]) == ["assistant: assistant says"]
 
 
-def test_prime_rl_a_node_comes_after_its_parent(tmp_path):
-    rows = [episode("g", "a", {"r": {"score": 1.0}}, trace={"nodes": [node(0, "user", [1], [True])]})]
-    assert_refused(
-        r"nodes\[0\]: 'parent' must be a node before this one \(0\); found 0",
-        write_lines(tmp_path / "traces.jsonl", rows),
-    )
-
-
 # -- NeMo RL, open-instruct, tinker ------------------------------------------------------------------
 
 
@@ -628,8 +677,6 @@ def test_tinker_summaries_have_only_lengths(tmp_path):
     assert batch["next", "policy_version"].tolist() == [5] * 4
     path = tmp_path / "iteration_000006" / "train_rollout_summaries.jsonl"
     assert rewards(only(open_dump(path, reward_key="final_reward"))[1]) == [0.0] * 4
-    path = write_lines(tmp_path / "train_rollout_summaries.jsonl", [tinker_row(0, 0, 1, schema_version=2)])
-    assert_refused("'schema_version' must be 1, the only known version; found 2", path)
 
 
 # -- verifiers, NeMo Gym, hosted prime, Atropos ------------------------------------------------------------
@@ -733,13 +780,6 @@ def test_atropos_a_line_is_a_group(tmp_path):
     assert found[:2].tolist() == [0.5, 0.25]
     assert found[2:].isnan().all()
     assert batch["response_text"][1] == "assistant: 1"
-    for change, why in (
-        ({"scores": [1.0]}, "'tokens' must have one entry for each score"),
-        ({"masks": [[-100, -100, 3, 9], [-100, 7, 4, 9]]}, "'mask' must have the token itself or -100"),
-        ({"masks": [[1], [1, 1, 1, 1]]}, "'mask' must be a list as long as the tokens"),
-    ):
-        path = write_lines(tmp_path / "groups.jsonl", [{**atropos_group([1.0, 0.0]), **change}])
-        assert_refused(why, path)
 
 
 # -- tables with named columns -----------------------------------------------------------------------------
@@ -945,16 +985,154 @@ def test_an_empty_error_is_not_a_failure(nothing, tmp_path):
         assert batch["status"].tolist() == [Status.COMPLETED], name
 
 
-def test_a_row_has_one_advantage_or_one_for_each_token(tmp_path):
-    row = {**atropos_group([1.0, 0.0]), "advantages": [[0.5, 0.5], [0.5] * 4]}
-    message = "'advantages' has one, or one for each token .4.; found 2"
-    assert_refused(message, write_lines(tmp_path / "groups.jsonl", [row]), "atropos")
-    row = nemo_row(0, 1.0, advantages=[[0.5, 0.5]])
-    message = "'advantages' has one, or one for each token .5.; found 2"
-    assert_refused(message, write_lines(tmp_path / "train_data_step3.jsonl", [row]), group_by="prompt")
-    assert_refused(
-        "'scores' must have a score for each", write_lines(tmp_path / "a.jsonl", [atropos_group([])])
-    )
+TOKEN_ITEM = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "x"}]}
+TOKEN_ITEM |= {"prompt_token_ids": [1], "generation_token_ids": [2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "change", "message"),
+    [
+        ("atropos", (), {"scores": []}, "'scores' must have a score for each rollout; found []"),
+        ("atropos", (), {"tokens": 3}, "'tokens' must be a list with an entry for each rollout; found 3"),
+        ("atropos", (), {"tokens": [[1]]}, "'tokens' must have one entry for each score (2); found 1"),
+        (
+            "atropos",
+            (),
+            {"messages": [None] * 3},
+            "'messages' must have one entry for each score (2); found 3",
+        ),
+        (
+            "atropos",
+            ("masks", 1),
+            [0, 0, 1],
+            "'mask' must be a list as long as the tokens (4); found [0, 0, 1]",
+        ),
+        (
+            "atropos",
+            ("masks", 1),
+            [-100, 9, 6, 7],
+            "'mask' must have the token itself or -100, or 1 and 0, at each token; found [-100, 9, 6, 7]",
+        ),
+        (
+            "atropos",
+            ("advantages", 1),
+            [0.5, 0.5],
+            "'advantages' has one, or one for each token (4); found 2",
+        ),
+        (
+            "atropos",
+            ("inference_logprobs", 1),
+            [0.5],
+            "'inference_logprobs' has one for each token (4); found 1",
+        ),
+        (
+            "nemo_gym",
+            ("response", "output"),
+            [{**TOKEN_ITEM, "generation_log_probs": [-1.0]}],
+            "'generation_log_probs' has one for each of the 2 tokens; found 1",
+        ),
+        (
+            "nemo_rl",
+            (),
+            {"advantages": [[0.5] * 2]},
+            "'advantages' has one, or one for each token (5); found 2",
+        ),
+        (
+            "nemo_rl",
+            (),
+            {"input_lengths": [6]},
+            "'input_lengths' is at most the length of token_ids (5); found 6",
+        ),
+        (
+            "nemo_rl",
+            (),
+            {"token_loss_mask": [[1]]},
+            "'token_loss_mask' must be as long as token_ids (5); found 1",
+        ),
+        (
+            "nemo_rl",
+            (),
+            {"generation_logprobs": [[]]},
+            "'generation_logprobs' must be as long as token_ids (5); found 0",
+        ),
+        (
+            "nemo_rl",
+            (),
+            {"rewards": [1.0, 2.0]},
+            "'rewards' must be a list of one, the sample's slice of the batch; found [1.0, 2.0]",
+        ),
+        (
+            "prime_rl",
+            ("traces", 1, "nodes", 1, "mask"),
+            [True],
+            "'mask' must be as long as token_ids (3); found [1]",
+        ),
+        (
+            "prime_rl",
+            ("traces", 1, "nodes", 1, "logprobs"),
+            [-1.0],
+            "'logprobs' has one for each sampled token (2); found [-1.0]",
+        ),
+        (
+            "prime_rl",
+            ("traces", 1, "nodes", 1, "parent"),
+            1,
+            "'parent' must be a node before this one (1); found 1",
+        ),
+        (
+            "slime",
+            (),
+            {"loss_mask": [1]},
+            "the loss mask covers the response (2 tokens) or the sequence (4); found",
+        ),
+        (
+            "slime",
+            (),
+            {"rollout_log_probs": [1.0]},
+            "log-probabilities cover the response (2 tokens); found 1 entries",
+        ),
+        (
+            "slime",
+            (),
+            {"response_length": 5},
+            "the response is a part of the tokens; found a response of 5 in 4",
+        ),
+        ("slime", (), {"weight_versions": 3}, "'weight_versions' must be a list; found 3"),
+        ("slime", (), {"weight_versions": [-1]}, "'weight_versions' must hold version numbers; found [-1]"),
+        (
+            "slime",
+            (),
+            {"reward": {}},
+            "'reward' must be a number or a dict of numbers, else give reward_key; found {}",
+        ),
+        ("tinker", (), {"schema_version": 2}, "'schema_version' must be 1, the only known version; found 2"),
+    ],
+)
+def test_a_record_that_contradicts_itself_is_refused_with_the_numbers(name, place, change, message, tmp_path):
+    record, options, *_ = WHOLE[name]
+    row = copy.deepcopy(record)
+    if isinstance(change, dict):
+        functools.reduce(operator.getitem, place, row).update(change)
+    else:
+        functools.reduce(operator.getitem, place[:-1], row)[place[-1]] = change
+    assert_refused(re.escape(f": {message}"), written(name, row, tmp_path), name, **options)
+
+
+@pytest.mark.parametrize(
+    ("versions", "oldest"),
+    [
+        (["12", 9, "0010"], 9),
+        ([0, 5], 0),
+        ([], None),
+        ([4, "unknown"], None),
+        (["9" * 18], 10**18 - 1),
+        (["9" * 19], None),
+    ],
+)
+def test_slime_the_policy_version_is_the_oldest_of_a_rollout(versions, oldest, tmp_path):
+    batch = read_one(slime_dump(tmp_path / "5.pt", 5, [slime_sample(0, 0, 1.0, weight_versions=versions)]))
+    found = batch.get(("next", "policy_version"), None)
+    assert (None if found is None else found.tolist()) == (None if oldest is None else [oldest])
 
 
 def test_table_a_conversation_in_one_column_is_split_at_the_assistant(letters, tmp_path):
