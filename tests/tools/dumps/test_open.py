@@ -11,7 +11,8 @@ import pytest
 from dumps import slime_dump, slime_sample, tinker_row, trl_dump, verl_row, write_lines
 
 from headrace.pipeline.tools.dumps import missing_path
-from headrace.pipeline.tools.dumps.readers import READERS, SourceError, open_dump
+from headrace.pipeline.tools.dumps.readers import READERS, Reading, SourceError, open_dump
+from headrace.pipeline.tools.dumps.readers.file_kinds import read_rows
 
 
 def refusal(path, format="auto", **options):
@@ -177,3 +178,91 @@ def test_the_options_that_the_first_step_lacks(tmp_path):
     assert open_dump(path).lacking() == {"group_by": "prompt", "group_size": 3}
     write_lines(path, [*rows[:2], {"input": "q"}, *rows])
     assert open_dump(path, group_by="prompt", skip_bad=True).lacking() == {}
+
+
+# -- malformed records and their steps -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("noted", "last", "following", "taken"),
+    [
+        ([], 3, 4, []),
+        ([4, 4, 5], 3, 4, [(4, "0"), (5, "2")]),  # the first error of each step
+        ([None], 3, 4, [(3, "0"), (4, "0")]),  # the record may belong to the step before or after it
+        ([None], 3, 3, [(3, "0")]),
+        ([None], 3, None, [(3, "0")]),
+        ([None], None, 4, [(4, "0")]),
+        ([None], None, None, [(None, "0")]),
+        ([4, None], 3, 5, [(3, "1"), (4, "0"), (5, "1")]),
+    ],
+)
+def test_the_error_of_a_record_without_a_step_is_of_the_steps_around_it(noted, last, following, taken):
+    reading = Reading()
+    for number, step in enumerate(noted):
+        reading.note(SourceError(str(number)), step)
+    assert [(step, str(error)) for step, error in reading.take(last, following)] == taken
+    assert reading.take(last, following) == []
+    assert reading.skipped == len(noted)
+
+
+def test_a_pass_keeps_eight_messages_and_the_errors_of_4096_steps():
+    for skips in (False, True):
+        reading = Reading(skip_bad=skips, group_size=4)
+        for step in range(4100):
+            reading.note(SourceError(f"no {step}"), step)
+        assert (reading.skipped, reading.messages) == (4100, [f"no {step}" for step in range(8)])
+        assert [step for step, _ in reading.restarted().take(None, None)] == []
+        assert [step for step, _ in reading.take(None, None)] == ([] if skips else [*range(4096)])
+        again = reading.restarted()
+        assert (again.group_size, again.skip_bad, again.skipped, again.messages) == (4, skips, 0, [])
+
+
+def test_the_step_of_a_file_without_records_is_in_its_name(tmp_path):
+    """Only a number above the last step names a step. A name with other letters does not."""
+    names = {"1": [1], "3": [], "5": [5], "4": None, "007": [], "x9": [], "9" * 19: []}
+    for name, steps in names.items():
+        if steps is not None:
+            rows = [verl_row("a_0_0", 1.0, step) for step in steps]
+            write_lines(tmp_path / f"{name}.jsonl", rows)
+    found = [(step, isinstance(each, SourceError)) for step, each in open_dump(tmp_path, "verl").outcomes()]
+    assert found == [(1, False), (3, True), (5, False), (7, True), (None, True)]
+    write_lines(tmp_path / "b" / "5.jsonl", [verl_row("a_0_0", 1.0, 6)])
+    write_lines(tmp_path / "b" / "6.jsonl", [])
+    assert [step for step, _ in open_dump(tmp_path / "b", "verl").outcomes()] == [6, None]
+
+
+def test_the_records_of_a_file_are_read_after_a_malformed_one(tmp_path, monkeypatch):
+    """A line of exactly the limit is read, and of a longer line nothing is."""
+    rows = [json.dumps(verl_row(f"a_{at}_0", float(at))) for at in range(3)]
+    longest = max(map(len, rows)) + 1
+    monkeypatch.setattr("headrace.pipeline.tools.dumps.readers.file_kinds.MAX_LINE", longest)
+    lines = [
+        rows[0],
+        " " * longest,
+        "x" * (3 * longest + 5),
+        rows[1],
+        "  ",
+        rows[2] + " " * 5 * longest,
+        rows[2],
+    ]
+    path = tmp_path / "7.jsonl"
+    path.write_text("\n".join(lines))
+    source = open_dump(path, "verl", skip_bad=True)
+    ((_, batch),) = source
+    assert list(batch["rollout_label"]) == ["a_0", "a_1", "a_2"]
+    said = f"a line has at most {longest} bytes; found a longer one"
+    assert source.messages == [f"{path}:{line}: {said}" for line in (3, 6)]
+
+
+def test_parquet_files_are_read_a_part_at_a_time(tmp_path):
+    """The number of bytes that were read grows with the rows, in parts of 256 rows."""
+    count = 300
+    columns = {name: [value] * count for name, value in {"step": 4, "prompt": "q", "completion": "4"}.items()}
+    columns |= {"accuracy": [1.0] * count, "advantage": [0.5] * count}
+    path = trl_dump(tmp_path / "c.parquet", **columns)
+    reading, size = Reading(), path.stat().st_size
+    places = [reading.position for _ in read_rows(path, reading)]
+    assert places == [0] * 256 + [size * 256 // count] * 44
+    source = open_dump(path, group_by="prompt")
+    list(source)
+    assert source.read_bytes == source.total_bytes == size

@@ -1253,6 +1253,65 @@ def test_contradicting_samples_are_refused(samples, message):
         to_batch(samples)
 
 
+def test_samples_up_to_the_limits_are_read(monkeypatch):
+    """A sample has at most 5 tokens. A step has at most 15 with padding, and at most twice its tokens or 6."""
+    batch = "headrace.pipeline.tools.dumps.readers.batch"
+    for name, value in {"MAX_TOKENS": 5, "MAX_CELLS": 15, "UNPADDED": 6, "PADDING": 2}.items():
+        monkeypatch.setattr(f"{batch}.{name}", value)
+
+    def shape(*lengths, **known):
+        samples = [
+            row(rollout=at, tokens=[7] * length, response_length=0) for at, length in enumerate(lengths)
+        ]
+        return tuple(to_batch(samples)["tokens", "full"].shape)
+
+    said = (
+        "at most {} tokens with padding (rows × tokens of the longest row); found {} rows, and {} tokens in"
+    )
+    assert shape(5, 5, 5) == (3, 5)
+    assert shape(5, 0) == (2, 5)  # 10 tokens with padding are 2 times 5
+    assert shape(3, 0) == (2, 3)  # 6 tokens with padding are always allowed
+    assert shape(0) == (1, 1)
+    for lengths, most in {(5, 5, 5, 5): 15, (4, 0, 0): 8, (3, 0, 0): 6}.items():
+        with pytest.raises(SourceError, match=re.escape(said.format(most, len(lengths), max(lengths)))):
+            shape(*lengths)
+    with pytest.raises(SourceError, match=r"^here: a sample has at most 5 tokens; found 6$"):
+        shape(6)
+    lengths = [row(rollout=at, response_length=5) for at in range(4)]
+    assert to_batch(lengths[:3])[MASK].shape == (3, 5)
+    with pytest.raises(SourceError, match=re.escape(said.format(15, 4, 5))):
+        to_batch(lengths)
+
+
+def test_a_lost_sample_may_lack_all_columns_but_its_ids():
+    """The other samples of the step have them. A lost one has NaN, −1, an empty text or no token instead."""
+    full = {"tokens": [1, 2, 3], "response_length": 2, "log_probs": [-0.5, -1.0], "policy_version": 0}
+    full |= {"advantage": 0.25, "prompt": "q", "response": "a", "ground_truth": "g"}
+    lost = row(rollout=1, reward=None, status=Status.FAILED)
+    found = whole(to_batch([row(**full), lost, row(**full, rollout=2, in_loss=False)]))
+    del found["group_id"], found["rollout_id"], found["group_label"]
+    assert found == {
+        "rollout_label": ["0", "1", "2"],
+        "status": [Status.COMPLETED, Status.FAILED, Status.COMPLETED],
+        "next.reward": [[1.0], [None], [1.0]],
+        "next.policy_version": [0, -1, 0],
+        "logged_advantage": [0.25, None, 0.25],
+        "tokens.full": [[1, 2, 3], [0, 0, 0], [1, 2, 3]],
+        "masks.all_attention_mask": [[True] * 3, [False] * 3, [True] * 3],
+        "masks.all_assistant_mask": [[False, True, True], [False] * 3, [False] * 3],
+        "log_probs.full": [[None, -0.5, -1.0], [None] * 3, [None, -0.5, -1.0]],
+        "prompt_text": ["q", "", "q"],
+        "response_text": ["a", "", "a"],
+        "ground_truth": ["g", "", "g"],
+    }
+    for name in set(full) - {"response_length", "ground_truth", "tokens"}:
+        with pytest.raises(SourceError, match=f"^{name} must be on all samples .* 1 of 3 have none: here$"):
+            to_batch([row(**full), lost, row(**{**full, name: None}, rollout=2)])
+    assert (
+        "ground_truth" not in to_batch([row(**full), row(**{**full, "ground_truth": None}, rollout=2)]).keys()
+    )
+
+
 def test_a_loss_mask_may_cover_all_tokens_and_ids_may_mix_types(tmp_path):
     samples = [row(tokens=[1, 2, 3], response_length=2, loss_mask=[0, 1, 0]), row(group="0", rollout="0")]
     samples[1].tokens, samples[1].response_length = [4], 1
@@ -1351,11 +1410,12 @@ def test_a_large_file_is_never_in_memory_as_a_whole(tmp_path):
 def test_a_group_uid_has_to_be_declared(tmp_path):
     rows = [verl_row("math_7", score) for score in (1.0, 0.0)] + [verl_row("algebra", 1.0)]
     path = write_lines(tmp_path / "7.jsonl", rows)
-    assert_refused(
-        r"must be a key \{uid\}_\{session\}_\{index\}.*if it is the id of the group.*source.group_by=uid",
-        path,
-        "verl",
-    )
+    for uid in ("math_7", "7", "_1_0", "math_1_x", "math_x_1", "math__1", "math_1_", "math_١_0", "math_1_²"):
+        said = (
+            "'uid' must be a key {uid}_{session}_{index} with two numbers at its end; if it is the id of the"
+        )
+        said += f" group, set source.group_by=uid; found {uid!r}"
+        assert_refused(re.escape(said), write_lines(tmp_path / "8.jsonl", [verl_row(uid, 1.0)]), "verl")
     ((_, batch),) = open_dump(path, "verl", group_by="uid")
     assert in_order(batch["group_id"]) == [0, 0, 1]
     assert len(batch["rollout_id"].unique()) == 3
