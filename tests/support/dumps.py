@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 
 from headrace.pipeline.tools.dumps.readers import SourceError, open_dump
 
@@ -42,6 +43,21 @@ def read_one(*arguments: Any, **options: Any) -> TensorDict:
     """The batch of a dump that has one step."""
     ((_, batch),) = open_dump(*arguments, **options)
     return batch
+
+
+def whole(batch: TensorDictBase, before: str = "") -> dict[str, Any]:
+    """All columns of a batch as lists, with None for NaN."""
+    found: dict[str, Any] = {}
+    for key, value in batch.items():
+        if isinstance(value, TensorDict):
+            found |= whole(value, f"{before}{key}.")
+        elif isinstance(value, torch.Tensor) and value.is_floating_point():
+            rows = value.reshape(len(batch), -1).tolist()
+            rows = [[None if math.isnan(each) else each for each in row] for row in rows]
+            found[before + key] = rows if value.ndim > 1 else [row[0] for row in rows]
+        else:
+            found[before + key] = value.tolist()
+    return found
 
 
 def trained(batch: TensorDict) -> list[int]:

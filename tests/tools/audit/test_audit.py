@@ -133,17 +133,13 @@ def test_five_faults_of_a_slime_dump_are_found(tmp_path):
     a_mixed = f"group 2 has 2 prompts: 'prompt 2', '{33 * 'a'} prompt'"  # questions are at the end
     a_twice = (
         "group 3: rollouts that count once for each of their rows: 300; row 20 (rollout 300) 1.006, by the "
-        "recipe "
-        "1.317, row 21 (rollout 300) 1.006, by the recipe 1.317, row 22 (rollout 301) -1.23, by the recipe "
-        "-1.025 "
-        "and 2 more; wrong signs among these: 1"
+        "recipe 1.317, row 21 (rollout 300) 1.006, by the recipe 1.317, row 22 (rollout 301) -1.23, by the "
+        "recipe -1.025 and 2 more; wrong signs among these: 1"
     )
     a_masked = (
         "group 4: rollouts that are out of the loss but count in the baseline: 401; row 25 (rollout 400) "
-        "1.317, by "
-        "the recipe 1.091, row 27 (rollout 402) 0.1464, by the recipe -0.2182, row 28 (rollout 403) "
-        "-0.4392, by "
-        "the recipe -0.8729; wrong signs among these: 1"
+        "1.317, by the recipe 1.091, row 27 (rollout 402) 0.1464, by the recipe -0.2182, row 28 (rollout "
+        "403) -0.4392, by the recipe -0.8729; wrong signs among these: 1"
     )
     short, large = "group 1 has 3 of 4 rollouts", "group 5 has 5 rollouts, but was dispatched with 4"
     names = {group: [f"{group}0{at}" for at in range(size)] for group, size in ((1, 3), (2, 4), (5, 5))}
@@ -168,8 +164,7 @@ def test_five_faults_of_a_slime_dump_are_found(tmp_path):
     below = [
         "not checked: other weights than the recipe's: the dump has no loss weights",
         "A row's share of a step's gradient is |weight × advantage × tokens| over the sum of all rows. The "
-        "share of "
-        "a check is the mean over all steps. A check that was not made has not passed.",
+        "share of a check is the mean over all steps. A check that was not made has not passed.",
     ]
     tables = [
         f"{of} check verdict findings share of the gradient {' '.join(table)}",
@@ -178,6 +173,11 @@ def test_five_faults_of_a_slime_dump_are_found(tmp_path):
             for name, each in found_by.items()
         ),
     ]
+    for line, (title, _) in zip(table, CHECKS.values(), strict=True):
+        state, count, part = line.removeprefix(f"{title} ").rsplit(" ", 2)
+        assert f"\n{title:34}  {state:11}  {count:>8}  {part:>8}\n" in text
+    for group, said_of in ((1, short), (5, large)):
+        assert f"\n{5:4}  {said_of}  {f'{share[group]:.1%}':>5}\n" in text
     page = (tmp_path / "report.html").read_text()
     where = [
         f"written to {tmp_path}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pyarrow as pa
@@ -10,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from busy import reported, stages
-from dumps import assert_refused
+from dumps import assert_refused, whole, write_lines
 
 from headrace.pipeline import Pipeline, make_report, write_dump
 from headrace.pipeline.tools.dumps.readers import open_dump
@@ -23,6 +24,7 @@ from headrace.transforms import (
     LossWeight,
     SampleFilter,
     ShuffleSplit,
+    Status,
 )
 
 pytestmark = pytest.mark.slow
@@ -107,27 +109,11 @@ def test_a_failed_write_keeps_the_previous_file(make_batch, tmp_path, monkeypatc
 
 
 DAMAGE = {
-    "no ids": (lambda t: t.drop_columns(["rollout_id"]), r"columns \['rollout_id'\] are required"),
-    "null id": (
-        lambda t: put(t, "group_id", [None] * 9, pa.int64()),
-        "'group_id' must be an integer on every row",
-    ),
     "float id": (
         lambda t: put(t, "group_id", [0.5] * 9),
         "'group_id' must be an integer on every row; found double",
     ),
-    "unset id": (lambda t: put(t, "group_id", [0] * 8 + [-1]), "'group_id' must be ≥ 0; found -1 at row 8"),
-    "no reward": (lambda t: put(t, "reward", [None] + [1.0] * 8), "finite 'reward'; row 0 has none"),
     "text reward": (lambda t: put(t, "reward", ["x"] * 9), "'reward' must be a number; found string"),
-    "status": (
-        lambda t: put(t, "status", ["done"] * 9),
-        "'status' must be one of completed, .*; found 'done'",
-    ),
-    "two steps": (
-        lambda t: put(t, "step", [0] * 8 + [1]),
-        r"a file is one step, a number ≥ 0; found 0, 1",
-    ),
-    "tokens": (lambda t: put(t, "tokens", [2**40] * 9), "at most 16777216 tokens"),
     "version": (lambda t: t.replace_schema_metadata({"headrace.schema": "7"}), "must be 1, .*; found '7'"),
     "not UTF-8": (
         lambda t: put(t, "prompt", pa.array([b"\xff"] * 9).view(pa.string())),
@@ -179,6 +165,137 @@ def test_the_minibatches_of_a_step_with_carried_rows_are_unknown(tmp_path):
         pq.write_table(rows, tmp_path / "step_00000003.parquet")
         ((_, batch),) = open_dump(tmp_path)
         assert batch["logged_minibatch"].tolist() == minibatches
+
+
+STATED = {  # a step in which the row 3 was carried in
+    "step": [7] * 5,
+    "row": [0, 1, 2, 3, 4],
+    "group_id": [4, 4, 4, 9, 6],
+    "rollout_id": [8, 8, 2, 1, 3],
+    "reward": [1.0, None, None, 5.0, 0.1],
+    "status": ["completed", None, "failed", None, "truncated"],
+    "reason": ["trained", "gate/unfinished", "filter/length", "trained", None],
+    "policy_version": [3, 2, 1, 9, 0],
+    "trainer_version": [5] * 5,
+    "expected_rollouts": [2, 2, 2, 9, 1],
+    "tokens": [2, 0, 3, 9, 1],
+    "advantage": [0.5, None, None, 9.0, -0.25],
+    "loss_weight": [0.125, None, None, 9.0, 0.25],
+    "minibatch": [0, None, None, 1, 1],
+    "carried_in": [0, None, 0, 1, 0],
+    "prompt": ["p", "", "q", "x", "p"],
+    "response": ["a", "b", None, "x", "c"],
+    "ground_truth": ["g"] * 5,
+}
+
+
+def stated(path, **changes):
+    """Write the step of `STATED` with other columns. A column that is None is left out."""
+    columns = {name: values for name, values in (STATED | changes).items() if values is not None}
+    pq.write_table(pa.table(columns).replace_schema_metadata({"headrace.schema": "1"}), path)
+    return path
+
+
+def test_all_columns_of_a_file_are_read(tmp_path):
+    """A text that is null on a row is not read. A row was carried in, so the minibatches are not known."""
+    expected = {
+        "group_id": [4, 4, 4, 6],
+        "rollout_id": [8, 8, 2, 3],
+        "next.reward": [[1.0], [None], [None], [0.1]],
+        "status": [Status.COMPLETED, Status.ABORTED, Status.FAILED, Status.TRUNCATED],
+        "next.policy_version": [3, 2, 1, 0],
+        "headrace.trainer_version": [5] * 4,
+        "expected_rollouts": [2, 2, 2, 1],
+        "masks.all_assistant_mask": [[0, 1, 1], [0, 0, 0], [1, 1, 1], [0, 0, 1]],
+        "logged_advantage": [0.5, None, None, -0.25],
+        "logged_weight": [0.125, None, None, 0.25],
+        "logged_minibatch": [-1] * 4,
+        "prompt_text": ["p", "", "q", "p"],
+        "ground_truth": ["g"] * 4,
+    }
+    path = tmp_path / "step_00000007.parquet"
+    ((step, batch),) = open_dump(stated(path))
+    assert (step, whole(batch), batch["next", "reward"].dtype) == (7, expected, torch.float64)
+    ((_, batch),) = open_dump(stated(path, carried_in=None, reward=[1.0, None, None, 5.0, 0.25]))
+    assert batch["next", "reward"].dtype == torch.float32  # it has all digits of these rewards
+    assert batch["logged_minibatch"].tolist() == [0, -1, -1, 1, 1]
+    ((_, batch),) = open_dump(stated(path, tokens=None, response=None, policy_version=[None] * 5))
+    assert whole(batch)["headrace.no_lengths"] == [True] * 4
+    assert ("next", "policy_version") not in batch.keys(True)
+    ((_, batch),) = open_dump(stated(path, status=[None] * 5, reason=None, reward=[1.0] * 5))
+    assert "status" not in batch.keys()
+
+
+NONE = "a rollout that did not fail needs a finite 'reward'; row {} has none: {}"
+MALFORMED = [
+    (
+        {"row": [0, 1, 4, 6, 7]},
+        "a step has all its rows, from 0 to the last; 3 are missing, the first of them 2. Was the file "
+        "cut? To leave rows out, use a filter",
+    ),
+    ({"step": [7, 7, 7, 8, 8]}, "a file is one step, a number ≥ 0; found 7, 8"),
+    ({"step": [-1] * 5}, "a file is one step, a number ≥ 0; found -1"),
+    (
+        {"step": None, "row": None},
+        "the columns ['step', 'row'] are required; found 'group_id', 'rollout_id', 'rewar",
+    ),
+    ({"group_id": [4, 4, 4, 9, -2]}, "'group_id' must be ≥ 0; found -2 at row 3"),  # without the carried row
+    (
+        {"group_id": [4, 4, 4, 9, None]},
+        "'group_id' must be an integer on every row; found int64 with 1 nulls",
+    ),
+    ({"reward": [1.0, None, None, 5.0, None]}, NONE.format(3, "nan")),
+    ({"reward": [1.0, None, float("inf"), 5.0, 0.0]}, NONE.format(2, "inf")),
+    (
+        {"status": ["completed", "x", "y", None, None]},
+        "'status' must be one of completed, truncated, aborted, failed",
+    ),
+    ({"advantage": ["high"] * 5}, "'advantage' must be a number; found string"),
+    ({"prompt": [1] * 5}, "'prompt' must be text; found int64"),
+    (
+        {"tokens": None, "response_parts": ["[[1, 2]]"] * 5},
+        "'response_parts' must be pairs of a boolean and a text",
+    ),
+    ({"tokens": None, "response_parts": ["["] * 5}, "columns must be as documented; found Expecting value"),
+    (
+        {"rewards": [[1.0]] * 5},
+        "'rewards' must be a list of two or more numbers, as many on every row; found list<element: double>",
+    ),
+    (
+        {"tokens": [2, 0, 2**24 + 1, 0, 1]},
+        "a row has at most 16777216 tokens, and a step 2147483648 with padding; found 16777217 tokens in "
+        "one of 4 rows",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), MALFORMED)
+def test_a_malformed_file_is_refused_with_the_row(changes, said, tmp_path):
+    path = stated(tmp_path / "step_00000007.parquet", **changes)
+    assert_refused(f"^(step 7: )?{re.escape(f'{path}: {said}')}", path, "headrace")
+
+
+def test_a_file_has_tokens_up_to_the_limits(tmp_path, monkeypatch):
+    """In a step of four rows, the longest row may have four tokens, or three of all cells are too many."""
+    reader = "headrace.pipeline.tools.dumps.readers.headrace_dump"
+    monkeypatch.setattr(f"{reader}.MAX_TOKENS", 4)
+    path = stated(tmp_path / "step_00000007.parquet", tokens=[4, 0, 0, 9, 0])
+    for cells in (16, 15):
+        monkeypatch.setattr(f"{reader}.MAX_CELLS", cells)
+        if cells == 16:
+            ((_, batch),) = open_dump(path)
+            assert batch["masks", "all_assistant_mask"].sum(1).tolist() == [4, 0, 0, 0]
+        else:
+            assert_refused("found 4 tokens in one of 4 rows", path)
+    monkeypatch.setattr(f"{reader}.MAX_CELLS", 100)
+    assert_refused("found 5 tokens in one of 4 rows", stated(path, tokens=[5, 0, 0, 9, 0]))
+    lines = [{name: values[at] for name, values in STATED.items()} for at in range(5)]
+    path = write_lines(tmp_path / "lines" / "step_00000007.jsonl", lines)
+    monkeypatch.setattr(f"{reader}.MAX_ROWS", 5)
+    ((step, batch),) = open_dump(path)
+    assert (step, len(batch)) == (7, 4)
+    monkeypatch.setattr(f"{reader}.MAX_ROWS", 4)
+    assert_refused("a step has at most 4 rows; found more", path)
 
 
 def test_an_invalid_file_is_skipped_if_allowed(make_batch, tmp_path):

@@ -39,6 +39,7 @@ from dumps import (
     trl_dump,
     verifiers_row,
     verl_row,
+    whole,
     write_lines,
 )
 from tensordict import TensorDict
@@ -289,21 +290,6 @@ WHOLE = {
         },
     ),
 }
-
-
-def whole(batch, before=""):
-    """All columns of a batch as lists, with None for NaN."""
-    found = {}
-    for key, value in batch.items():
-        if isinstance(value, TensorDict):
-            found |= whole(value, f"{before}{key}.")
-        elif isinstance(value, torch.Tensor) and value.is_floating_point():
-            rows = value.reshape(len(batch), -1).tolist()
-            rows = [[None if math.isnan(each) else each for each in row] for row in rows]
-            found[before + key] = rows if value.ndim > 1 else [row[0] for row in rows]
-        else:
-            found[before + key] = value.tolist()
-    return found
 
 
 def written(name, record, folder):
@@ -1254,7 +1240,7 @@ def test_contradicting_samples_are_refused(samples, message):
 
 
 def test_samples_up_to_the_limits_are_read(monkeypatch):
-    """A sample has at most 5 tokens. A step has at most 15 with padding, and at most twice its tokens or 6."""
+    """A sample has at most 5 tokens. A step has at most 15 with padding, and at most 6 or twice its own."""
     batch = "headrace.pipeline.tools.dumps.readers.batch"
     for name, value in {"MAX_TOKENS": 5, "MAX_CELLS": 15, "UNPADDED": 6, "PADDING": 2}.items():
         monkeypatch.setattr(f"{batch}.{name}", value)

@@ -30,7 +30,6 @@ from recipes import CHAINS
 
 from headrace.pipeline import make_report
 from headrace.pipeline.tools.dumps.readers import Sample, SourceError, open_dump, to_batch
-from headrace.pipeline.tools.dumps.readers.batch import fits_advantages
 from headrace.pipeline.tools.dumps.readers.tokenizing import Tokenizer, add_tokens, load_tokenizer
 from headrace.pipeline.tools.report import write_dump
 from headrace.transforms import BatchError, MissingKeyError
@@ -299,15 +298,6 @@ def test_a_group_whose_advantages_are_those_of_all_its_rollouts_is_left_out(tmp_
     ((_, batch),) = source
     assert source.draws[4][:3] == (0, 1, 4)
     assert batch["next", "reward"].flatten().tolist() == [1.0, 0.0]
-
-
-def test_advantages_are_not_confirmed_if_there_are_as_many_rewards_as_rollouts():
-    """For any two advantages with the sum 0, some weights of two rewards give these advantages."""
-    rows = [[Sample(0, i, rewards={"a": i, "b": 3.0 * i}, advantage=0.3 - 0.6 * i)] for i in range(2)]
-    assert fits_advantages(rows) is False
-    rows.append([Sample(0, 2, rewards={"a": 2, "b": 6.0}, advantage=-0.9)])
-    rows[0][0].advantage, rows[1][0].advantage = 0.9, 0.0
-    assert fits_advantages(rows) is True
 
 
 def test_every_task_splits_the_draws_of_a_prompt_in_the_same_way_and_says_so(tmp_path):
