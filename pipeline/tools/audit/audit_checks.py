@@ -597,9 +597,11 @@ def drawn_again(step: AuditedStep, off: Tensor) -> str:
     for runs in (runs for runs in range(2, count // 2 + 1) if count % runs == 0):
         one, other = (each.reshape(runs, -1) for each in (logged, expected))
         centred = other - other.mean(1, keepdim=True)
-        factor = (centred * one).sum(1, keepdim=True) / (centred**2).sum(1, keepdim=True).clamp(min=1e-12)
-        told = (factor > 0) | (centred == 0).all(1, keepdim=True)  # logged zeros alone show no draw
-        if not bool((((one - factor * centred).abs() <= step.near) & told).all()):
+        equal = (other == other[:, :1]).all(1, keepdim=True)  # draws with equal rewards show no factor
+        factor = (centred * one).sum(1, keepdim=True) / (centred**2).sum(1, keepdim=True)
+        factor = torch.where(equal, 1.0, factor)
+        fits = ((one - factor * centred).abs() <= step.near) & (factor > 0)  # logged zeros alone show no draw
+        if not bool(fits.all()):
             continue
         draws = "each half" if runs == 2 else f"each of {runs} equal parts"
         shifts = listing([f"{value:+.4g}" for value in (one - factor * other).mean(1).tolist()], most=4)

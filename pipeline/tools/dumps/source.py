@@ -27,7 +27,7 @@ from .readers import Source, SourceError
 from .readers.open import open_in_words
 
 STARTS = ("pipeline.", "hydra.searchpath=")
-OF_STAGE = re.compile(r"(?P<plus>\+*)~?(?:[\w/]+@)?pipeline\.stages\.(?P<stage>\w+)(?P<whole>=|$)?")
+OF_STAGE = re.compile(r"(?P<plus>\+*)~?(?:[\w/]+@)?pipeline\.stages\.(?P<stage>\w+)(?P<whole>=)?")
 
 
 def open_configured(config: DictConfig) -> Source:

@@ -19,8 +19,8 @@ from composed import composed, configure
 
 from headrace.pipeline import ConfigError, make_report, write_dump
 from headrace.pipeline.tools.audit import AuditFailed, audit_dump, logged
-from headrace.pipeline.tools.audit.audit_checks import CHECKS, AuditFinding, CheckOutcome
-from headrace.pipeline.tools.audit.audit_task import CheckResult
+from headrace.pipeline.tools.audit.audit_checks import CHECKS, NO_ADVANTAGES, AuditFinding, CheckOutcome
+from headrace.pipeline.tools.audit.audit_task import CheckResult, said_of_checks, verdict_of
 from headrace.pipeline.tools.dumps.readers import SourceError, open_dump
 from headrace.pipeline.tools.replay import replay_dump
 
@@ -532,13 +532,6 @@ def test_a_rollout_without_a_reward_is_not_reported_as_masked(tmp_path):
     assert checks["masked"]["findings"][0]["rollouts"] == ["1"]
 
 
-def test_recipes_with_memory_have_no_advantages_to_compare(tmp_path):
-    path = dumps.trl_dump(tmp_path / "completions_4.parquet", **trl_columns([0.0] * 8))
-    _, checks = audited(path, tmp_path / "spo", "pipeline=spo", *AS_TRL[1:])
-    assert found(checks) == {}
-    assert "has a state from steps before the dump" in next(iter(checks["signs"]["not_checked"]))
-
-
 def headrace_dump(folder: Path, *words: str, rows: int = 8) -> Path:
     """The first `rows` rows of two groups of four, with one to four tokens each, in two minibatches."""
     columns = {"group_id": torch.arange(8) // 4, "rollout_id": torch.arange(8)}
@@ -586,6 +579,55 @@ def test_the_share_of_a_check_is_the_mean_over_all_steps():
     assert (result.share(4), result.plain(4)["gradient_share"]) == (0.1875, 0.1875)
     result.add(CheckOutcome([finding._replace(share=None)]))
     assert result.share(4) is None
+
+
+FOUND = [AuditFinding(3, "a", ["0"], [0], [1.0], [2.0], "a has 2", None)]
+NONE = {NO_ADVANTAGES: 2, "another reason": 1}
+
+
+@pytest.mark.parametrize(
+    ("results", "counts", "why"),
+    [
+        ({"advantages": {}}, "1 check: 1 passed", ""),
+        ({"advantages": {}, "sizes": {}}, "2 checks: 2 passed", ""),
+        ({"advantages": {"lacking": NONE}}, "1 check: 1 not checked", f": advantages ({NO_ADVANTAGES})"),
+        (
+            {"a": {}, "advantages": {"findings": FOUND, "lacking": NONE}, "b": {"lacking": {"no b": 1}}},
+            "3 checks: 1 found, 1 passed, 1 not checked",
+            ": b (no b)",
+        ),
+        (
+            {"a": {"lacking": NONE}, "b": {"lacking": {"no b": 1}}, "advantages": {"lacking": NONE}},
+            "3 checks: 3 not checked",
+            f": a, advantages ({NO_ADVANTAGES}); b (no b)",
+        ),
+    ],
+)
+def test_a_verdict_counts_checks_by_state_and_a_summary_names_those_not_made(results, counts, why):
+    checks = {name: CheckResult(name, f"wrong {name}", **each) for name, each in results.items()}
+    assert said_of_checks(checks) == counts + why
+    assert said_of_checks(checks, why=False) == counts
+    blind = "This dump cannot show whether the advantages were right, because it has none. "
+    blind *= bool(checks["advantages"].lacking)
+    assert verdict_of(checks, "trl") == f"{blind}{counts}."
+    saves = "Train with --dump-details, which saves them. " * bool(blind)
+    assert verdict_of(checks, "slime") == f"{blind}{saves}{counts}."
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("pipeline=spo",), "its stage 'running' has a state from steps before the dump"),
+        (("pipeline=grpo", "pipeline.stages.advantage=null"), "none of its stages writes an advantage"),
+    ],
+)
+def test_a_recipe_whose_advantages_cannot_be_computed_is_refused_for_each_step(words, why, tmp_path):
+    path = dumps.trl_dump(tmp_path / "completions_4.parquet", **trl_columns([0.0] * 8))
+    text, checks = audited(path, tmp_path / "out", *words, *AS_TRL[1:])
+    assert found(checks) == {}
+    refused = {f"the recipe refuses step 4: {why}": 1}
+    assert checks["signs"]["not_checked"] == checks["advantages"]["not_checked"] == refused
+    assert text.startswith("8 checks: 2 passed, 6 not checked. The recipe refuses 1 of 1 steps.\n")
 
 
 def test_eight_findings_and_two_reasons_of_a_check_are_printed_and_the_others_counted(tmp_path):

@@ -11,6 +11,7 @@ from command import told
 from composed import configure
 from dumps import trl_dump
 
+from headrace.pipeline.composing.compose import recipes
 from headrace.pipeline.tools.audit import logged
 from headrace.pipeline.tools.audit.logged import LoggedRows
 from headrace.pipeline.tools.dumps.readers import open_dump
@@ -133,17 +134,53 @@ def test_a_comparison_of_some_steps_says_how_many_it_compared(monkeypatch):
     assert seen.said.endswith(" (compared: the first 16 rows, 1 of 2 steps).")
 
 
-def test_the_nearest_recipe_is_named_if_none_matches():
-    said = logged.explain_logged([rows(lambda g: [r * r for r in g], centred)], of=1)
-    assert re.match(r"they match none of \d+ recipes; the nearest, \w+", said)
+ALL = ["grpo", "dr_grpo", "rloo", *(name for name in recipes() if name.startswith("as/"))]
 
 
-def test_four_matching_recipes_are_named_and_the_plainest_first():
-    said = logged.explain_logged([rows(scaled(1e-6), centred)], of=1)
-    names = said.removeprefix("they are those of ").partition(", within")[0].partition(" and ")[0].split(", ")
-    assert len(names) == 4
-    assert names[0] == "grpo"
-    assert re.search(r" and \d+ more, within ", said)
+@pytest.mark.parametrize(
+    ("scale", "distances", "steps", "said"),
+    [
+        (1, {"as/verl": 1e-7}, 1, "they are those of as/verl, within 1e-07"),
+        (1, {"as/verl": 1e-4}, 1, "they are those of as/verl, within 0.0001"),
+        (
+            1,
+            {"as/verl": 1.5e-4},
+            1,
+            f"they match none of {len(ALL)} recipes; the nearest, as/verl, differs by 0.00015",
+        ),
+        (30, {"as/verl": 3e-3}, 1, "they are those of as/verl, within 0.003"),
+        (1, dict.fromkeys(ALL[3:7], 1e-7), 1, f"they are those of {', '.join(ALL[3:7])}, within 1e-07"),
+        (
+            1,
+            dict.fromkeys(ALL[:5], 1e-7),
+            1,
+            f"they are those of {', '.join(ALL[:4])} and 1 more, within 1e-07",
+        ),
+        (1, {"grpo": 0.0, "rloo": 1e-6, "as/trl": 1.1e-6}, 1, "they are those of grpo, rloo, within 0"),
+        (
+            1,
+            {"grpo": 0.25, "rloo": 0.5, "as/trl": 0.51},
+            1,
+            "match none of * recipes; the nearest, grpo, rloo, differs",
+        ),
+        (
+            1,
+            {"rloo": 1e-7},
+            3,
+            "they are those of rloo, within 1e-07 (compared: the first 16 rows, 1 of 3 steps)",
+        ),
+    ],
+)
+def test_recipes_as_near_as_the_nearest_are_named_the_plainest_first(
+    scale, distances, steps, said, monkeypatch
+):
+    """Up to 1e-4 of the greatest advantage is a match. Recipes up to twice as far are as near."""
+    monkeypatch.setattr(logged, "distance_from_recipe", lambda _, name: distances.get(name, 7.0))
+    flat = rows(lambda group: [scale, -scale, 0, 0])
+    found = logged.explain_logged([flat], of=steps)
+    assert found == said or (
+        said.startswith("match") and re.match(f"they {said.replace('*', str(len(ALL)))}", found)
+    )
 
 
 def test_the_numbers_of_logged_advantages_equal_numbers_by_hand():
