@@ -382,12 +382,12 @@ class AuditedStep:
         )
         return listing(pairs, most=3)
 
-    def by_group(self, rows: Tensor) -> list[tuple[str, Tensor]]:
-        """The groups of these rows, in order: the label of each, and (N,) bool, its rows."""
+    def by_group(self, rows: Tensor) -> list[tuple[int, str, Tensor]]:
+        """The groups of these rows, in order: the index and the label of each, and (N,) bool, its rows."""
         found = []
         for group in dict.fromkeys(self.groups.of[rows].tolist()):
             own = rows & (self.groups.of == group)
-            found.append((self.group_names[int(own.nonzero()[0])], own))
+            found.append((group, self.group_names[int(own.nonzero()[0])], own))
         return found
 
 
@@ -410,7 +410,7 @@ def wrong_signs(step: AuditedStep) -> CheckOutcome:
                 step.by_recipe,
                 step.logged,
             )
-            for group, rows in step.by_group(step.flipped & ~step.explained)
+            for _, group, rows in step.by_group(step.flipped & ~step.explained)
         ]
     )
 
@@ -438,7 +438,7 @@ def mixed_groups(step: AuditedStep) -> CheckOutcome:
         size = torch.bincount(groups.of[rollouts.is_first], minlength=groups.n)
         mixed = torch.zeros_like(here)
         mixed[here] = groups.spread(~groups.any(have.spread(have.count) == groups.spread(size)))
-        for group, rows in step.by_group(mixed):
+        for _, group, rows in step.by_group(mixed):
             own = list(dict.fromkeys(step.prompts[row] for row in rows.nonzero().flatten().tolist()))
             text = (
                 f"group {group} has {len(own)} prompts: {listing([repr(each[-40:]) for each in own], most=3)}"
@@ -446,8 +446,8 @@ def mixed_groups(step: AuditedStep) -> CheckOutcome:
             findings.append(step.finding(rows, text, [1], [len(own)]))
     if step.refusal:
         return CheckOutcome(findings, lacking)
-    for group, rows in step.by_group(step.groups_that_fit(*step.other_groups)):
-        how = " or ".join(step.conventions[int(step.groups.of[rows][0])])
+    for at, group, rows in step.by_group(step.groups_that_fit(*step.other_groups)):
+        how = " or ".join(step.conventions[at])
         text = f"group {group} is compared with other groups, as if {how}: {step.first_advantages(rows)}"
         findings.append(step.finding(rows, text, step.by_recipe, step.logged))
     return CheckOutcome(findings, lacking)
@@ -474,8 +474,7 @@ def short_groups(step: AuditedStep) -> CheckOutcome:
         lacking = MADE_FROM["order"]
     short = (have < expected) & step.groups.any(step.trains)
     findings = []
-    for group, rows in step.by_group(step.groups.spread(short)):
-        at = int(step.groups.of[rows][0])
+    for at, group, rows in step.by_group(step.groups.spread(short)):
         gone = step.names_of(rows & step.lost)
         text = f"group {group} has {int(have[at])} of {int(expected[at])} rollouts"
         text += f"; failed or aborted: {listing(gone)}" if gone else ""
@@ -497,8 +496,7 @@ def oversized_groups(step: AuditedStep) -> CheckOutcome:
     expected = step.expected_rollouts[step.groups.first]
     large = (every > expected) & step.groups.any(step.trains)
     findings = []
-    for group, rows in step.by_group(step.groups.spread(large)):
-        at = int(step.groups.of[rows][0])
+    for at, group, rows in step.by_group(step.groups.spread(large)):
         text = f"group {group} has {int(every[at])} rollouts, but was dispatched with {int(expected[at])}"
         findings.append(step.finding(rows, text, [int(expected[at])], [int(every[at])]))
     return CheckOutcome(findings)
@@ -512,7 +510,7 @@ def _counted_otherwise(step: AuditedStep, convention: str, about: Tensor, text: 
     if step.refusal:
         return CheckOutcome([], step.refusal)
     findings = []
-    for group, rows in step.by_group(step.groups_that_fit(convention, BOTH)):
+    for _, group, rows in step.by_group(step.groups_that_fit(convention, BOTH)):
         off = step.differs(step.by_recipe) & rows
         flipped = int((off & step.flipped).sum())
         line = f"group {group}: {text}: {listing(step.names_of(rows & about))}; {step.first_advantages(off)}"
@@ -522,7 +520,7 @@ def _counted_otherwise(step: AuditedStep, convention: str, about: Tensor, text: 
     if bool(off.any()) and convention in step.by_convention:
         tell = step.groups.any((step.by_convention[convention] - step.by_recipe).abs() > step.near)
         unknown = off & tell & torch.tensor([not names for names in step.conventions])
-        if named := [group for group, _ in step.by_group(step.groups.spread(unknown))]:
+        if named := [group for _, group, _ in step.by_group(step.groups.spread(unknown))]:
             lacking = f"the advantages of groups {listing(named)} of step {step.step} fit neither convention"
     return CheckOutcome(findings, lacking)
 
@@ -568,8 +566,8 @@ def other_advantages(step: AuditedStep) -> CheckOutcome:
     text = (
         f"{int(off.sum())} of {compared} advantages are not those of the recipe: {step.first_advantages(off)}"
     )
-    for group, rows in step.by_group(off):
-        if names := step.conventions[int(step.groups.of[rows][0])]:
+    for at, group, rows in step.by_group(off):
+        if names := step.conventions[at]:
             text += f"; those of group {group} are as if {' as well as if '.join(names)}"
         if step.expected_rollouts is None and (said := drawn_again(step, rows)):
             text += f"; group {group}: {said}"

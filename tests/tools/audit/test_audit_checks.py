@@ -147,20 +147,105 @@ def test_findings_equal_those_of_a_loop(seed, declared):
 
 
 def test_the_share_of_a_finding_is_that_of_its_rows_in_the_gradient(declared):
-    """It is |weight × advantage × tokens|. Without logged weights, those of the recipe count."""
-    for seed in range(20):
+    """It is |weight × advantage × tokens|. A dump without weights or advantages gets those of the recipe."""
+    for seed in range(10):
         rows = random_rows(random.Random(seed))
-        weighted = [row | {"weight": 0.25 + (place % 3)} for place, row in enumerate(rows)]
-        for each in (rows, weighted):
+        for more in ({}, {"weight": 0.25}):
+            each = [
+                row | {name: value + place % 3 for name, value in more.items()}
+                for place, row in enumerate(rows)
+            ]
             size = [
                 abs(row["ours"] * row["tokens"] * row.get("weight", 1.0)) if row["trains"] else 0.0
                 for row in each
             ]
-            step = step_of(declared, [{**row, "logged": row["ours"]} for row in each])
-            if not sum(size):
-                assert step.gradient is None
-                continue
-            assert step.gradient.tolist() == pytest.approx([part / sum(size) for part in size], abs=1e-6)
+            for row in each:
+                row["logged"] = -row["ours"]
+            shares = [part / sum(size) for part in size] if sum(size) else None
+            for step in (
+                step_of(declared, each),
+                step_of(declared, [without(row, "logged") for row in each]),
+            ):
+                found = None if step.gradient is None else pytest.approx(step.gradient.tolist(), abs=1e-6)
+                assert found == shares
+            assert step_of(declared, [without(row, "tokens") for row in each]).gradient is None
+
+
+def without(row, name):
+    return {key: value for key, value in row.items() if key != name}
+
+
+def test_without_advantages_there_is_no_share_if_the_recipe_has_a_state():
+    rows = [{"group": 0, "rollout": at, "reward": float(at), "tokens": 1} for at in range(2)]
+    remembers = DeclaredRecipe(composed("pipeline=spo"))
+    assert step_of(remembers, rows, group_size=3).gradient is None
+    ((*_, text, share),) = (
+        tuple(each) for each in CHECKS["incomplete"][1](step_of(remembers, rows, group_size=3))[0]
+    )
+    assert (text, share) == ("group 0 has 2 of 3 rollouts", None)
+
+
+# -- other ways to count -----------------------------------------------------------------------------------
+
+
+def counted(*groups):
+    """Rows of groups: each has (reward, tokens, advantage) of its rows. Equal rewards are of one rollout."""
+    return [
+        {"group": group, "rollout": 10 * group + round(8 * reward), "reward": reward, "tokens": tokens}
+        | {"logged": advantage}
+        for group, rows in enumerate(groups)
+        for reward, tokens, advantage in rows
+    ]
+
+
+FAIR = [(1.0, 1, 0.5), (1.0, 1, 0.5), (0.0, 1, -0.5)]
+ODD = [(1.0, 1, 0.5), (1.0, 1, 0.7), (0.0, 1, -0.5)]
+MASKED = [(1.0, 1, 0.5), (0.5, 1, 0.0), (0.0, 0, 9.0)]  # the mean of the two rollouts in the loss is 0.75
+
+
+def test_groups_that_fit_no_way_to_count_are_named_as_not_checked(declared):
+    step = step_of(declared, counted(FAIR, ODD, MASKED, ODD, FAIR))
+    unknown = "the advantages of groups {} of step 3 fit neither convention"
+    assert CHECKS["counted_twice"][1](step) == ([], unknown.format("1, 3"))
+    outcome = CHECKS["masked"][1](step)
+    assert ([each.group for each in outcome.findings], outcome.lacking) == (["2"], "")
+    assert CHECKS["counted_twice"][1](step_of(declared, counted(FAIR, MASKED))) == ([], "")
+
+
+def test_a_group_is_named_with_the_way_in_which_it_was_counted(declared):
+    rows = counted(FAIR, [(1.0, 1, 0.25), (1.0, 1, 0.25), (1.0, 1, 0.25), (0.0, 1, -0.75)], MASKED)
+    step = step_of(declared, rows)
+    first = ", ".join(f"row {row} (rollout 18) 0.25, by the recipe 0.5" for row in (3, 4, 5))
+    twice = f"group 1: rollouts that count once for each of their rows: 18; {first} and 1 more"
+    assert findings(step, "counted_twice") == [
+        ("1", ["18"], [3, 4, 5, 6], [0.5] * 3 + [-0.5], [0.25] * 3 + [-0.75], twice)
+    ]
+    masked = "group 2: rollouts that are out of the loss but count in the baseline: 20; "
+    masked += "row 7 (rollout 28) 0.5, by the recipe 0.25, row 8 (rollout 24) 0, by the recipe -0.25"
+    ((group, rollouts, at, *_, text),) = findings(step, "masked")
+    assert (group, rollouts, at, text) == ("2", ["20"], [7, 8, 9], masked)
+    assert findings(step, "advantages") == findings(step, "signs") == []
+
+
+def test_other_advantages_are_counted_over_the_step(declared):
+    """The baseline of the first group is ⅓. It is ½ if a second row or the masked rollout counts."""
+    two_ways = [
+        {"group": 0, "rollout": at, "reward": reward, "tokens": tokens, "logged": reward - 0.5}
+        for at, reward, tokens in ((0, 1.0, 1), (0, 1.0, 1), (1, 1.0, 0), (2, 0.0, 1), (3, 0.0, 1))
+    ]
+    rows = two_ways + [{**row, "group": 1, "rollout": 9 + row["rollout"]} for row in counted(ODD)]
+    text = (
+        "5 of 7 advantages are not those of the recipe: row 0 (rollout 0) 0.5, by the recipe 0.6667, row 1 "
+        "(rollout 0) "
+        "0.5, by the recipe 0.6667, row 3 (rollout 2) -0.5, by the recipe -0.3333 and 2 more; those of "
+        "group 0 are as "
+        "if each row counts as a rollout as well as if rollouts out of the loss count"
+    )
+    thirds = [
+        pytest.approx(each) for each in ([2 / 3, 2 / 3, -1 / 3, -1 / 3, 0.5], [0.5, 0.5, -0.5, -0.5, 0.7])
+    ]
+    found = findings(step_of(declared, rows), "advantages")
+    assert found == [(None, ["0", "2", "3", "17"], [0, 1, 3, 4, 6], *thirds, text)]
 
 
 # -- several draws of one prompt ---------------------------------------------------------------------------

@@ -476,6 +476,7 @@ def test_files_of_a_folder_are_read_in_the_order_of_steps_even_if_gzipped(tmp_pa
         file.write(json.dumps(verl_row("a_0_0", 1.0, 3)))
     source = open_dump(tmp_path)
     assert source.format == "verl"
+    assert (source.read_bytes, source.skipped, source.messages) == (0, 0, [])
     assert [step for step, _ in source] == [2, 3, 10]
     assert [step for step, _ in open_dump(str(tmp_path / "*.jsonl"))] == [2, 10]
     assert source.read_bytes == source.total_bytes > 0
@@ -918,6 +919,17 @@ def test_table_rollout_ids_may_repeat_in_different_groups_by_order(tmp_path):
     batch = read_one(write_lines(tmp_path / "a.jsonl", rows), columns=columns, group_by="order", group_size=2)
     assert in_order(batch["group_id"]) == [0, 0, 1, 1]
     assert in_order(batch["rollout_id"]) == [0, 1, 2, 3]
+
+
+def test_table_draws_of_a_prompt_are_told_apart_by_the_order_of_lines_alone(tmp_path):
+    """A line with several rollouts may have several draws, whose order is not known."""
+    columns = {"prompt": "q", "reward": "r", "response": "a"}
+    lines = [{"q": q, "r": float(at % 2), "a": "4"} for at, q in enumerate("aaaabb")]
+    lists = [{"q": q, "r": [1.0, 0.0], "a": ["4", "5"]} for q in "aab"]
+    for rows, sizes in ((lines, [2, 2, 2]), (lists, [2])):
+        path = write_lines(tmp_path / "a.jsonl", rows)
+        batch = read_one(path, columns=columns, group_by="prompt", group_size=2)
+        assert [in_order(batch["group_id"]).count(group) for group in range(len(sizes))] == sizes
 
 
 def test_table_a_failure_takes_precedence_over_a_truncation(tmp_path):

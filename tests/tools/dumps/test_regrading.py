@@ -15,7 +15,7 @@ from composed import configure
 from dumps import tinker_row, verl_row, write_lines
 
 from headrace.pipeline import ConfigError
-from headrace.pipeline.tools.dumps.readers import Sample, SourceError, open_dump, regrade, to_batch
+from headrace.pipeline.tools.dumps.readers import Regraded, Sample, SourceError, open_dump, regrade, to_batch
 from headrace.pipeline.tools.replay import replay_dump
 from headrace.transforms import Status
 
@@ -186,6 +186,30 @@ def test_a_grader_may_replace_one_reward_by_several():
     again, changed = regrade(batch_of("a", "bb"), lambda prompts, responses: [[1, 0], [1, 2]])
     assert again["next", "reward"].tolist() == [[1.0, 0.0], [1.0, 2.0]]
     assert (changed.changed, changed.gained, changed.after) == (2, 1, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            Regraded(),
+            "0 rollouts, 0 have another reward; of 0 groups 0 became informative and 0 uninformative",
+        ),
+        (
+            Regraded(2000, 1500, 4, 2.0, 3.0, 1200, 1100, 5),
+            "2,000 rollouts, 1,500 (75%) have another reward; mean 0.5 → 0.75; of 1,200 groups 1,100 "
+            "became informative "
+            "and 5 uninformative",
+        ),
+        (
+            Regraded(3, 1, 0, 2.0, 3.0, 2, 0, 1).with_step(Regraded(5, 1, 8, 2.0, 1.0, 1, 1, 1)),
+            "8 rollouts, 2 (25%) have another reward; mean 0.5 → 0.5; of 3 groups 1 became informative and 2 "
+            "uninformative",
+        ),
+    ],
+)
+def test_the_changes_of_several_steps_are_said_together(changes, said):
+    assert str(changes) == f"re-graded: {said}"
 
 
 def test_logged_advantages_of_the_old_rewards_are_removed():

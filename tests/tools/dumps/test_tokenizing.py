@@ -30,7 +30,7 @@ from recipes import CHAINS
 
 from headrace.pipeline import make_report
 from headrace.pipeline.tools.dumps.readers import Sample, SourceError, open_dump, to_batch
-from headrace.pipeline.tools.dumps.readers.tokenizing import Tokenizer, add_tokens, load_tokenizer
+from headrace.pipeline.tools.dumps.readers.tokenizing import Counted, Tokenizer, add_tokens, load_tokenizer
 from headrace.pipeline.tools.report import write_dump
 from headrace.transforms import BatchError, MissingKeyError
 from headrace.transforms.table.schema import NO_LENGTHS
@@ -250,6 +250,38 @@ def test_the_marked_tokens_of_a_rows_own_messages_train(roles, own, marked, trai
     sample = Sample("g", 0, 1.0, response="yes", chat=chat)
     assert add_tokens([sample], template) == (1, 0)
     assert (sample.extent(), sample.loss_mask) == ((len(marked), len(trains)), trains)
+
+
+def test_only_the_marked_tokens_of_a_rows_own_messages_train_in_any_chat():
+    """A loop writes the marks: each message of the assistant is one run of marked tokens."""
+    for seed in range(60):
+        draw, chat, marked, trains = random.Random(seed), [], [], []
+        for _ in range(draw.randint(1, 6)):
+            role, own, length = draw.choice("aau"), draw.random() < 0.6, draw.randint(1, 3)
+            chat.append((own and role == "a", SAID[role]))
+            marked += [0, *[int(role == "a")] * length]
+            trains += [0, *[int(own and role == "a")] * length]
+        template = Tokenizer(
+            lambda texts: [], lambda messages, marked=marked: ([*range(len(marked))], marked)
+        )
+        sample = Sample("g", 0, 1.0, response="yes", chat=chat)
+        assert add_tokens([sample], template) == (1, 0)
+        begin = trains.index(1) if 1 in trains else len(trains)
+        assert (sample.tokens, sample.response_length) == ([*range(len(marked))], len(marked) - begin)
+        assert sample.loss_mask == trains[begin:]
+
+
+@pytest.mark.parametrize(
+    ("by_template", "by_text", "said"),
+    [(0, 0, []), (1, 0, ["1 row were marked"]), (2, 1200, ["2 rows were marked", "1,200 rows were encoded"])],
+)
+def test_a_notice_counts_the_rows_that_were_encoded_in_each_way(by_template, by_text, said):
+    found = Counted(by_template, by_text).plus(Counted()).said
+    assert len(found) == len(said)
+    assert all(
+        each.startswith(f"The tokens in the loss of {start}") for each, start in zip(found, said, strict=True)
+    )
+    assert Counted(1, 2).plus(Counted(30, 40)) == (31, 42)
 
 
 def test_tokens_are_added_to_all_samples_or_to_none():

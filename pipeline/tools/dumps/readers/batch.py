@@ -398,25 +398,25 @@ def separate_draws(
         Draws(split=1, groups_left_out=0, rows_left_out=0, drawn=(('q', 4),), confirmed=0)
     """
     groups: dict[Label, dict[Label, list[Sample]]] = {}
+    sizes: dict[Label, int | None] = {}
     for sample in samples:
         groups.setdefault(sample.group, {}).setdefault(sample.rollout, []).append(sample)
-    large: dict[Label, list[list[Sample]]] = {}  # the rollouts of groups that are too large
+        sizes.setdefault(sample.group, sample.expected_rollouts)
+    large: dict[Label, tuple[int, list[list[Sample]]]] = {}  # size and rollouts of groups that are too large
     for label, members in groups.items():
-        rollouts = list(members.values())
-        size = rollouts[0][0].expected_rollouts
+        rollouts, size = list(members.values()), sizes[label]
         if size is not None and len(rollouts) > size:
             if all(row.place is not None for rows in rollouts for row in rows):
                 rollouts.sort(key=lambda rows: rows[0].place or 0)
-            large[label] = rollouts
+            large[label] = size, rollouts
     draws: dict[Label, list[list[list[Sample]]]] = {}
-    for label, rollouts in large.items():
-        if runs := draws_by_advantages(rollouts, rollouts[0][0].expected_rollouts or 1):
+    for label, (size, rollouts) in large.items():
+        if runs := draws_by_advantages(rollouts, size):
             draws[label] = runs
     confirmed = len(draws)
     if not by_prompt or (len(large) == len(groups) and not draws):
         large = {label: large[label] for label in draws}
-    for label, rollouts in large.items():
-        size = rollouts[0][0].expected_rollouts or 1
+    for label, (size, rollouts) in large.items():
         runs = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
         whole = label in draws or fits_advantages(rollouts)
         if not whole and all(len(run) == size and consecutive(run) for run in runs):
@@ -433,7 +433,7 @@ def separate_draws(
         for sample in samples
         if not leave_out or sample.group not in left
     ]
-    drawn = tuple((label_text(label), len(rollouts)) for label, rollouts in large.items())
+    drawn = tuple((label_text(label), len(rollouts)) for label, (_, rollouts) in large.items())
     return stay, Draws(len(draws), len(left) * leave_out, len(samples) - len(stay), drawn, confirmed)
 
 

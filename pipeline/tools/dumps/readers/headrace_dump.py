@@ -274,7 +274,7 @@ def _rewards(table: pa.Table, unscored: np.ndarray, path: Path) -> np.ndarray:
                 f"{lists.type} with {lists.null_count} nulls"
             )
         rewards = lists.flatten().cast(pa.float64()).to_numpy(zero_copy_only=False)
-        rewards = rewards.reshape(len(table), -1).copy()
+        rewards = rewards.reshape(len(table), lists.type.list_size).copy()
     missing = np.isnan(rewards).all(1) & ~unscored
     if (bad := np.isinf(rewards).any(1) | missing).any():
         row = int(bad.argmax())
