@@ -9,12 +9,15 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from dumps import trl_dump
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from rich.console import Console
 
 from headrace.pipeline import ConfigError
 from headrace.pipeline.tools.dumps import (
     import_callable,
+    open_configured,
     overrides_by_recipe,
     print_files,
     said_of_overrides,
@@ -140,3 +143,65 @@ def test_a_callable_is_named_with_a_dot_or_a_colon():
     }.items():
         with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
             import_callable(node, "option", "a function")
+
+
+NO_IDS = (
+    "it has no ids of groups",
+    "no two prompts of a step have the same text (else source.group_by=order)",
+)
+NO_SIZE = (
+    "it does not say how many rollouts each group should have",
+    "each group should have 2, as most groups of the first step have",
+)
+TWO = ("it has the rewards accuracy, short", "their sum is the reward (else source.reward_key=accuracy)")
+BY_PROMPT, SIZE, SUM = "source.group_by=prompt", "source.group_size=2", "pipeline.stages.collapse.columns=2"
+WITH = {"short": [0.5, 0.25]}  # a second reward
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "why", "options"),
+    [
+        ({}, {}, [NO_IDS, NO_SIZE], [BY_PROMPT, SIZE]),
+        ({"task": "plan"}, {}, [NO_IDS, NO_SIZE], [BY_PROMPT, SIZE]),
+        ({}, WITH, [NO_IDS, NO_SIZE, TWO], [BY_PROMPT, SIZE, SUM]),
+        ({"task": "audit"}, WITH, [NO_IDS, NO_SIZE, TWO], [BY_PROMPT, SIZE, SUM]),
+        ({"task": "compare"}, WITH, [NO_IDS, NO_SIZE], [BY_PROMPT, SIZE]),
+        ({"columns": 2}, WITH, [NO_IDS, NO_SIZE], [BY_PROMPT, SIZE]),
+        ({"group_by": "prompt"}, {}, [NO_SIZE], [SIZE]),
+        ({"group_by": "prompt", "size": 2}, {}, None, None),
+        ({"group_by": "prompt", "size": 2}, WITH, [NO_SIZE, TWO], [SIZE, SUM]),
+        ({"group_by": "prompt", "task": "audit"}, {}, None, None),
+        ({"group_by": "prompt", "gate": None}, {}, None, None),
+        ({"group_by": "prompt", "gate": None, "collapse": None}, WITH, None, None),
+        ({"group_by": "prompt", "group_size": 2}, {}, None, None),
+        ({"group_by": "prompt", "group_size": 2}, WITH, [TWO], [SUM]),
+        ({"group_by": "prompt", "group_size": 2, "reward_key": "short"}, WITH, None, None),
+    ],
+)
+def test_one_message_says_why_options_are_needed_and_when_they_fit(
+    changes, more, why, options, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # errors repeat the overrides of a command
+    path = trl_dump(tmp_path / "completions_4.parquet", **more)
+    given = {"columns": 1, "size": None, "gate": {}, "collapse": {}, "task": "replay"} | changes
+    gate = given["gate"] if given["gate"] is None else {"group_size": given["size"]}
+    collapse = given["collapse"] if given["collapse"] is None else {"columns": given["columns"]}
+    source = {name: given[name] for name in ("group_by", "group_size", "reward_key") if name in given}
+    stages = {"gate": gate, "collapse": collapse}
+    config = {"task": given["task"], "source": {"path": str(path), **source}, "pipeline": {"stages": stages}}
+    if why is None:
+        assert open_configured(OmegaConf.create(config)).format == "trl"
+        return
+    reasons, conditions = (", and ".join(each) for each in zip(*why, strict=True))
+    typed = " ".join(["headrace", f"task={given['task']}", f"source.path={path}", *options])
+    with pytest.raises(ConfigError) as raised:
+        open_configured(OmegaConf.create(config))
+    assert str(raised.value) == f"{path}, a dump of trl: {reasons}. If {conditions}, type:\n{typed}"
+
+
+@pytest.mark.parametrize("source", [{}, {"path": None}, {"path": ""}])
+def test_a_dump_needs_a_path(source):
+    with pytest.raises(
+        ConfigError, match=r"^a dump to read is required: source.path=FILE, FOLDER or a glob in quotes"
+    ):
+        open_configured(OmegaConf.create({"source": source}))
