@@ -769,6 +769,108 @@ def test_atropos_a_line_is_a_group(tmp_path):
     assert batch["response_text"][1] == "assistant: 1"
 
 
+DONE, CUT, LOST, GONE = Status.COMPLETED, Status.TRUNCATED, Status.FAILED, Status.ABORTED
+DETAILS = {"reason": "max_output_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "changes", "status"),
+    [
+        ("nemo_gym", ("response",), {"status": None}, None),
+        ("nemo_gym", ("response",), {"status": "completed"}, DONE),
+        ("nemo_gym", ("response",), {"status": "failed"}, LOST),
+        ("nemo_gym", ("response",), {"status": "cancelled"}, GONE),
+        ("nemo_gym", ("response",), {"status": "completed", "incomplete_details": DETAILS}, CUT),
+        (
+            "nemo_gym",
+            ("response",),
+            {"status": "completed", "incomplete_details": DETAILS, "error": "x"},
+            LOST,
+        ),
+        ("nemo_gym", ("response",), {"status": None, "incomplete_details": None}, DONE),
+        ("nemo_gym", ("response",), {"status": "incomplete", "incomplete_details": None}, CUT),
+        ("prime_hosted", (), {}, None),
+        ("prime_hosted", (), {"is_truncated": False}, DONE),
+        ("prime_hosted", (), {"is_truncated": True}, CUT),
+        ("prime_hosted", (), {"is_truncated": True, "error": "x"}, LOST),
+        ("verifiers", (), {"is_truncated": None}, None),
+        ("verifiers", (), {"is_truncated": None, "error": "x"}, LOST),
+        ("prime_rl", (), {"ok": False}, LOST),
+        ("prime_rl", (), {"ok": None}, LOST),
+        ("prime_rl", ("traces", 1), {"ok": False}, LOST),
+        ("prime_rl", ("traces", 1), {"calls": []}, DONE),
+        (
+            "prime_rl",
+            ("traces", 1),
+            {"calls": [{"finish_reason": "length"}, {"finish_reason": "stop"}]},
+            DONE,
+        ),
+        ("prime_rl", ("traces", 1), {"calls": [], "stop_condition": "max_turns"}, CUT),
+        ("prime_rl", ("traces", 1), {"calls": [], "stop_condition": "max_output_tokens"}, CUT),
+        ("open_instruct", (), {"finish_reason": "stop"}, DONE),
+        ("open_instruct", (), {"finish_reason": "other"}, CUT),
+        ("tinker", (), {"steps": []}, DONE),
+        ("tinker", ("steps", 1), {"episode_done": False}, CUT),
+        ("slime", (), {"status": "completed"}, DONE),
+        ("slime", (), {"status": "failed"}, LOST),
+        *(
+            ("table", (), {"status": word}, status)
+            for status, words in {
+                DONE: "completed stop eos end_turn stop_sequence tool_calls tool_use",
+                CUT: "truncated length max_tokens max_output_tokens max_length",
+                LOST: "failed error",
+                GONE: "aborted abort cancelled",
+            }.items()
+            for word in words.split()
+        ),
+    ],
+)
+def test_a_rollout_has_the_status_of_its_record(name, place, changes, status, tmp_path):
+    record, options, *_ = WHOLE[name]
+    row = copy.deepcopy(record)
+    functools.reduce(operator.getitem, place, row).update(changes)
+    ((_, batch),) = open_dump(written(name, row, tmp_path), name, **options)
+    assert (batch["status"].tolist() if "status" in batch.keys() else None) == (
+        None if status is None else [status]
+    )
+
+
+def test_prime_rl_the_step_is_that_of_the_last_folder_or_of_the_episode_or_the_number_of_the_file(tmp_path):
+    rows = [episode("g", "a", {"r": {"score": 1.0}})]
+    for folder, step in {
+        "step_3/step_9": 9,
+        "x/step_12/y": 12,
+        "step_x": 2,
+        "my_step_4": 2,
+        "step_0": 0,
+    }.items():
+        path = write_lines(tmp_path / folder / "traces.jsonl", rows)
+        assert [number for number, _ in open_dump(path)] == [step]
+    rows[0]["run"] = None
+    path = write_lines(tmp_path / "files" / "a.jsonl", rows)
+    write_lines(tmp_path / "files" / "b.jsonl", rows)
+    assert [number for number, _ in open_dump(f"{tmp_path}/files/*.jsonl", "prime_rl")] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1]",
+        "[]",
+        '[{"role"',
+        '[{"a": "role"}]',
+        '{"role": "user"}',
+        '["role"]',
+        '[{"role": "user"}, 3]',
+        'a "role"',
+    ],
+)
+def test_table_a_text_that_is_no_list_of_messages_stays_a_text(text, tmp_path):
+    row = own_row(0, 1.0, q=text, output=text)
+    batch = read_one(write_lines(tmp_path / "a.jsonl", [row]), columns={**COLUMNS, "prompt": "q"})
+    assert [batch["prompt_text"][0], batch["response_text"][0]] == [text, text]
+
+
 # -- tables with named columns -----------------------------------------------------------------------------
 
 
@@ -1227,15 +1329,25 @@ def row(**changes):
             [row(), row(rollout=1, policy_version=3)],
             "policy_version must be on all .* 1 of 2 have none: here",
         ),
-        ([row(), row(rollout=1, tokens=[1], response_length=1)], "on all samples of a step or on none"),
+        (
+            [row(), row(rollout=1, tokens=[1], response_length=1)],
+            "^response_length must be on all samples of a step or on none; 1 of 2 have none: here$",
+        ),
         (
             [row(expected_rollouts=2, status=Status.FAILED), row(rollout=1, status=Status.FAILED)],
             "expected_rollouts must be on all",
         ),
-        ([row(), row(group=1)], "a rollout belongs to one group"),
+        (
+            [row(where="there"), row(group=("a", 1))],
+            "here: a rollout belongs to one group; found the rollout 0 in the group 'a/1', and at there in "
+            "the group "
+            "'0'$",
+        ),
         (
             [row(expected_rollouts=1), row(rollout=1, expected_rollouts=1)],
-            "dispatched with 1 rollouts; found 2: here, here",
+            "^here: the group '0' was dispatched with 1 rollouts; found 2: here, here. Was its prompt "
+            "drawn twice, or is "
+            "source.group_size wrong.$",
         ),
         ([row(reward=None)], "needs a reward; found none, with the status completed"),
         ([row(rewards={"a": math.nan}, reward=None)], "needs a reward"),
