@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
+import torch
 from command import headrace_here, told
 from composed import composed, configure
-from dumps import episode, nemo_row, slime_dump, slime_sample, tinker_row, trl_dump, verl_row, write_lines
+from dumps import (
+    episode,
+    in_order,
+    nemo_row,
+    slime_dump,
+    slime_sample,
+    tinker_row,
+    trl_dump,
+    verl_row,
+    write_lines,
+)
 from pages import data_of
 from rich.console import Console
 
 from headrace.pipeline import make_report, page_data
 from headrace.pipeline.tools.dumps.readers import Sample, SourceError, open_dump
-from headrace.pipeline.tools.dumps.readers.batch import BY_ORDER, group_by_order
+from headrace.pipeline.tools.dumps.readers.batch import BY_ORDER, group_by_order, label_ids, label_text
 from headrace.pipeline.tools.replay import replay_dump
 from headrace.pipeline.tools.report import Comparison, show_report
 from headrace.pipeline.tools.report.loggers import group_rows, rollout_rows
@@ -166,7 +178,65 @@ def test_a_group_made_from_a_prompt_has_the_prompt_as_its_label(write, tmp_path)
 
 def test_groups_by_order_compare_only_the_prompts_of_first_segments():
     rows = [("q", 0), ("q a", 0), ("q", 1), ("q b", 1), ("r", 2), ("r", 3)]
-    samples = [Sample(BY_ORDER, rollout, 1.0, prompt=prompt) for prompt, rollout in rows]
+    samples = [Sample(BY_ORDER, rollout, 1.0, prompt=prompt, where=f"{rollout}") for prompt, rollout in rows]
     assert [row.group for row in group_by_order(samples, 2)] == [("q #1",)] * 4 + [("r #2",)] * 2
-    with pytest.raises(SourceError, match="every 2 consecutive rollouts must have the same prompt"):
+    assert [row.group for row in group_by_order(samples[:2], 1)] == [("q #1",)] * 2
+    nameless = [replace(row, prompt=None) for row in samples]
+    assert [row.group for row in group_by_order(nameless, 4)] == [("rollouts #1",)] * 6
+    with pytest.raises(SourceError) as raised:
         group_by_order(samples[2:5], 2)  # the first rollout is missing
+    assert str(raised.value) == (
+        "2: with source.group_by=order, every 2 consecutive rollouts must have the same prompt; found "
+        "another prompt "
+        "than at 1. Is source.group_size wrong, or were rows permuted before they were dumped?"
+    )
+    with pytest.raises(SourceError) as raised:
+        group_by_order(samples, 3)
+    assert str(raised.value) == (
+        "with source.group_by=order, source.group_size must divide the rollouts of each step; found 4 "
+        "rollouts and "
+        "source.group_size=3. Were rows left out of the dump?"
+    )
+    with pytest.raises(SourceError) as raised:
+        group_by_order([samples[0], replace(samples[1], group=("a", 1))], 1)
+    assert str(raised.value) == (
+        "0: source.group_by=order is for rows without a group; found the group 'a/1'. Leave "
+        "source.group_by out"
+    )
+
+
+@pytest.mark.parametrize(
+    ("labels", "ids"),
+    [
+        ([12, 7, 12], [12, 7, 12]),
+        ([0], [0]),
+        (["7", 7, "7"], [0, 1, 0]),  # equal texts are numbered by first appearance
+        (["a", "", "a"], [0, 1, 0]),
+        ([("a", "b/c"), ("a/b", "c"), ("a", "b/c")], None),
+        ([("a",), "b", 3], None),
+    ],
+)
+def test_equal_labels_have_equal_ids_in_every_step(labels, ids):
+    found = label_ids(labels)
+    assert ids is None or found.tolist() == ids
+    assert in_order(found) == [list(dict.fromkeys(labels)).index(each) for each in labels]
+    assert found.dtype == torch.int64
+    if ids is None:  # an id does not depend on the other labels
+        again = label_ids(["first", *labels[::-1]]).tolist()
+        assert again[:0:-1] == found.tolist()
+
+
+@pytest.mark.parametrize(
+    ("label", "text"),
+    [
+        ("a/b", "a/b"),
+        (7, "7"),
+        (("a/b",), "a/b"),
+        (("a", 7), "a/7"),
+        (("a/b", "c"), r"a\/b/c"),
+        (("a", "b/c"), r"a/b\/c"),
+        (("a\\", "b"), r"a\\/b"),
+    ],
+)
+def test_the_parts_of_a_label_are_told_apart_in_its_text(label, text):
+    assert label_text(label) == text
