@@ -645,13 +645,14 @@ def test_eight_findings_and_two_reasons_of_a_check_are_printed_and_the_others_co
     assert "and 1 more, see audit.json" in text
     assert "(source.group_by=prompt) (9 steps)" in text
     words = (*AS_TRL, "pipeline.stages.advantage.scale=mean")
-    three = f"'{tmp_path}/completions/completions_[0-2].parquet'"
-    text, checks = audited(three, tmp_path / "refused", *words)
-    title, reasons = checks["signs"]["title"], checks["signs"]["not_checked"]
-    line = rf"not checked: [^:\n]*{title}[^:\n]*: "
-    shown = [bool(re.search(f"{line}{re.escape(why)}\n", text)) for why in reasons]
-    assert shown == [True, True, False]
-    assert f"not checked: {title}: 1 more reason, see audit.json\n" in text
+    for steps, others in ((3, "1 more reason"), (4, "2 more reasons")):
+        path = f"'{tmp_path}/completions/completions_[0-{steps - 1}].parquet'"
+        text, checks = audited(path, tmp_path / f"refused {steps}", *words)
+        title, reasons = checks["signs"]["title"], checks["signs"]["not_checked"]
+        line = rf"not checked: [^:\n]*{title}[^:\n]*: "
+        shown = [bool(re.search(f"{line}{re.escape(why)}\n", text)) for why in reasons]
+        assert shown == [True, True] + [False] * (steps - 2)
+        assert f"not checked: {title}: {others}, see audit.json\n" in text
 
 
 OF_TURNS = ("pipeline.stages.weight.unit=turn", "pipeline.stages.weight.turn_index_key=turn_index")

@@ -82,6 +82,8 @@ def test_files_come_by_the_numbers_in_their_paths(tmp_path):
     assert [str(file.relative_to(tmp_path))[: -len(".jsonl")] for file in source.files] == expected
     assert repr(source) == f"Source(verl: {tmp_path}/1/1.jsonl and 6 more)"
     assert repr(open_dump(tmp_path / "1", "verl")) == f"Source(verl: {tmp_path}/1/1.jsonl)"
+    pair = open_dump(f"{tmp_path}/b9/[9x].jsonl", "verl")
+    assert repr(pair) == f"Source(verl: {tmp_path}/b9/9.jsonl and 1 more)"
     assert source.total_bytes == sum(file.stat().st_size for file in source.files)
     (tmp_path / "none").mkdir()
     required = "a file, or a folder with {}, is required; found none"
@@ -101,6 +103,17 @@ def test_the_first_pattern_with_a_file_that_is_not_ignored_is_used(tmp_path):
     assert open_dump(tmp_path).files == [tmp_path / "rollout_data" / "4.pt"]
     slime_dump(tmp_path / "upheaval_3.pt")
     assert open_dump(tmp_path).files == [tmp_path / "upheaval_3.pt"]
+
+
+def test_pointers_of_git_lfs_are_counted(tmp_path):
+    for name, size in (("1", 60), ("2", 1024), ("3", 1025)):  # a pointer has at most 1,024 bytes
+        text = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+        (tmp_path / f"{name}.jsonl").write_text(text.ljust(size))
+    said = (
+        "a dump is required; found a pointer of Git LFS, whose file was not fetched. Pointers: 2 of 3 files. "
+    )
+    said += "Run git lfs pull, or download the files"
+    assert refusal(tmp_path, "verl") == f"{tmp_path}/1.jsonl: {said}"
 
 
 AGAIN = "Was the training resumed, or are files of two trainings mixed? Read them one at a time"
@@ -140,7 +153,8 @@ def test_a_dump_without_a_record_is_refused_with_the_records_that_were_skipped(t
 
 
 @pytest.mark.parametrize(
-    ("rollouts", "steps", "said"), [(128, 1, ""), (129, 1, ""), (129, 3, " So do 2 other steps.")]
+    ("rollouts", "steps", "said"),
+    [(128, 1, ""), (129, 1, ""), (129, 2, " So does 1 other step."), (129, 3, " So do 2 other steps.")],
 )
 def test_a_large_group_of_one_prompt_is_noted_from_129_rollouts_on(rollouts, steps, said, tmp_path):
     for step in range(steps):

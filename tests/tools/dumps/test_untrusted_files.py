@@ -295,10 +295,13 @@ def test_one_long_row_with_many_short_rows_is_refused():
 
 def test_rows_are_counted_before_they_are_read(dump, tmp_path, monkeypatch):
     path = dump()
-    for name, most in (("MAX_ROWS", 4), ("MAX_VALUES", 40)):
-        with monkeypatch.context() as patch:
-            patch.setattr(f"headrace.pipeline.tools.dumps.readers.file_kinds.{name}", most)
-            assert "found 5 rows, with" in refusal(path)
+    values = 5 * len(pq.read_schema(path).names)
+    for name, most in (("MAX_ROWS", 5), ("MAX_VALUES", values)):
+        for fewer in (0, 1):
+            with monkeypatch.context() as patch:
+                patch.setattr(f"headrace.pipeline.tools.dumps.readers.file_kinds.{name}", most - fewer)
+                said = f"found 5 rows, with {values}"
+                assert refusal(path)[-len(said) :] == said * fewer
     monkeypatch.setattr("headrace.pipeline.tools.dumps.readers.headrace_dump.MAX_ROWS", 4)
     assert_refused("jsonl: a step has at most 4 rows; found more", dump(format="jsonl"))
     monkeypatch.setattr("headrace.pipeline.tools.dumps.readers.open.MAX_ROWS", 1)

@@ -378,7 +378,8 @@ class Source:
             )
         if self.one_group:
             step, rollouts = next(iter(self.one_group.items()))
-            others = f" So do {len(self.one_group) - 1:,} other steps." if len(self.one_group) > 1 else ""
+            more = len(self.one_group) - 1
+            others = f" So do {more:,} other steps." if more > 1 else " So does 1 other step." * more
             said.append(
                 f"In step {step}, all {rollouts:,} rollouts have one prompt text, and are one group.{others} "
                 "This is suspicious: were images, or another part of the prompts, not dumped? If the "
