@@ -265,6 +265,8 @@ def drawn(declared, draws, factors, *, change=None):
                 "tokens": 1,
             }
             rows += [row, {**row, "logged": 9.0}] if len(rows) == 0 and change == "two rows" else [row]
+    if change == "one is wrong":
+        rows[0]["logged"] = 3.0
     if change == "no advantage":
         rows[1]["logged"] = math.nan
     if change == "out of the loss":
@@ -315,7 +317,10 @@ def test_a_group_of_several_draws_is_said_with_the_shift_of_each(
     [
         (PAIRS[:2], [1, -1], None),
         (PAIRS[:2], [1, 0], None),  # logged zeros alone show no draw
+        ([[1.0, 0.0, 0.0, 0.0]], [0], None),
+        ([[1.0, 0.0, 0.0, 0.0, 0.0, 0.0]], [0], None),
         (PAIRS[:2], [1, 1], "no advantage"),
+        (PAIRS[:2], [1, 1], "one is wrong"),
         ([[1.0, 0.0, 0.25, 0.5, 0.0]], [1.25], None),  # five rollouts have no equal parts
         ([[1.0], [0.0], [0.5]], [1, 1, 1], None),
     ],
