@@ -769,6 +769,47 @@ def test_atropos_a_line_is_a_group(tmp_path):
     assert batch["response_text"][1] == "assistant: 1"
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "trains", "log_probs"),
+    [
+        ("nemo_rl", {"token_loss_mask": [[0] * 5]}, [[0] * 4], [[None] * 4]),
+        ("nemo_rl", {"token_loss_mask": [[1] * 5]}, [[1] * 4], [[0.0, 0.0, -1.0, -2.0]]),
+        (
+            "nemo_rl",
+            {"token_loss_mask": [[0, 0, 0, 0, 1]]},
+            [[0] * 4],
+            [[None] * 4],
+        ),  # padding does not train
+        ("nemo_rl", {"input_lengths": [5]}, [[0, 0, 1, 1, 0]], [[None, None, -1.0, -2.0, 0.0]]),
+        ("atropos", {"masks": [[-100] * 3, [0] * 4]}, [[0] * 4] * 2, [[None] * 4] * 2),
+        (
+            "atropos",
+            {"masks": [[1, 2, 3], [1] * 4]},
+            [[0, 1, 1, 1], [1] * 4],
+            [[None, -1.0, -2.0, -3.0], [-1.0, -2.0, -3.0, -4.0]],
+        ),
+        ("slime", {"loss_mask": [0, 0]}, [[0] * 4], [[None, None, -0.5, -0.25]]),
+        (
+            "slime",
+            {"response_length": 0, "rollout_log_probs": [], "loss_mask": None},
+            [[0] * 4],
+            [[None] * 4],
+        ),
+        (
+            "slime",
+            {"response_length": 4, "rollout_log_probs": [-1.0] * 4, "loss_mask": None},
+            [[1] * 4],
+            [[-1.0] * 4],
+        ),
+    ],
+)
+def test_all_tokens_of_a_row_or_none_may_train(name, change, trains, log_probs, tmp_path):
+    record, options, *_ = WHOLE[name]
+    ((_, batch),) = open_dump(written(name, {**record, **change}, tmp_path), name, **options)
+    found = whole(batch)
+    assert (found["masks.all_assistant_mask"], found["log_probs.full"]) == (trains, log_probs)
+
+
 DONE, CUT, LOST, GONE = Status.COMPLETED, Status.TRUNCATED, Status.FAILED, Status.ABORTED
 DETAILS = {"reason": "max_output_tokens"}
 
