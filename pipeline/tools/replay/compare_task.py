@@ -79,7 +79,7 @@ def compare_recipes(
     """
     console = console or Console()
     names = list(config.pipelines)
-    if len({*names}) != 2 or len(names) != 2:
+    if len(names) != 2 or names[0] == names[1]:
         raise ConfigError(
             f"pipelines must name two different recipes, such as 'pipelines=[as/verl,grpo]'; got {names}"
         )

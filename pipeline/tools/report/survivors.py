@@ -77,11 +77,15 @@ def survivors_tables(survivors: Survivors | None) -> dict[str, FittedTable]:
         tenths = survivors.tenths(value)
         if len(tenths) > 1:
             found[value] = tenths_table(tenths, value)
-            said = [f"{survivors.outstanding:,} groups are outstanding"] if survivors.outstanding else []
+            said = [f"{_groups(survivors.outstanding)} outstanding"] if survivors.outstanding else []
             if lacking := survivors.lacking(value):
-                said.append(f"{lacking:,} groups are left out, because they have no {value}")
+                said.append(f"{_groups(lacking)} left out, because they have no {value}")
             found[value].caption = "; ".join(said)
     return found
+
+
+def _groups(number: int) -> str:
+    return f"{number:,} groups are" if number > 1 else "1 group is"
 
 
 def tenths_table(tenths: Sequence[Tenth], value: str) -> FittedTable:

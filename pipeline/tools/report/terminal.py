@@ -56,7 +56,7 @@ def show_report(report: StepReport, *, groups: int = GROUPS, setup: Setup | None
     if report.groups:
         blocks += [Text(), _groups(report, groups)]
         if (more := len(report.groups["id"]) - groups) > 0:
-            blocks.append(Text(f"and {more:,} groups more", style="dim"))
+            blocks.append(Text(f"and {more:,} group{'s' * (more > 1)} more", style="dim"))
     for table in survivors_tables(report.survivors).values():
         blocks += [Text(), table]
     blocks += [Text(), Text(words)] if (words := said_of_trees(report.numbers)) else []

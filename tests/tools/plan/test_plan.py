@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import re
 import statistics
 from collections import Counter, defaultdict
@@ -27,9 +28,18 @@ from headrace.pipeline.tools.plan.chances import (
     chances_of_sizes,
     choosing_half,
     different_values,
+    excess_between,
     pools_of,
 )
-from headrace.pipeline.tools.plan.group_sizes import GroupsSeen, advised, lines_of, show_group_sizes
+from headrace.pipeline.tools.plan.group_sizes import (
+    GroupsSeen,
+    _said_of_pools,
+    advised,
+    groups_seen,
+    lines_of,
+    show_group_sizes,
+)
+from headrace.pipeline.tools.report import StepReport
 from headrace.transforms import BatchError
 
 pytestmark = pytest.mark.slow
@@ -267,6 +277,278 @@ def test_a_line_has_numbers_only_for_sizes_that_all_its_prompts_allow():
 
 
 # -- the table ---------------------------------------------------------------------------------------
+
+
+def seen_of(rewards, prompt, step, compared=None):
+    """The groups with these lists of rewards."""
+    sizes, flat = [len(each) for each in rewards], np.concatenate([np.array(each, float) for each in rewards])
+    equal = np.array([len({*each}) == 1 for each in rewards])
+    group = np.repeat(np.arange(len(rewards)), sizes)
+    number = np.array([compared or len(rewards)])
+    return GroupsSeen(equal, np.array(prompt), np.array(step), group, flat, flat[:, None], number)
+
+
+TITLE = "the chance that all rewards of a group are equal, by group size G\n"
+HALF = """\
+One half of a prompt's rollouts, drawn at random, chooses its line, and the numbers of the line count the
+other half. –: the other half has fewer than G rollouts. The line `all` counts all rollouts.
+"""
+POOLED = f"""\
+{TITLE}solve rate, at 1                groups   G=2   G=4  G=8*  G=16*
+───────────────────────────────────────────────────────────────
+0.5 to 0.75                          2   50%    0%     –      –
+1                                    2  100%  100%     –      –
+all                                  4   67%   50%   50%   ≤50%
+rollouts per informative group             6     8    16    ≤32
+{HALF}\
+* counts all rollouts of a prompt in the 2 steps, as if of one policy, since its rewards do not change there
+by more than chance. ≤: an upper bound, because a prompt has fewer than G rollouts.
+50% of the groups in the dump are uninformative under this recipe. Groups have 4 rollouts each.
+What to do: set the group size from 2 to 4. Groups of 2 need the fewest rollouts for each informative group
+(6). Groups of 4 have the greatest share of rollouts in informative groups (50%).
+"""
+SPREAD = f"""\
+{TITLE}std of the rewards              groups  G=2  G=3
+────────────────────────────────────────────────
+0                                    2  50%    –
+0 to 0.243                           1  33%   0%
+0.552 to 0.707                       1   0%    –
+all                                  4  45%  34%
+rollouts per informative group            4    5
+{HALF}\
+20% of the groups in the dump are uninformative under this recipe. Groups have 4 to 5 rollouts each.
+What to do: set the group size from 2 to 3. Groups of 2 need the fewest rollouts for each informative group
+(4). Groups of 3 have the greatest share of rollouts in informative groups (66%).
+"""
+FEW = f"""\
+{TITLE}solve rate, at 1                groups  G=2  G=4*
+─────────────────────────────────────────────────
+0                                    1    –     –
+1                                    1   0%     –
+all                                  2  67%  ≤50%
+rollouts per informative group            6    ≤8
+{HALF}\
+* upper bounds: a prompt has too few rollouts for an estimate.
+50% of the groups in the dump are uninformative under this recipe. Groups have 2 to 3 rollouts each.
+What to do: set the group size from 2 to 4. Groups of 2 need the fewest rollouts for each informative group
+(6). Groups of 4 have the greatest share of rollouts in informative groups (at least 50%).
+"""
+EQUAL = f"""\
+{TITLE}solve rate, at 1                groups   G=2
+────────────────────────────────────────────
+all                                  2  100%
+rollouts per informative group             ∞
+There are no lines by the solve rate: half of a prompt's rollouts are too few for all of these sizes.
+100% of the groups in the dump are uninformative under this recipe. Groups have 2 rollouts each.
+What to do: no group size helps, since the rewards of each prompt are equal. Use other prompts.
+"""
+SOLVED, HALF_SOLVED = [1] * 4, [0, 0, 1, 1]
+DIFFERENT = [[0.1] * 4, [0, 0.25, 0.5, 1], [0, 0.5, 0.5, 0.5], [0, 0, 0, 0.125, 0.25]]
+
+
+@pytest.mark.parametrize(
+    ("seen", "sizes", "solved", "text", "found"),
+    [
+        (
+            # Of the second prompt, one of the rollouts that count is solved and three are not: 3 of 6 pairs.
+            seen_of([SOLVED, HALF_SOLVED] * 2, [7, 8] * 2, [0, 0, 1, 1]),
+            [2, 4, 8, 16],
+            1.0,
+            POOLED,
+            {
+                "groups": 4,
+                "uninformative": 0.5,
+                "steps": 2,
+                "pooled_steps": 2,
+                "prompts": 2,
+                "rollouts_per_informative_group": pytest.approx([6, 8, 16, 32]),
+            },
+        ),
+        (
+            # Pairs are equal with the chances 1, 0, 3 of 6 and 3 of 10; threes with 1, 0, 1 of 4, 1 of 10.
+            seen_of(DIFFERENT, [1, 2, 3, 4], [0] * 4, 5),
+            [2, 3],
+            9.0,
+            SPREAD,
+            {
+                "groups": 4,
+                "uninformative": 0.2,
+                "steps": 1,
+                "pooled_steps": 1,
+                "prompts": 4,
+                "rollouts_per_informative_group": pytest.approx([2 / 0.55, 3 / 0.6625]),
+            },
+        ),
+        (
+            seen_of([[0, 0], [0, 1, 1]], [-1, -1], [0, 0]),
+            [2, 4],
+            1.0,
+            FEW,
+            {
+                "groups": 2,
+                "uninformative": 0.5,
+                "steps": 1,
+                "pooled_steps": 1,
+                "prompts": 2,
+                "rollouts_per_informative_group": pytest.approx([6, 8]),
+            },
+        ),
+        (
+            seen_of([[0, 0], [1, 1]], [-1, -1], [3, 4]),
+            [2],
+            1.0,
+            EQUAL,
+            {
+                "groups": 2,
+                "uninformative": 1.0,
+                "steps": 2,
+                "pooled_steps": 1,
+                "prompts": 2,
+                "rollouts_per_informative_group": [None],
+            },
+        ),
+    ],
+)
+def test_a_plan_is_printed_as_by_hand(seen, sizes, solved, text, found):
+    out = io.StringIO()
+    numbers = show_group_sizes(seen, sizes, solved, Console(file=out, width=110))
+    assert [line.rstrip() for line in out.getvalue().splitlines()] == text.splitlines()
+    assert {name: numbers[name] for name in found} == found
+    line = next(line for line in text.splitlines() if line.startswith("all "))
+    shown = {
+        size: f"{each['at_most']:.0%}" for size, each in numbers["ranges"][-1]["chance_of_equal"].items()
+    }
+    assert [*shown.values()] == [cell.removeprefix("≤") for cell in line.split()[2:]]
+    assert [*shown] == [str(size) for size in sizes]
+    assert numbers["quantity"] == text.splitlines()[1].partition("  ")[0]
+
+
+@pytest.mark.parametrize(
+    ("steps", "width", "pooled", "said"),
+    [
+        (8, 8, False, "* upper bounds: a prompt has too few rollouts for an estimate."),
+        (
+            8,
+            1,
+            True,
+            "* counts all rollouts of a prompt in one step. ≤: an upper bound, because a prompt has fewer "
+            "than G rollouts.",
+        ),
+        (
+            1200,
+            1100,
+            True,
+            "* counts all rollouts of a prompt in 1,100 consecutive steps, as if of one policy, since its "
+            "rewards do not change there by more than chance. ≤: an upper bound, because a prompt has fewer "
+            "than G rollouts.",
+        ),
+    ],
+)
+def test_a_plan_says_in_which_steps_rollouts_are_pooled(steps, width, pooled, said):
+    assert _said_of_pools(steps, width, pooled) == said
+
+
+def test_the_excess_between_groups_equals_that_of_loops():
+    """For each pool, B − (k − 1) S / (N − 1), summed and divided by the root of the sum of squares."""
+    for seed in range(30):
+        dice = np.random.default_rng(seed)
+        sizes = dice.integers(1, 5, 7)
+        group, pool = np.repeat(np.arange(7), sizes), dice.permutation([0, 0, 0, 1, 1, 2, 3])
+        reward, excess = dice.integers(0, 3, len(group)) / 2, []
+        for one in range(4):
+            mine = [reward[group == each] for each in range(7) if pool[each] == one]
+            every = np.concatenate(mine)
+            if len(mine) > 1:
+                between = sum(len(each) * (each.mean() - every.mean()) ** 2 for each in mine)
+                whole = sum((value - every.mean()) ** 2 for value in every)
+                excess.append(between - (len(mine) - 1) * whole / (len(every) - 1))
+        size = sum(each**2 for each in excess) ** 0.5
+        expected = sum(excess) / size if size else 0.0
+        assert excess_between(reward, group, pool) == pytest.approx(expected, abs=1e-9), seed
+
+
+def test_a_window_is_halved_until_rewards_change_only_by_chance():
+    """The rewards of nine prompts are 0 in the first steps, and 1 in the others. Six steps become three."""
+    step, prompt = np.repeat(np.arange(6) * 10, 9), np.tile(np.arange(9), 6)
+    for learns_at, expected in ((3, 3), (6, 6), (1, 1)):
+        reward = np.repeat((step >= 10 * learns_at).astype(float), 2)
+        pool, width = pools_of(prompt, step, reward, np.arange(54).repeat(2))
+        assert width == expected
+        names = {}
+        for at in range(54):
+            names.setdefault((step[at] // 10 // width, prompt[at]), set()).add(pool[at])
+        assert all(len(each) == 1 for each in names.values())
+        assert len({*pool.tolist()}) == len(names) == 9 * (6 // width)
+
+
+def test_the_lines_of_a_plan_equal_those_of_loops():
+    """The rollouts that choose have rates of 0, ¼, ⅓, ½, ¾ and 1, and a range includes its upper end."""
+    chosen = [[0, 0], [0, 0, 0, 1], [0, 0, 1], [0, 1], [0, 1, 1, 1], [1, 1]]
+    seen = seen_of([[*each, 1] for each in chosen], range(6), [0] * 6)
+    choose = np.concatenate([[True] * len(each) + [False] for each in chosen])
+    name, lines = lines_of(seen, np.arange(6), 0.5, choose)
+    assert name == "solve rate, at 1"
+    assert [(label, np.flatnonzero(inside).tolist()) for label, inside in lines] == [
+        ("0", [0]),
+        ("0 to 0.25", [1]),
+        ("0.25 to 0.5", [2, 3]),
+        ("0.5 to 0.75", [4]),
+        ("0.75 to 1", []),
+        ("1", [5]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "quantity"),
+    [
+        ([0.0, 0.5, *[1.0] * 18], "solve rate, at 1"),  # a tenth is not solved
+        ([0.0, 0.5, *[1.0] * 19], "std of the rewards"),
+        ([1.0, 1.5, *[0.0] * 9, *[0.5] * 9], "solve rate, at 1"),
+        ([1.0, 1.5, *[0.0] * 9, *[0.5] * 10], "std of the rewards"),
+        ([7.0] * 9 + [8.0], "solve rate, at 8"),  # two values: the greater one is solved
+        ([7.0] * 10, "std of the rewards"),
+    ],
+)
+def test_solve_rates_are_shown_if_a_tenth_of_the_rollouts_are_on_each_side(rewards, quantity):
+    seen = seen_of([rewards], [0], [0])
+    assert lines_of(seen, np.array([0]), 1.0, np.ones(len(rewards), bool))[0] == quantity
+
+
+def test_a_prompt_needs_two_rollouts_to_choose_a_line_of_spreads():
+    seen = seen_of([[0, 1, 2], [3, 4, 5]], [0, 1], [0, 0])
+    for choose, lines in (([1, 1, 0, 1, 1, 0], 2), ([1, 1, 0, 1, 0, 0], 0)):
+        found = lines_of(seen, np.arange(2), 9.0, np.array(choose, bool))
+        assert (found[0], len(found[1])) == ("std of the rewards", lines)
+
+
+def test_the_groups_of_a_step_equal_those_by_hand():
+    """Group 8 has one reward, and group 4 has one rollout. The ids are not in the order of the rows."""
+    nan = math.nan
+    lines = [
+        (9, 0, 1.0, "a", "x"), (9, 1, 1.0, "a", "x"), (8, 2, nan, "a", "x"), (8, 3, 1.0, "a", "x"),
+        (2, 4, 0.0, "a", "y"), (4, 5, 1.0, "b", "y"), (2, 6, 0.5, "a", "y"), (2, 7, nan, "a", "y"),
+        (7, 8, 0.0, "a", "x"), (7, 9, 1.0, "a", "x"),
+    ]  # fmt: skip
+    ids, rollouts, rewards, prompts, truths = (list(column) for column in zip(*lines, strict=True))
+    columns = {"group_id": np.array(ids), "rollout_id": np.array(rollouts), "reward": np.array(rewards)}
+    columns |= {"reason": np.zeros(10, int), "row": np.arange(10)}
+    texts = {"prompt": prompts, "ground_truth": truths}
+    seen = groups_seen(StepReport(3, (), columns, ("trained",), ("trained",), texts))
+    assert seen.equal.tolist() == [False, False, True]  # 2, 7 and 9
+    assert seen.step.tolist() == [3, 3, 3]
+    assert seen.prompt[1] == seen.prompt[2] != seen.prompt[0]  # another ground truth is another prompt
+    assert (seen.prompt >= 0).all()
+    found = sorted(zip(seen.group.tolist(), seen.rewards.tolist(), seen.values[:, 0].tolist(), strict=True))
+    assert found == [(0, 0, 0), (0, 0.5, 0.5), (1, 0, 0), (1, 1, 1), (2, 1, 1), (2, 1, 1)]
+    assert seen.compared.tolist() == [4]  # group 8 has two rollouts, though not two rewards
+    peers = columns | {"peers": np.array([9, 9, 8, 8, 2, 4, 2, 2, 7, 7])}
+    apart = groups_seen(StepReport(3, (), peers, ("trained",), ("trained",), texts))
+    assert apart.prompt.tolist() == [-1, -1, -1]
+    bare = groups_seen(StepReport(3, (), columns, ("trained",), ("trained",)))
+    assert bare.prompt.tolist() == [-1, -1, -1]
+    no_groups = {name: column for name, column in columns.items() if name != "group_id"}
+    with pytest.raises(ConfigError, match=r"needs a column of group ids; the dump has none\. Set source"):
+        groups_seen(StepReport(3, (), no_groups, ("trained",), ("trained",)))
 
 
 def test_the_table_of_three_groups_equals_one_by_hand(make_batch, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 from command import told
@@ -164,6 +165,34 @@ def test_holes_are_not_counted_if_one_id_is_in_two_steps():
     for second, holes in ([3, 4], (0, 0, 0)), ([4, 5], (1, 0, 5)):
         steps = [[(number, number, 9) for number in numbers] for numbers in ([0, 1, 3], second, [6])]
         assert collected(steps).holes == holes
+
+
+LOST = (
+    "1,200 groups are not in this dump: of the ids 3 to 9000, it lacks 1,200. They were lost, or left out "
+    "before the dump was written."
+)
+
+
+@pytest.mark.parametrize(
+    ("z", "more"),
+    [
+        (-4.0, ""),
+        (
+            -4.04,
+            " They are more often groups with long rollouts: of the groups whose prompt has a rollout of at "
+            "least 1,328 tokens in another epoch, 25 % are in the dump, and of the others 99.5 % (z = -4.0). "
+            "The symptom slow-groups-lost says what to set.",
+        ),
+    ],
+)
+def test_the_sentence_about_missing_groups_equals_one_by_hand(z, more):
+    """At z = −4 the loss may be by chance."""
+    numbers = {"z": z, "slow_trained": 0.25, "others_trained": 0.995, "slow": 1327.9}
+    found = GroupHoles()
+    found.__dict__["holes"] = (1200, 3, 9000)
+    named = {f"survivors/length/{name}": value for name, value in numbers.items()}
+    found.__dict__["survivors"] = SimpleNamespace(numbers=lambda: named)
+    assert found.said == [LOST + more]
 
 
 @pytest.mark.parametrize(("prompts", "said"), [("A?BABCD", 0), ("A?BABCDE", 1)])

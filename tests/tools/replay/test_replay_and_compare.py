@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,6 +24,7 @@ from headrace.pipeline import ConfigError, Pipeline, make_report, write_dump
 from headrace.pipeline.tools.replay import compare_recipes, replay_dump
 from headrace.pipeline.tools.replay.compare_task import show_comparison
 from headrace.pipeline.tools.report import Comparison
+from headrace.pipeline.tools.report.comparison import Mover
 from headrace.transforms import GroupRelativeAdvantage, LossWeight, MissingKeyError
 
 pytestmark = pytest.mark.slow
@@ -95,8 +98,9 @@ def test_two_recipes_are_compared_on_the_same_rollouts(dump, tmp_path):
     assert '"difference":"grpo and dr_grpo give different gradients' in page
     assert '"verdict":""' in page  # a verdict is about a single recipe
     assert f"the page: {(tmp_path / 'out' / 'report.html').as_uri()}" in " ".join(text.split())
-    with pytest.raises(ConfigError, match=r"must name two different recipes.*got \['grpo'\]"):
-        told(compare_recipes, configured("compare", dump, "pipelines=[grpo]"), tmp_path / "out", COUNTED)
+    for names in ("grpo", "grpo,grpo", "grpo,rloo,dapo"):
+        with pytest.raises(ConfigError, match=r"must name two different recipes.*; got \['grpo'"):
+            told(compare_recipes, configured("compare", dump, f"pipelines=[{names}]"), tmp_path / "out")
 
 
 @pytest.mark.parametrize("unit", [1.0, 1e-6, 1e6])
@@ -132,15 +136,122 @@ def test_the_shares_of_groups_in_both_gradients_equal_those_by_hand(make_batch, 
     assert re.search(r"0 +prompt 5 +50\.0% +25\.0%", text)
 
 
-@pytest.mark.parametrize(("factor", "said"), [(1.0, "the same gradient"), (2.0, "the same direction.")])
-def test_a_comparison_says_first_whether_the_gradient_is_the_same(make_batch, factor, said):
-    batch = make_batch([0.0, 1, 0, 1], [5, 5, 9, 9])
-    report = make_report(Pipeline({"advantage": GroupRelativeAdvantage(), "weight": LossWeight()}).run(batch))
-    columns = {**report.columns, "loss_weight": factor * report.columns["loss_weight"]}
-    comparison, console = Comparison(("one", "two")), Console(width=200, file=io.StringIO())
-    comparison.add(report, replace(report, columns=columns))
-    show_comparison(comparison, console)
-    assert said in next(filter(None, console.file.getvalue().splitlines()))
+SHOWN = """\
+one and two give different gradients: advantage × loss weight × tokens differs in 5 of 1,234 rows of 2 steps.
+25.0% of the gradient moves to other groups. They differ in the scale of each group alone: its advantages
+differ by a factor.
+
+groups whose share of their step's gradient differs most
+ step  prompt              one    two
+─────────────────────────────────────
+1,000  2+2?              50.0%  25.0%
+    2  prompt/bcfa1ad6…  12.5%  25.0%
+
+rows                                                                                            1,234
+trained by both                                                                                 1,200
+trained only by one                                                                                 3
+trained only by two                                                                                 4
+correlation of advantages                                                                      0.5000
+advantages that differ                                                                              6
+advantages with opposite signs                                                                      1
+share of the gradient that moves to other groups, mean over all 2 steps                         25.0%
+cosine of the rows' gradient shares, mean over the 1 of 2 steps at which both have a gradient  0.5000
+
+shares by segments
+segments of the rollout    one    two  rows
+───────────────────────────────────────────
+1                        50.0%  75.0%     6
+2                        50.0%  25.0%     2
+
+shares by tokens
+tokens of the row, at most    one    two   rows
+───────────────────────────────────────────────
+1                           10.0%  20.0%  1,000
+2                           11.0%  20.0%  1,001
+4                           12.0%  20.0%  1,002
+8                           10.0%  20.0%  1,003
+16                          14.0%  20.0%  1,004
+32                          15.0%  20.0%  1,005
+64                          16.0%  20.0%  1,006
+128                         17.0%  20.0%  1,007
+
+A row's share of a step's gradient is |advantage| × loss weight × tokens in the loss, over the sum of all
+rows. Tables have means over the steps at which the recipe has a gradient.
+"""
+SHOWN_OF_ONE_STEP = """\
+one and two give different gradients: advantage × loss weight × tokens differs in 5 of 1,234 rows. 50.0% of
+the gradient moves to other groups. They differ in the scale of each group alone: its advantages differ by a
+factor.
+
+groups whose share of their step's gradient differs most
+step                group    one    two
+───────────────────────────────────────
+   2     prompt/bcfa1ad6…  12.5%  25.0%
+   2  4611686018427387904  12.5%  25.0%
+
+rows                                               1,234
+trained by both                                    1,200
+trained only by one                                    3
+trained only by two                                    4
+correlation of advantages                         0.5000
+advantages that differ                                 6
+advantages with opposite signs                         1
+share of the gradient that moves to other groups   50.0%
+cosine of the rows' gradient shares               0.5000
+
+A row's share of a step's gradient is |advantage| × loss weight × tokens in the loss, over the sum of all
+rows. Tables have means over the steps at which the recipe has a gradient.
+"""
+NO_SHARES = """\
+Shares of the gradient are not known: the dump has no tokens. Set source.tokenizer=PATH to make tokens from
+its texts.
+"""
+UNKNOWN = f"""\
+one and two give different advantages: they differ in 2 of 8 rows.
+{NO_SHARES}
+rows                            8
+trained by both                 0
+trained only by one             0
+trained only by two             0
+advantages that differ          0
+advantages with opposite signs  0
+"""
+SAME = "one and two give the same advantage: it is equal in all 8 rows.\n"
+
+
+def test_a_comparison_is_printed_as_by_hand():
+    """A table has the eight lines that differ most. A line that shows equal shares is left out."""
+    tokens = {str(2**k): np.array([0.2 + 0.02 * k * (k != 3), 0.2, 1000.0 + k]) for k in range(10)}
+    segments = {"1": np.array([1.0, 0.75, 6]), "2": np.array([1.0, 0.25, 2]), "3": np.array([0.0, 0.0, 1])}
+    two_steps = {
+        "steps": 2,
+        "rows": 1234,
+        "both": 1200,
+        "only": [3, 4],
+        "changed": 5,
+        "differ": 6,
+        "flips": 1,
+        "moments": np.array([4.0, 4, 4, 8, 8, 6]),  # (4 · 6 − 4 · 4) / (4 · 8 − 4 · 4)
+        "moved": 0.5,
+        "cosines": [0.5],
+        "trains": [2, 1],
+        "movers": [Mover(1000, 7, 0.5, 0.25, "user: 2+2?"), Mover(2, "prompt/bcfa1ad6295", 0.125, 0.25)],
+        "causes": Counter(group=6),
+        "shares": {"segments": segments, "tokens": tokens},
+    }
+    movers = [Mover(2, "prompt/bcfa1ad6295", 0.125, 0.25), Mover(2, 2**62, 0.125, 0.25)]
+    few = {"segments": {"1": np.array([1.0, 1.0, 6])}}
+    one_step = two_steps | {"steps": 1, "movers": movers, "shares": few, "trains": [1, 1]}
+    unknown = {"steps": 1, "rows": 8, "moved": math.nan}
+    for has, text in (
+        (two_steps, SHOWN),
+        (one_step, SHOWN_OF_ONE_STEP),
+        (unknown | {"changed": 2}, UNKNOWN),
+        (unknown, SAME + NO_SHARES),
+    ):
+        out = io.StringIO()
+        show_comparison(Comparison(("one", "two"), **has), Console(file=out, width=110))
+        assert [line.rstrip() for line in out.getvalue().splitlines()] == text.splitlines()
 
 
 ALONE = "They differ in the scale of each group alone: its advantages differ by a factor."
@@ -182,30 +293,6 @@ def test_a_comparison_says_in_one_sentence_why_two_recipes_differ(cause, make_ba
     comparison = Comparison(("one", "two"))
     comparison.add(reports[0], reports[0])
     assert "They differ" not in comparison.said
-
-
-def test_a_comparison_counts_the_rows_that_only_one_recipe_trains(make_batch):
-    """The second recipe removes two rows. One has the mean reward of its group, 2, so it has no gradient."""
-    report = make_report(
-        Pipeline({"advantage": GroupRelativeAdvantage()}).run(make_batch([0.0, 2, 4, 1], [5, 5, 5, 9]))
-    )
-    fewer = {**report.columns, "reason": np.array([1, 1, 0, 0])}
-    comparison = Comparison(("all", "few"))
-    comparison.add(report, replace(report, columns=fewer, names=("trained", "filter/length")))
-    assert comparison.said.endswith("They differ in 1 row that only all trains.")
-
-
-def test_a_row_that_only_one_recipe_trains_changes_no_gradient_if_its_advantage_is_0(make_batch):
-    batch = make_batch([0.0, 1, 1, 1], [5, 5, 9, 9])
-    report = make_report(Pipeline({"advantage": GroupRelativeAdvantage()}).run(batch))
-    fewer = {**report.columns, "reason": np.array([0, 0, 1, 1])}
-    comparison = Comparison(("all", "few"))
-    comparison.add(report, replace(report, columns=fewer, names=("trained", "filter/zero_variance")))
-    assert comparison.said.endswith("equal in all 4 rows.")
-    comparison.add(report, replace(report, columns={**fewer, "reason": np.array([1, 0, 0, 0])}))
-    assert (
-        "different gradients: advantage × loss weight × tokens differs in 1 of 8 rows of 2" in comparison.said
-    )
 
 
 def test_a_comparison_says_that_weights_of_single_tokens_are_not_compared(make_batch):

@@ -407,6 +407,7 @@ def test_thinning_keeps_both_ends_and_even_spacing(most, number):
         kept = some.all()
         assert (kept[0], kept[-1]) == (0, item)
         assert len(kept) <= most
+        assert kept == sorted({*kept})
         gaps = {b - a for a, b in pairwise(kept[:-1])}
         assert len(gaps) <= 1
 

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 from busy import reported
 
-from headrace.pipeline import log_report
+from headrace.pipeline import Pipeline, log_report, make_report
 from headrace.pipeline.tools.report.loggers import COLUMNS, group_rows, rollout_rows
 
 pytestmark = pytest.mark.slow
@@ -54,11 +54,55 @@ def test_wandb_gets_both_tables(make_batch, tmp_path, monkeypatch):
     assert set(report.numbers) <= set(seen)
 
 
-def test_the_table_of_groups_has_plain_python_values(make_batch):
-    names, rows = group_rows(reported(make_batch)[1])
-    assert names[:3] == ["group", "prompt", "segments"]
-    assert rows[1][:3] == [1, "prompt 1", 2]
-    assert json.dumps(rows)
+def test_the_tables_equal_those_by_hand(make_batch):
+    """Row 1 has no token in the loss. Groups with different and equal rewards alternate, as on the page."""
+    report = reported(make_batch)[1]
+    std = pytest.approx(0.5**0.5)
+    nothing = pytest.approx(float("nan"), nan_ok=True)
+    lines = {
+        "group": [0, 1, 2],
+        "prompt": ["prompt 0", "prompt 1", "prompt 2"],
+        "segments": [4, 2, 3],
+        "rollouts": [3, 2, 3],
+        "expected": [3, 3, 3],
+        "complete": [True, False, True],
+        "trained": [3, 0, 0],
+        "compared": [3, 0, 3],
+        "baseline": [3.0, nothing, 4.0],
+        "reward_mean": [3.0, 1.5, 4.0],
+        "reward_std": [2.0, std, 0.0],
+        "reward_min": [1.0, 1.0, 4.0],
+        "reward_max": [5.0, 2.0, 4.0],
+        "zero_variance": [False, False, True],
+        "staleness": [8, 4, 2],
+    }
+    names, rows = group_rows(report)
+    assert dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)) == lines
+    assert [*lines] == names
+    lost, equal = "gate/incomplete", "filter/zero_variance"
+    assert rollout_rows(report) == (
+        COLUMNS,
+        [
+            [0, 0, "prompt 0", None, 1.0, -2.0, 3, "completed", "trained"],
+            [0, 2, "prompt 0", None, 5.0, 2.0, 3, "truncated", "trained"],
+            [0, 1, "prompt 0", None, 3.0, 0.0, 2, "completed", "trained"],
+            [2, 5, "prompt 2", None, 4.0, 0.0, 3, "completed", equal],
+            [2, 6, "prompt 2", None, 4.0, 0.0, 4, "completed", equal],
+            [2, 7, "prompt 2", None, 4.0, 0.0, 3, "completed", equal],
+            [1, 3, "prompt 1", None, 1.0, None, 3, "completed", lost],
+            [1, 4, "prompt 1", None, 2.0, None, 4, "completed", lost],
+        ],
+    )
+    assert json.dumps(rollout_rows(report))
+
+
+def test_a_batch_of_rows_alone_has_a_table_of_rows(make_batch):
+    batch = make_batch([1.0, 2.0], [0, 0]).select(("next", "reward"))
+    report = make_report(Pipeline({}).run(batch))
+    assert group_rows(report) == (["group"], [])
+    assert rollout_rows(report)[1] == [
+        [-1, row, None, None, row + 1.0, None, None, None, "trained"] for row in range(2)
+    ]
 
 
 class Recorder:

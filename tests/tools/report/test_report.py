@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from tensordict import TensorDict, lazy_stack
 from versions import LAYOUTS, sampled_by, with_versions
 
 from headrace.pipeline import Pipeline, load_pipeline, make_report
-from headrace.pipeline.tools.report import show_report
+from headrace.pipeline.tools.report import StepReport, print_report, show_report
 from headrace.transforms import (
     BatchError,
     CompletenessGate,
@@ -340,20 +341,119 @@ def test_a_drafts_reward_is_not_reported_for_a_rollout_dropped_before_the_collap
 # -- in a terminal ----------------------------------------------------------------------------------
 
 
-def test_a_printed_report_is_complete_and_fits_80_columns(report):
-    text = printed(report)
-    said = ("gate: incomplete, dropped", "filter: zero variance, masked", "trained", "prompt 1", "2 of 3")
-    for word in (*said, "4×3"):
-        assert word in text
-    assert max(map(len, text.splitlines())) <= 80
-    assert "\x1b" not in text, "no colour without a terminal"
-    assert "\x1b" in printed(report, force_terminal=True)
+WIDE = """\
+step 1234                           rows  rollouts  groups  tokens
+──────────────────────────────────────────────────────────────────
+collected                             18        17       4   1,231
+  gate: failed, dropped               −3        −3      −1      −1
+  gate: incomplete, dropped           −1         0       0      −1
+    parts of 1 rollout and 1 group
+  filter: not truncated, masked       −1        −1       0      −4
+    parts of 1 group
+trained                               13        13       3   1,225
+
+group  prompt          rollouts  compared  rows  rewards      advantages     left
+──────────────────────────────────────────────────────────────────────────────────────────
+    5  What is 5 tim…    2 of 2         2     2  0 1          -0.50 … +0.50  filter: not
+                                                                             truncated
+    3  What is 3 tim…    3 of 3         0     4  0.25 none×2  –              gate: failed
+                                                                             ×3
+    7  What is 7 tim…        11        11    11  0.5×2 0 1 2  +0.00 … +1.00
+                                                 3 4 5 6 …
+"""
+LEFT = "and 1 group more\n"
+NARROW = """\
+step 1234     rows  rollouts  groups  tokens
+────────────────────────────────────────────
+collected       18        17       4   1,231
+  gate:         −3        −3      −1      −1
+  failed,
+  dropped
+  gate:         −1         0       0      −1
+  incomplete
+  , dropped
+    parts of
+    1
+    rollout
+    and 1
+    group
+  filter:       −1        −1       0      −4
+  not
+  truncated,
+  masked
+    parts of
+    1 group
+trained         13        13       3   1,225
+
+group  rollouts  rewards       left
+────────────────────────────────────────────
+    5    2 of 2  0 1           filter: not
+                               truncated
+    3    3 of 3  0.25 none×2   gate: failed
+                               ×3
+    7        11  0.5×2 0 1 2
+                 3 4 5 6 …
+    9         1  1e+06
+"""
+
+
+@pytest.fixture
+def by_hand() -> StepReport:
+    """Group 5 loses a rollout, and 3 all of them; one of these has two rows. Group 7 has eleven rewards."""
+    nan = math.nan
+    lines = [(5, 50, 0, 1.0, 0.5, 2, 3), (5, 51, 2, 0.0, -0.5, 2, 4)]
+    rewards = [0.0, 0.5, 0.5, *map(float, range(1, 9))]
+    lines += [(7, 70 + k, 0, reward, k / 10, 11, 2) for k, reward in enumerate(rewards)]
+    lines += [(3, rollout, 1, nan, nan, -1, 0) for rollout in (30, 31)]
+    lines += [(3, 32, code, 0.25, nan, -1, 1) for code in (1, 3)]
+    lines += [(9, 90, 0, 1e6, nan, 1, 1200)]
+    names = ("group_id", "rollout_id", "reason", "reward", "advantage", "compared", "tokens")
+    columns = {name: np.array(column) for name, column in zip(names, zip(*lines, strict=True), strict=True)}
+    columns["row"] = np.arange(len(lines))
+    columns["expected_rollouts"] = np.array([{3: 3, 5: 2}.get(line[0], -1) for line in lines])
+    reasons = ("trained", "gate/failed", "filter/not_truncated", "gate/incomplete")
+    texts = {"prompt": [f"user: What is {line[0]} times the number of all the others?" for line in lines]}
+    recipe = (("gate", "Gate()"), ("filter", "Filter()"))
+    report = StepReport(1234, recipe, columns, reasons, ("trained", "dropped", "masked", "dropped"), texts)
+    report.__dict__["advisories"] = []
+    return report
+
+
+def test_a_printed_report_equals_one_by_hand(by_hand):
+    for width, groups, text in ((90, 3, WIDE + LEFT), (44, 4, NARROW), (44, 12, NARROW)):
+        out = io.StringIO()
+        Console(file=out, width=width).print(show_report(by_hand, groups=groups))
+        assert [line.rstrip() for line in out.getvalue().splitlines()] == text.splitlines()
+    out = io.StringIO()
+    coloured = Console(file=out, width=90, force_terminal=True, color_system="standard")
+    coloured.print(show_report(by_hand, groups=2))
+    dim = [line.split()[1] for line in out.getvalue().splitlines() if line.startswith("\x1b[2m")]
+    assert dim == ["gate:", "gate:", "parts", "filter:", "parts", "3", "×3", "2"]
+
+
+def test_a_report_without_ids_has_a_funnel_of_rows():
+    columns = {"reason": np.array([0, 0]), "row": np.arange(2)}
+    text = printed(StepReport(0, (), columns, ("trained",), ("trained",)), width=40)
+    assert text.split() == ["step", "0", "rows", "─" * 15, "collected", "2", "trained", "2"]
 
 
 def test_a_batch_without_rows_has_a_report(make_batch):
     report = report_of(busy_batch(make_batch)[:0], **stages())
     assert len(report) == 0
     assert "collected" in printed(report)
+
+
+def test_a_report_is_printed_with_the_options_of_a_report(make_batch):
+    """The batch gives the cost of its rows as trees, and the decoder gives their texts."""
+    batch = make_batch([1.0, 2, 3, 3], [0, 0, 1, 1]).exclude("prompt_text")
+    options = {"step": 9, "solved": 2.0, "batch": batch, "decode": lambda ids: [f"<{each}>" for each in ids]}
+    run, console = Pipeline({}).run(batch), Console(width=80, file=io.StringIO())
+    made, expected = print_report(run, console=console, **options), make_report(run, **options)
+    assert (made.step, made.numbers, made.texts) == (9, expected.numbers, expected.texts)
+    assert made.texts["response"]
+    assert console.file.getvalue() == printed(expected)
+    assert "step 9" in console.file.getvalue()
+    assert "tokens of prompts and responses: 16 row by row" in console.file.getvalue()
 
 
 def test_the_pipeline_prints_its_report(make_batch, capsys):

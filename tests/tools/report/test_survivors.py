@@ -71,7 +71,7 @@ def test_the_reward_has_a_table_with_signs_and_no_advisory():
     (table,) = page_data([made], title="")["steps"][0]["survivors"]
     assert table["head"] == ["reward", "dispatched", "trained", "stale"]
     assert [line[0] for line in table["lines"]] == ["-2.18 to -2", "0", "1 to 1.09"]
-    assert table["note"] == "1 groups are outstanding; 20 groups are left out, because they have no reward"
+    assert table["note"] == "1 group is outstanding; 20 groups are left out, because they have no reward"
 
 
 def test_a_length_of_zero_is_shown_as_zero():
