@@ -27,6 +27,7 @@ from headrace.pipeline.tools.dumps import refused_report
 from headrace.pipeline.tools.dumps.readers import open_dump
 from headrace.pipeline.tools.report.history import HISTORY
 from headrace.pipeline.tools.view import stored_run
+from headrace.pipeline.tools.view.server import ViewServer, view
 from headrace.transforms import BatchError
 
 pytestmark = pytest.mark.slow
@@ -212,6 +213,135 @@ def write_rows(folder, steps):
     return folder
 
 
+def test_each_kind_of_column_is_shown_or_left_out(tmp_path):
+    """Numbers that are not finite are unknown. Lists of integers, and bytes, are not shown."""
+    text, number = [{"start": "a\\x1b\n", "characters": 3}, None, {"start": "", "characters": 0}], [1.0, None]
+    columns = {
+        "row": ("integer", pa.array([0, 1, 2]), [0, 1, 2]),
+        "text": ("text", pa.array(["a\x1b\n", None, ""]), text),
+        "large": ("text", pa.array(["b"] * 3, pa.large_string()), [{"start": "b", "characters": 1}] * 3),
+        "small": ("integer", pa.array([1, None, 3], pa.int8()), [1, None, 3]),
+        "flag": ("integer", pa.array([True, False, None]), [True, False, None]),
+        "half": ("number", pa.array([0.5, None, math.inf], pa.float32()), [0.5, None, None]),
+        "list": (
+            "numbers",
+            pa.array([[1.0, math.nan], None, []], pa.list_(pa.float64())),
+            [number, None, []],
+        ),
+        "fixed": ("numbers", pa.array([[1.0, None]] * 3, pa.list_(pa.float32(), 2)), [number] * 3),
+    }
+    hidden = {"ints": pa.array([[1]] * 3), "bytes": pa.array([b"x"] * 3), "step": pa.array([7] * 3)}
+    table = pa.table({name: values for name, (_, values, _) in columns.items()} | hidden)
+    (tmp_path / "rollouts").mkdir()
+    pq.write_table(table, tmp_path / "rollouts" / "step_00000004.parquet", row_group_size=2)
+    with served(tmp_path) as client:
+        answer = client.ask("rows", run=0, step=4, order="descending", sort="row")
+    cells = [[at, *(shown[at] for _, _, shown in columns.values())] for at in (2, 1, 0)]
+    assert answer == {
+        "columns": [[name, kind] for name, (kind, _, _) in columns.items()],
+        "rows": cells,
+        "keys": [],
+        "found": 3,
+        "of": 3,
+    }
+
+
+def test_the_line_of_a_step_has_the_counts_of_its_first_and_of_its_last_level(tmp_path):
+    """Entries of another form, which a damaged file may have, are left out."""
+    gone = [{"reason": "incomplete\x1b", "rows": 2}, {"reason": "failed", "rows": 0}, {"rows": "3"}, "odd"]
+    funnel = [
+        {"name": "collected", "rows": 9, "rollouts": 8, "groups": 3, "out": []},
+        {"name": "gate", "rows": 7, "rollouts": 6, "groups": 2, "out": gone},
+        "odd",
+        {"name": "filter", "rows": 4, "rollouts": 3, "groups": 1, "out": [{"reason": "low", "rows": 3}]},
+    ]
+    numbers = {"reward/all/mean": 0.5, "frac_reward_zero_std": 0.25, "response_length/mean": 12.0, "a\x1b": 1}
+    numbers |= {"response_characters/mean": 40, "rollouts/truncated": 0.125, "text": "5", "flag": True}
+    for step, of_step in ((3, {"funnel": funnel, "numbers": numbers}), (11, [])):
+        table = pa.table({"row": [0, 1], "group_id": [5, 5]})
+        table = table.replace_schema_metadata({"headrace.step": json.dumps(of_step)})
+        (tmp_path / "run" / "rollouts").mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, tmp_path / "run" / "rollouts" / f"step_{step:08d}.parquet")
+    with served(tmp_path / "run" / "rollouts") as client:
+        answer = client.ask("runs")
+        of = {name: client.ask("metric", name=name)["runs"][0] for name in ("a\\x1b", "text", "flag")}
+    lines = {
+        "step": [3, 11],
+        "rows": [2, 2],
+        "rollouts": [8, None],
+        "groups": [3, None],
+        "trained": [4, None],
+        "reward": [0.5, None],
+        "flat": [0.25, None],
+        "length": [12.0, None],
+        "characters": [40, None],
+        "truncated": [0.125, None],
+        "left": [{"gate/incomplete\\x1b": 2, "filter/low": 3}, {}],
+    }
+    told = {"name": "run", "recipe": "", "folder": str(tmp_path / "run" / "rollouts"), "problems": []}
+    told |= {"failed": [], "metrics": [], "steps": lines}  # metrics are those of the last step
+    assert answer == {"runs": [told], "same": "group_id"}
+    assert of == {
+        "a\\x1b": [[3, 1], [11, None]],
+        "text": [[3, None], [11, None]],
+        "flag": [[3, None], [11, None]],
+    }
+
+
+def test_an_answer_has_as_many_rows_or_prompts_as_asked_for_and_200_at_most(tmp_path):
+    rows = [(at, at, float(at), f"prompt {at:03d}") for at in range(203)]
+    with served(write_rows(tmp_path, {0: rows})) as client:
+        for how, places in (
+            ({}, range(50)),
+            ({"count": 3, "offset": 201}, range(201, 203)),
+            ({"count": 200}, range(200)),
+            ({"count": 201}, range(200)),
+            ({"count": 0}, []),
+        ):
+            found = client.ask("rows", run=0, step=0, sort="group_id", **how)
+            assert [row["group_id"] for row in shown(found)] == [*places]
+            assert (found["found"], found["of"]) == (203, 203)
+            listed = client.ask("prompts", **how)
+            assert [line["label"] for line in listed["prompts"]] == [f"prompt {at:03d}" for at in places]
+            assert listed["found"] == 203
+
+
+def test_prompts_are_sorted_by_the_mean_of_both_runs_and_those_without_a_reward_are_last(tmp_path):
+    """Prompts of equal means are sorted by their texts. Of A the runs have the means 1 and 0."""
+    first = [(1, 1, 1.0, "A"), (2, 2, None, "D"), (3, 3, 0.25, "C"), (4, 4, 0.5, "B"), (5, 5, None, "E")]
+    for name, rows in (("one", first), ("two", [(1, 1, 0.0, "A"), (6, 6, 0.75, "F")])):
+        (tmp_path / name).mkdir()
+        write_rows(tmp_path / name, {2: rows})
+    with served(tmp_path / "one", tmp_path / "two") as client:
+        for how, labels in (({}, "CABFDE"), ({"order": "highest"}, "FABCDE")):
+            listed = client.ask("prompts", **how)["prompts"]
+            assert "".join(line["label"] for line in listed) == labels
+        lines = {line["label"]: line["runs"] for line in listed}
+        (answer,) = (client.ask("prompt", key=line["key"]) for line in listed if line["label"] == "A")
+    nothing = {"steps": 1, "groups": 1, "rollouts": 1, "reward": None, "first": [2, None], "last": [2, None]}
+    one = {"steps": 1, "groups": 1, "rollouts": 1, "reward": 1.0, "first": [2, 1.0], "last": [2, 1.0]}
+    assert lines["D"] == [nothing, None]
+    assert lines["A"] == [one, one | {"reward": 0.0, "first": [2, 0.0], "last": [2, 0.0]}]
+    dots = [[[2, 1.0, None]], [[2, 0.0, None]]]
+    assert answer == {"text": "A", "runs": [[[2, 1, 1, 1.0]], [[2, 1, 1, 0.0]]], "dots": dots}
+
+
+def test_rows_without_a_reward_are_in_the_order_of_the_file(tmp_path):
+    (tmp_path / "rollouts").mkdir()
+    table = pa.table({"row": [5, 3, 4], "group_label": ["a", "b", "a"], "response": ["x", None, "y"]})
+    pq.write_table(table, tmp_path / "rollouts" / "step_00000000.parquet", row_group_size=1)
+    with served(tmp_path) as client:
+        for how, rows in (
+            ({}, [3, 4, 5]),
+            ({"group": "a"}, [4, 5]),
+            ({"text": "X"}, [5]),
+            ({"reason": "left"}, [3, 4, 5]),  # the file has no reasons
+            ({"order": "descending"}, [5, 4, 3]),
+        ):
+            assert [row["row"] for row in shown(client.ask("rows", run=0, step=0, **how))] == rows
+        assert client.ask("text", run=0, step=0, place=1, column="response") == {"text": ""}
+
+
 def test_the_mean_of_a_prompt_counts_each_rollout_with_a_reward_once(tmp_path):
     """One of two rollouts of step 3 has no reward, and one of step 4 has two rows: (1 + 0 + 0) / 3."""
     rows = {
@@ -344,18 +474,41 @@ def test_only_the_listed_files_are_served(client, run):
 def test_query_values_are_never_paths(client):
     for values in ({"step": "../../secret"}, {"step": "-1"}, {"step": "0x1"}, {"step": "٣"}, {"step": ""}):
         assert "step is an integer" in client.ask("rows", status=400, run=0, **values)["error"]
-    for values, words in (
-        ({"step": 99}, "no step 99"),
-        ({"step": 0, "sort": "response"}, "column of numbers"),
-        ({"step": 0, "sort": "../x"}, "column of numbers"),
-    ):
-        assert words in client.ask("rows", status=422, run=0, **values)["error"]
-    assert "run is below 2" in client.ask("rows", status=400, run=2, step=0)["error"]
+    assert "column of numbers" in client.ask("rows", status=422, run=0, step=0, sort="../x")["error"]
     assert "there is no 'path'" in client.ask("rows", status=400, run=0, step=0, path="/etc/passwd")["error"]
-    assert "no text" in client.ask("text", status=422, run=0, step=0, place=9, column="response")["error"]
-    assert "no text" in client.ask("text", status=422, run=0, step=0, place=0, column="reward")["error"]
-    assert client.send(f"{client.path}api/rows?run=0&run=1&step=0")[0] == 400
     assert client.send(f"{client.path}api/rows?{'a=1&' * 100}")[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "error"),
+    [
+        ("rows?run=0", 400, "step is an integer from 0 on; got ''"),
+        ("rows?step=0", 400, "run is an integer from 0 on; got ''"),
+        ("rows?run=2&step=0", 400, "run is below 2; got 2"),
+        ("rows?run=0&step=9", 422, "the run first has no step 9"),
+        ("rows?run=0&step=0&order=up", 400, "order is one of ascending, descending; got 'up'"),
+        ("rows?run=0&step=0&odd=1&more=2", 400, "there is no 'odd'"),
+        ("rows?run=0&step=0&step=0", 400, "a name occurs twice"),
+        ("rows?run=0&step=0&offset=-1", 400, "offset is an integer from 0 on; got '-1'"),
+        (f"rows?run=0&step={'9' * 19}", 400, f"step is an integer from 0 on; got '{'9' * 19}'"),
+        (f"rows?run=0&step={'x' * 50}", 400, f"step is an integer from 0 on; got '{'x' * 40}'"),
+        (f"rows?{'&'.join(f'{at}=' for at in range(20))}", 400, "run is an integer from 0 on; got ''"),
+        (f"rows?{'&'.join(f'{at}=' for at in range(21))}", 400, "Max number of fields exceeded"),
+        (
+            "rows?run=0&step=0&sort=response",
+            422,
+            "rows are sorted by a column of numbers; step 0 has no 'response'",
+        ),
+        ("text?run=0&step=0&place=9&column=response", 422, "step 0 has no text 'response' of a row 9"),
+        ("text?run=0&step=0&place=0&column=reward", 422, "step 0 has no text 'reward' of a row 0"),
+        ("prompts?order=x", 400, "order is one of lowest, highest; got 'x'"),
+        ("prompt?key=x", 422, "no step of these runs has this prompt"),
+        ("odd", 404, "there is nothing of this name"),
+    ],
+)
+def test_the_error_of_a_query_equals_one_by_hand(client, query, status, error):
+    found, _, body = client.send(f"{client.path}api/{query}")
+    assert (found, json.loads(body)) == (status, {"error": error})
 
 
 @pytest.mark.parametrize("what", ["file", "folder", "pipe"])
@@ -490,6 +643,31 @@ def test_every_metric_of_the_steps_can_be_charted(tmp_path):
 
 
 # -- the command --------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_the_runs_and_the_address(run, other, monkeypatch, capsys):
+    """Ctrl-C ends it, and closes its port."""
+    servers = []
+
+    def until_ctrl_c(server):
+        servers.append(server)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ViewServer, "serve_forever", until_ctrl_c)
+    assert view([str(run), str(other)]) == 0
+    (server,) = servers
+    port = server.server_address[1]
+    assert capsys.readouterr().out == (
+        f"{run}: 4 steps\n{other}: 3 steps\n\nOpen http://127.0.0.1:{port}/{server.secret}/\n"
+        f"From another machine: ssh -N -L {port}:127.0.0.1:{port} HOST, then the same address.\n"
+        "Ctrl-C ends it.\n\n"
+    )
+    assert len(server.secret) >= 20
+    assert server.socket.fileno() == -1
+    assert view([str(run), "--port", str(port)]) == 0
+    for wrong in (-1, 2**16):
+        with pytest.raises(stored_run.ConfigError, match=rf"a port is from 1 to 65535; got {wrong}$"):
+            view([str(run), f"--port={wrong}"])
 
 
 def test_an_error_of_the_command_says_what_to_do(tmp_path, run):
