@@ -104,6 +104,7 @@ INNER = {
     "pipeline.tools.report.over_steps",
     "pipeline.tools.report.page_contents",
     "pipeline.tools.report.page_schema",
+    "pipeline.tools.report.step",
     "pipeline.tools.report.survivors",
     "pipeline.tools.report.tables",
     "pipeline.tools.report.texts",

@@ -60,13 +60,67 @@ def test_a_replay_prints_and_writes_its_report(dump, tmp_path):
     assert again == trained
 
 
-def test_one_step_is_printed_as_its_report_and_several_as_a_table_of_steps(dump, tmp_path):
-    words = (*COUNTED, "pipeline=dapo")
-    _, several = told(replay_dump, configured("replay", dump, *words), tmp_path / "several")
-    one = dump / "step_00000001.parquet"
-    _, single = told(replay_dump, configured("replay", one, *words), tmp_path / "one")
-    assert "where the rows of 3 steps went" in several
-    assert "where the rows of" not in single
+STAGES = """\
+Pipeline
+  1. gate:      CompletenessGate(group_size=2)
+  2. collapse:  FanOutCollapse()
+  3. filter:    SampleFilter(criterion=RewardsVary())
+  4. advantage: GroupRelativeAdvantage(scale='none')
+  5. split:     ShuffleSplit(minibatches=1)
+  6. weight:    LossWeight(unit='constant', length=30)
+"""
+SEVERAL = f"""\
+{STAGES}where the rows of 2 steps went
+                         rows  rollouts  groups
+───────────────────────────────────────────────
+collected                  12        12       6
+  filter: zero variance    −4        −4      −2
+trained                     8         8       4
+67 % of the rows were trained, all 2 steps
+The mean reward went from 0.833 (step 3) to 0.833 (step 4): 2 steps are too few to say whether it learns.
+not checked, for lack of data: learning-rate-zero, gradient-zero and 10 more
+written to FOLDER/out
+the page: file://FOLDER/out/report.html
+all rows of all steps: headrace view FOLDER/out
+"""
+SINGLE = f"""\
+{STAGES}step 3                           rows  rollouts  groups  tokens
+───────────────────────────────────────────────────────────────
+collected                           6         6       3      18
+  filter: zero variance, masked    −2        −2      −1      −6
+trained                             4         4       2      12
+
+group  prompt    rollouts  rows  rewards  advantages     left
+─────────────────────────────────────────────────────────────────────────────────
+    1  prompt 1    2 of 2     2  1×2      +0.00 … +0.00  filter: zero variance ×2
+    0  prompt 0    2 of 2     2  0 1      -0.50 … +0.50
+    2  prompt 2    2 of 2     2  0 2      -1.00 … +1.00
+written to FOLDER/one
+the page: file://FOLDER/one/report.html
+all rows of all steps: headrace view FOLDER/one
+"""
+
+
+def test_one_step_is_printed_as_its_report_and_several_as_a_table_of_steps(make_batch, tmp_path):
+    for step in (3, 4):
+        batch = make_batch([0.0, 1, 1, 1, 0, 2], [0, 0, 1, 1, 2, 2], status=[0, 0, 1, 0, 0, 0])
+        write_dump(make_report(Pipeline({}).run(batch), step=step), tmp_path / "my dump")
+    words = ("pipeline=dr_grpo", "pipeline.stages.gate.group_size=2", "pipeline.stages.weight.length=30")
+    one = "my dump/step_00000003.parquet"
+    for name, path, text, steps, rows in (("out", "my dump", SEVERAL, 2, 12), ("one", one, SINGLE, 1, 6)):
+        console = Console(width=110, file=io.StringIO())
+        result = replay_dump(configured("replay", tmp_path / path, *words), tmp_path / name, console)
+        lines = console.file.getvalue().replace(str(tmp_path), "FOLDER").splitlines()
+        assert [line.rstrip() for line in lines if line.strip()] == [
+            line for line in text.splitlines() if line
+        ]
+        assert [each["rows/trained"] for each in result["steps"]] == [4.0] * steps
+        assert (float(result), result["notices"], result["failed_steps"]) == (4 * steps, [], [])
+        assert result["verdict"].startswith("The mean reward ")
+        said = f"{4 * steps} rows train, of {rows} rows in {steps} step{'s' * (steps > 1)}; not checked"
+        assert said in repr(result)
+        page = data_of(tmp_path / name / "report.html")
+        assert page["title"].endswith(f", replay of {path.rpartition('/')[2]}")
 
 
 def test_a_comparison_shows_the_users_turn_of_a_prompt(tmp_path):

@@ -7,12 +7,15 @@ import os
 
 import pytest
 from busy import reported
+from composed import configure
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from pages import data_of
 from stored_runs import report_of_step
 
 from headrace.installed import versions
-from headrace.pipeline import Pipeline, ReportFolder, make_report
+from headrace.pipeline import ConfigError, Pipeline, ReportFolder, make_report
+from headrace.pipeline.tools.report import FittedColumn, FittedTable
 from headrace.pipeline.tools.report import folder as folders
 
 pytestmark = pytest.mark.slow
@@ -154,6 +157,77 @@ def test_the_page_has_the_start_and_command_of_the_run(make_batch, tmp_path):
     assert run["began"] <= run["written"]
     assert run["began"].endswith("+00:00")
     assert not [value for value in os.environ.values() if len(value) > 12 and value in json.dumps(run)]
+
+
+def test_a_page_has_what_its_folder_was_given(make_batch, tmp_path):
+    """The table of missing groups is at the last step. A page of two recipes has no verdict."""
+    report = reported(make_batch)[1]
+    folder = ReportFolder(tmp_path, title="t", every=0.5, dump=None, versus=["one", "two"])
+    folder.notices, folder.unsaid, folder.difference = ["a\x1b"], ["x"], "d\x1b"
+    folder.missing = FittedTable([FittedColumn("length"), FittedColumn("lost")], caption="c")
+    folder.missing.add("1 to 2", "3")
+    for step in range(2):
+        folder.add(_with(report, step, {}))
+    data = data_of(tmp_path / "report.html")
+    assert (data["run"]["live"], data["run"]["config"], data["run"]["overrides"]) == (1.0, None, [])
+    assert "failed" not in data
+    folder.fail(7, "why\x1b")
+    data = data_of(folder.close())
+    assert (data["title"], data["notices"], data["unsaid"]) == ("t", ["a\\x1b"], ["x"])
+    assert (data["versus"], data["difference"], data["rows_kept"]) == (["one", "two"], "d\\x1b", False)
+    said = "1 of 3 steps failed, and is in no number here: step 7."
+    assert data["failed"] == {"said": said, "reasons": ["step 7: why\\x1b"]}
+    table = {"name": "length", "head": ["length", "lost"], "lines": [["1 to 2", "3"]], "note": "c"}
+    assert [step["survivors"] for step in data["steps"]] == [[], [table]]
+    assert [(step["verdict"], step["advisories"]) for step in data["steps"]] == [("", [])] * 2
+    assert data["totals"]["rows/in"] == 2 * report.numbers["rows/in"]
+    assert data["recorded"] == 2
+    with ReportFolder(tmp_path / "no page", page=False) as without:
+        without.add(report)
+    assert without.close() is None
+    assert sorted(file.name for file in (tmp_path / "no page").iterdir()) == ["rollouts"]
+
+
+def test_failed_steps_are_counted_and_twenty_of_them_are_named():
+    failed = [folders.FailedStep(3, "a"), folders.FailedStep(None, "b")]
+    assert folders.said_of_failed(failed, 1000) == [
+        "2 of 1,002 steps failed, and are in no number here: step 3, a step without a number.",
+        "step 3: a",
+        "a step without a number: b",
+    ]
+    for number, more in ((20, ""), (21, " and 1 more")):
+        said, *reasons = folders.said_of_failed([folders.FailedStep(at, "x") for at in range(number)], 0)
+        names = ", ".join(f"step {at}" for at in range(20))
+        assert said == f"{number} of {number} steps failed, and are in no number here: {names}{more}."
+        assert reasons == [f"step {at}: x" for at in range(20)]
+
+
+def test_a_folder_is_configured_as_the_command_says(tmp_path, monkeypatch):
+    """Outside of the command there are no overrides and no name of a recipe."""
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+    words = ["task=replay", "source.path=x", "report.steps=7", "report.every=3", "report.dump=jsonl"]
+    config = configure("config", *words, "report.html=false")
+    folder = ReportFolder.configured(config, tmp_path, title="replay of x")
+    assert (folder.title, folder.recipe, folder.existing) == ("headrace, replay of x", "", "raise")
+    assert (folder.steps, folder.every, folder.dump, folder.page) == (7, 3.0, "jsonl", False)
+    assert folder.config == OmegaConf.to_yaml(config, resolve=True)
+    assert folder.setup == (config, [])
+    with pytest.raises(ConfigError, match=r"^report\.steps must be an integer ≥ 2; got 1"):
+        ReportFolder.configured(configure("config", *words, "report.steps=1"), tmp_path, title="")
+    folder.add(report_of_step(4))
+    folder.add(report_of_step(5))
+    with pytest.raises(FileExistsError) as raised:
+        ReportFolder.configured(config, tmp_path, title="")
+    assert str(raised.value) == (
+        f"{tmp_path / 'rollouts'} has the rows of another run, 2 files from step_00000004.jsonl on: take "
+        "another folder, hydra.run.dir=FOLDER (with -m hydra.sweep.dir=FOLDER), or remove these files"
+    )
+    with pytest.raises(FileExistsError) as raised:
+        ReportFolder(tmp_path)
+    assert str(raised.value).endswith(
+        " on: take another folder, or continue its run with ReportFolder(existing='resume'), or remove these "
+        "files"
+    )
 
 
 def test_an_object_that_is_not_a_run_or_report_is_refused(tmp_path, make_batch):

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pages
 import pytest
 
-from headrace.pipeline.tools.report import render_page, write_page
+from headrace.pipeline.tools.report import plain_page, render_page, write_page
 
 pytestmark = pytest.mark.slow
 
@@ -84,6 +84,21 @@ def test_columns_of_different_length_are_refused():
     run["steps"][0]["rows"]["tokens"].pop()
     with pytest.raises(ValueError, match=r"equally long; found in rows of step 0: \{'row': 55.*'tokens': 54"):
         render_page(run)
+
+
+def test_a_curve_has_a_value_for_each_of_its_steps():
+    with pytest.raises(ValueError, match=r"found in curves: \{'curve_steps': 2, 'a': 2, 'b': 1\}; fill up"):
+        render_page(pages.run_of(curve_steps=[0, 1], curves={"a": [1, 2], "b": [1]}))
+    render_page(pages.run_of(curve_steps=[0, 1], curves={"a": [1, 2]}))
+
+
+def test_a_plain_page_has_the_parts_that_it_is_given():
+    assert plain_page("<t>\x1b", "p {}", "<b>x</b>", "default-src 'none'") == (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<title>&lt;t&gt;\\x1b</title><style>p {}</style></head><body><b>x</b></body></html>\n"
+    )
 
 
 def test_a_page_is_written_completely_or_not_at_all(tmp_path):

@@ -10,55 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from reports_by_hand import COLUMNS, TEXTS, report_by_hand
 
 from headrace.pipeline import page_data
-from headrace.pipeline.tools.report import StepReport, symptoms
+from headrace.pipeline.tools.report import symptoms
 from headrace.pipeline.tools.report.page_contents import columns_beside, fitting_texts, shortened
-from headrace.pipeline.tools.report.texts import TokenValues
 
 CONTENTS = sys.modules["headrace.pipeline.tools.report.page_contents"]
-NAN = math.nan
-COLUMNS: dict[str, list[Any]] = {
-    "row": [0, 1, 2, 3],
-    "reason": [0, 1, 0, 2],
-    "group_id": [5, 5, 3, 3],
-    "rollout_id": [10, 11, 12, 12],
-    "reward": [1.0, 0.0, NAN, NAN],
-    "rewards": [[1.0, 0.0], [0.0, 0.0], [NAN, 1.0], [NAN, NAN]],
-    "advantage": [0.5, -0.5, NAN, NAN],
-    "advantage_by_row": [0.25, -0.25, NAN, NAN],
-    "baseline": [0.5, 0.5, NAN, NAN],
-    "compared": [2, 2, -1, -1],
-    "expected_rollouts": [3, 3, -1, -1],
-    "tokens": [3, 4, 2, -1],
-    "loss_weight": [0.5, 0.25, NAN, NAN],
-    "other_share": [0.75, 0.25, 0.0, NAN],
-    "status": [0, 1, -1, 3],
-    "policy_version": [4, -1, 7, 6],
-    "minibatch": [1, -1, 0, -1],
-    "microbatch": [0, -1, 2, -1],
-    "rank": [3, -1, 0, -1],
-}
-TEXTS = {
-    "prompt": ["user: One\nand one?", "user: One\nand one?", "Two?", "Two?"],
-    "response": ["Eins", "Zwei", "Drei\x1b", "Vier"],
-    "ground_truth": ["2", "", "4", ""],
-    "other_columns": ["", '{"acc": true, "n": null, "in": [1]}', "no JSON", "[1]"],
-    "group_label": ["five", "five", "three", "three"],
-    "rollout_label": ["a", "b", "c", "c"],
-}
-
-
-def made(texts: dict[str, list[str]] | None = None, **columns: list[Any]) -> StepReport:
-    """The report of four rows: one is trained, one is masked, and one rollout of two rows failed."""
-    names, actions = ("trained", "filter/low", "gate/failed"), ("trained", "masked", "dropped")
-    found = {name: np.array(column) for name, column in (COLUMNS | columns).items()}
-    by_token = {
-        0: TokenValues(["x", "y\x00"], {"advantage": [0.123456, NAN]}),
-        2: TokenValues(None, {"advantage": [1.0]}),
-    }
-    recipe = (("gate", "Gate()"), ("filter", "Filter()"))
-    return StepReport(7, recipe, found, names, actions, TEXTS if texts is None else texts, by_token=by_token)
 
 
 def whole(start: str) -> dict[str, Any]:
@@ -67,7 +25,7 @@ def whole(start: str) -> dict[str, Any]:
 
 def test_every_column_of_a_page_equals_one_by_hand():
     """The row 0 has the whole gradient. The newest policy has the version 7."""
-    report = made()
+    report = report_by_hand()
     (step,) = page_data([report], title="t")["steps"]
     assert step["groups"] == {
         "id": ["five", "three"],
@@ -105,7 +63,10 @@ def test_every_column_of_a_page_equals_one_by_hand():
         "rank": [3, None, 0, None],
         "response": [None, whole("Zwei"), whole("Drei\\x1b"), whole("Vier")],
         "by_token": [
-            {"texts": ["x", "y\\x00"], "values": {"advantage": [0.1235, pytest.approx(NAN, nan_ok=True)]}}
+            {
+                "texts": ["x", "y\\x00"],
+                "values": {"advantage": [0.1235, pytest.approx(math.nan, nan_ok=True)]},
+            }
             | {"at": 2, "missing": 0},
             None,
             {"texts": None, "values": {"advantage": [1.0]}, "at": 1, "missing": 0},
@@ -128,7 +89,7 @@ def test_every_column_of_a_page_equals_one_by_hand():
 
 
 def test_rows_without_columns_have_the_number_of_the_row_and_unknown_values():
-    bare = made({}, row=[0, 1])
+    bare = report_by_hand({}, row=[0, 1])
     bare = replace(bare, columns={name: bare.columns[name][:2] for name in ("row", "reason")}, by_token={})
     (step,) = page_data([bare], title="t")["steps"]
     assert not any(step["groups"].values())
@@ -139,7 +100,7 @@ def test_rows_without_columns_have_the_number_of_the_row_and_unknown_values():
 
 def test_a_page_has_the_curves_totals_and_symptoms_of_its_history():
     """A number that a step lacks is None in its curve. Symptoms are those of the advisories of the steps."""
-    reports = [replace(made(), step=step) for step in (2, 3)]
+    reports = [replace(report_by_hand(), step=step) for step in (2, 3)]
     for report, truncated in zip(reports, (0.9, 0.0), strict=True):
         numbers = {"rows/in": 4.0, "rows/trained": 2.0, "rollouts/truncated": truncated}
         report.__dict__["numbers"] = numbers | ({"rare": 5.0} if report.step == 3 else {})
@@ -181,7 +142,7 @@ def test_a_page_shows_whole_groups_up_to_both_limits_but_one_at_least(monkeypatc
     """Both groups have two rows. The rewards of the first differ, so it comes first."""
     monkeypatch.setattr(CONTENTS, "GROUPS", groups)
     monkeypatch.setattr(CONTENTS, "ROWS", rows)
-    report = made(TEXTS | {"group_label": ["5", "5", "3", "3"]})
+    report = report_by_hand(TEXTS | {"group_label": ["5", "5", "3", "3"]})
     (step,) = page_data([report], title="t")["steps"]
     assert step["groups"]["id"] == [str(each) for each in shown]
     assert step["shown"] == {"groups": len(shown), "of": 2}
@@ -197,7 +158,7 @@ def size(text: Any) -> int:
 
 def test_texts_are_taken_row_by_row_until_the_room_is_full():
     """The first row of a group also takes its question and its prompt. The room is used to the last byte."""
-    report = replace(made(TEXTS | {"other_columns": [""] * 4}), by_token={})
+    report = replace(report_by_hand(TEXTS | {"other_columns": [""] * 4}), by_token={})
     order, question = [2, 0, 1, 3], {2: ["Two?"], 0: ["One\nand one?", "user: One\nand one?"]}
     needs = []
     for row in order:
@@ -218,7 +179,7 @@ def test_texts_are_taken_row_by_row_until_the_room_is_full():
 def test_the_room_for_texts_is_shared_evenly_by_all_steps(monkeypatch):
     """Three steps have 300 bytes, so each has 100, which is enough for one of two responses."""
     monkeypatch.setattr(CONTENTS, "PAGE_TEXTS", 300)
-    report = replace(made({"response": ["x" * 40] * 4}), by_token={})
+    report = replace(report_by_hand({"response": ["x" * 40] * 4}), by_token={})
     (earlier,) = page_data([report], title="t")["steps"]
     data = page_data([report, report], title="t", earlier=[earlier])
     counts = [sum(each is not None for each in step["rows"]["response"]) for step in data["steps"]]
@@ -227,7 +188,7 @@ def test_the_room_for_texts_is_shared_evenly_by_all_steps(monkeypatch):
 
 def test_columns_beside_a_response_are_plain_and_short():
     others = [json.dumps({"a": "x" * 300, "b": "x" * 301, "c\x1b": 0.5, "d": {"e": [False]}})] * 4
-    found = columns_beside(made({"other_columns": others}), 1)
+    found = columns_beside(report_by_hand({"other_columns": others}), 1)
     assert found == {"a": "x" * 300, "b": shortened("x" * 301, 300), "c\\x1b": 0.5, "d": "{'e': [False]}"}
     assert found["b"] == f"{'x' * 225} [… 1 characters left out …] {'x' * 75}"
-    assert columns_beside(made({}), 1) == {}
+    assert columns_beside(report_by_hand({}), 1) == {}

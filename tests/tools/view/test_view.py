@@ -429,6 +429,13 @@ def test_a_long_text_is_whole_on_request(tmp_path):
         assert client.ask("text", run=0, step=0, place=0, column="response")["text"] == text
 
 
+def test_the_footer_of_an_unchanged_file_is_read_once(tmp_path):
+    found = stored_run.StoredRun(write_rows(tmp_path, {0: [(1, 1, 0.5, "Q")], 1: [(2, 2, 0.5, "Q")]}))
+    before = dict(found.steps())
+    write_dump(report_of_step(1), tmp_path / "rollouts")
+    assert [found.steps()[step] is before[step] for step in (0, 1)] == [True, False]
+
+
 def test_steps_written_while_viewing_are_found(tmp_path):
     write_run(tmp_path / "live", steps=1)
     with served(tmp_path / "live") as client:
@@ -621,11 +628,37 @@ def test_nothing_in_a_file_is_executed_and_a_damaged_file_is_named(run, tmp_path
 
 
 def test_a_file_that_declares_too_much_data_is_not_read(run, monkeypatch):
-    for name, most in (("MAX_STEP_ROWS", 8), ("MAX_STEP_BYTES", 100)):
-        with monkeypatch.context() as patch:
-            patch.setattr(stored_run, name, most)
-            with pytest.raises(stored_run.ConfigError, match="found 9 rows and"):
-                stored_run.StoredRun(run)
+    file = pq.ParquetFile(run / "rollouts" / "step_00000002.parquet").metadata
+    size = file.row_group(0).total_byte_size
+    for rows, most in ((9, size), (8, size), (9, size - 1)):
+        monkeypatch.setattr(stored_run, "MAX_STEP_ROWS", rows)
+        monkeypatch.setattr(stored_run, "MAX_STEP_BYTES", most)
+        if (rows, most) == (9, size):
+            assert stored_run.read_footer(run / "rollouts" / "step_00000002.parquet", 2).rows == 9
+            continue
+        with pytest.raises(stored_run.UnreadableRows) as raised:
+            stored_run.read_footer(run / "rollouts" / "step_00000002.parquet", 2)
+        said = f"a step has at most {rows} rows and {most:,} bytes; found 9 rows and {size:,} bytes"
+        assert str(raised.value) == said
+
+
+def test_a_folder_whose_files_cannot_be_read_names_three_of_them(tmp_path):
+    (tmp_path / "rollouts").mkdir()
+    for step in range(4):
+        (tmp_path / "rollouts" / f"step_{step}.parquet").write_bytes(b"PAR1" if step else b"")
+    with pytest.raises(stored_run.ConfigError) as raised:
+        stored_run.StoredRun(tmp_path)
+    said = str(raised.value)
+    assert said.startswith(
+        f"{tmp_path}: no file of rows can be read. step_0.parquet: it cannot be read as Parquet: "
+    )
+    assert [each in said for each in ("step_1", "step_2", "step_3")] == [True, True, False]
+    for step, named in ((5, "Step 5"), (None, "The first")):
+        failed = json.dumps([[step, "no reward\x1b"], [6, "other"]])
+        (tmp_path / "rollouts" / "failed_steps.json").write_text(failed)
+        with pytest.raises(stored_run.ConfigError) as raised:
+            stored_run.StoredRun(tmp_path)
+        assert str(raised.value) == f"{tmp_path} has no rows: all steps failed. {named}: no reward\\x1b"
 
 
 # -- metrics of steps, and two runs --------------------------------------------------------------------------
