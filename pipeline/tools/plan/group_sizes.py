@@ -353,7 +353,7 @@ def lines_of(
     mean = (np.bincount(of, rewards) / number)[of]
     apart = np.bincount(of, rewards != rewards[np.unique(of, return_index=True)[1]][of]) > 0
     squares = np.bincount(of, (rewards - mean) ** 2)
-    spread = np.where(apart, np.sqrt(squares / np.maximum(number - 1, 1)), 0.0)[pool]
+    spread = np.where(apart, np.sqrt(squares / (number - 1)), 0.0)[pool]
     positive = spread[spread > 0]
     ends = np.unique([0.0, *(np.quantile(positive, (0.25, 0.5, 0.75, 1)) if len(positive) else ())])
     lines = [(f"{a:.3g} to {b:.3g}", (spread > a) & (spread <= b)) for a, b in pairwise(ends)]

@@ -435,7 +435,7 @@ def added_parts(overrides: str) -> frozenset[tuple[str, str, str]]:
 def part_words(config: DictConfig) -> set[tuple[str, str, str]]:
     """The options of all stages, criteria and terms that are words: class, option and value of each."""
     stages = OmegaConf.select(config, "pipeline.stages")
-    complete_stages(pipeline := OmegaConf.create({"stages": stages}, flags={"allow_objects": True}))
+    complete_stages(pipeline := OmegaConf.create({"stages": stages}))
 
     def words(node: Any) -> Iterator[tuple[str, str, str]]:
         for key, value in node.items() if isinstance(node, dict) else ():

@@ -115,8 +115,6 @@ def values_by_token(
     place = {row: at for at, row in reversed(list(enumerate(row_numbers(batch))))}
     wanted = [row for row in rows if row in place]
     at = torch.tensor([place[row] for row in wanted], dtype=torch.int64)
-    if len(at) == 0:
-        return {}
     some = _select(batch, [loss_mask_key, TOKENS, *there.values()])
     found = {}
     for row, part in zip(wanted, _rows(take_rows(some, at.to(device_of(batch)), on_cpu=at)), strict=True):

@@ -423,6 +423,15 @@ def test_a_plan_is_printed_as_by_hand(seen, sizes, solved, text, found):
     assert numbers["quantity"] == text.splitlines()[1].partition("  ")[0]
 
 
+def test_the_greatest_sizes_leave_a_narrow_table_first():
+    seen, found = seen_of([SOLVED, HALF_SOLVED], [7, 8], [0, 0]), []
+    for width in range(70, 20, -1):
+        out = io.StringIO()
+        show_group_sizes(seen, [2, 4, 8], 1.0, Console(file=out, width=width))
+        found.append(tuple(re.findall(r"G=\d", out.getvalue().partition("─")[0])))
+    assert [*dict.fromkeys(found)] == [("G=2", "G=4", "G=8"), ("G=2", "G=4"), ("G=2",), ()]
+
+
 @pytest.mark.parametrize(
     ("steps", "width", "pooled", "said"),
     [

@@ -253,6 +253,12 @@ advantages with opposite signs                         1
 share of the gradient that moves to other groups   50.0%
 cosine of the rows' gradient shares               0.5000
 
+shares by tokens
+tokens of the row, at most     one    two  rows
+───────────────────────────────────────────────
+4                           100.0%  50.0%     3
+8                             0.0%  50.0%     4
+
 A row's share of a step's gradient is |advantage| × loss weight × tokens in the loss, over the sum of all
 rows. Tables have means over the steps at which the recipe has a gradient.
 """
@@ -295,6 +301,7 @@ def test_a_comparison_is_printed_as_by_hand():
     }
     movers = [Mover(2, "prompt/bcfa1ad6295", 0.125, 0.25), Mover(2, 2**62, 0.125, 0.25)]
     few = {"segments": {"1": np.array([1.0, 1.0, 6])}}
+    few["tokens"] = {"8": np.array([0.0, 0.5, 4]), "4": np.array([1.0, 0.5, 3])}
     one_step = two_steps | {"steps": 1, "movers": movers, "shares": few, "trains": [1, 1]}
     unknown = {"steps": 1, "rows": 8, "moved": math.nan}
     for has, text in (

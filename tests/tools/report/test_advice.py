@@ -13,15 +13,24 @@ from busy import busy_batch, stages
 from composed import composed
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import flag_override
 
 from headrace import decide
 from headrace.pipeline import Pipeline, build_pipeline, make_report
 from headrace.pipeline.composing.compose import compose_config, for_hydra
 from headrace.pipeline.tools.plan.group_sizes import groups_seen
-from headrace.pipeline.tools.report import Advisory, advise, show_advisories, symptoms, unchecked, verdict
+from headrace.pipeline.tools.report import (
+    Advisory,
+    advise,
+    said_of_unchecked,
+    show_advisories,
+    symptoms,
+    unchecked,
+    verdict,
+)
 from headrace.pipeline.tools.report.advice import Setup
 from headrace.pipeline.tools.report.folder import Thinned
-from headrace.transforms import CombineIds, GroupRelativeAdvantage, LossWeight, Status
+from headrace.transforms import CombineIds, Finite, GroupRelativeAdvantage, LossWeight, Status
 
 pytestmark = pytest.mark.slow
 
@@ -401,6 +410,15 @@ def test_an_advisory_on_the_terminal_ends_with_its_first_remedy_and_its_options(
     assert seen > 3
 
 
+def test_a_recipe_with_objects_of_python_gets_remedies():
+    config = compose_config("config", "pipeline=grpo")
+    with flag_override(config, "allow_objects", True):
+        config.pipeline.stages.filter.criterion = Finite()
+    added = "pipeline.stages.filter.also=not_truncated"
+    remedy = next(each for _, each in FIRED if each.overrides == added)
+    assert remedy.under(Setup(config)) == remedy
+
+
 def is_advised(line: str, *typed: str) -> bool:
     """Whether a run with these overrides, of which it knows only the configuration, gets this advice."""
     setup = Setup(compose_config("config", *for_hydra(typed)))
@@ -480,6 +498,27 @@ def test_the_terminal_has_few_lines_of_advice():
     assert lines[5].startswith("not checked, for lack of data: nothing-trains, rewards-missing and ")
     assert len(lines) == 6
     assert len(lines[5]) < 80
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(0, ""), (1, "a"), (3, "a, b, c"), (4, "a, b and 2 more"), (5, "a, b and 3 more")],
+)
+def test_three_unchecked_symptoms_are_named_or_two_and_the_number_of_the_others(number, said):
+    found = said_of_unchecked([*"abcde"][:number])
+    assert found == (f"not checked, for lack of data: {said}" if number else "")
+
+
+def test_three_advisories_are_shown_without_a_number_of_others():
+    said = [Advisory(name, f"It is {name}.", "", ()) for name in "abcd"]
+    lines = [text.plain for text in show_advisories(said[:3])]
+    assert lines == ["first, a: It is a.", "b: It is b.", "c: It is c."]
+    assert [text.plain for text in show_advisories(said)][3:] == ["and 1 more, on the page"]
+    assert [text.plain for text in show_advisories(said[:1], "It is a.", ["x"])] == [
+        "It is a.",
+        "not checked, for lack of data: x",
+    ]
+    assert [text.plain for text in show_advisories([], "")] == [""]
 
 
 def test_rollouts_without_a_reward_are_counted(make_batch):

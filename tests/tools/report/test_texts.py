@@ -20,7 +20,7 @@ from headrace.pipeline.conversations import message_lines
 from headrace.pipeline.tools.report import decoder_of, last_user_turn, render_page
 from headrace.pipeline.tools.report.loggers import rollout_rows
 from headrace.pipeline.tools.report.page_contents import CHARACTERS, PAGE_TEXTS, cut_text, cut_tokens
-from headrace.pipeline.tools.report.texts import TokenValues
+from headrace.pipeline.tools.report.texts import TokenValues, values_by_token
 from headrace.transforms import CompletenessGate, GroupRelativeAdvantage
 from headrace.transforms.table.tensordicts import as_texts
 
@@ -187,6 +187,14 @@ def test_a_report_has_each_token_of_a_row_with_its_number(lay, decode):
         assert found.values["advantage"] == pytest.approx(expected, nan_ok=True)
         ids = row[FULL][int(places[0]) : int(places[-1]) + 1].tolist()
         assert found.texts == (None if decode is None else letters(ids))
+
+
+@pytest.mark.parametrize("lay", [lambda batch: batch, ragged], ids=["dense", "ragged"])
+def test_rows_that_have_left_have_no_token_numbers(lay):
+    batch = lay(with_terms(tokens_batch()))
+    keys = {"advantage": "advantage"}
+    assert values_by_token(batch, keys, [6, 9], MASK) == {}
+    assert [*values_by_token(batch, keys, [9, 5, 0], MASK)] == [5, 0]
 
 
 def test_a_number_per_row_is_not_a_number_per_token():
