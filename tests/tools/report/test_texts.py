@@ -133,6 +133,12 @@ def test_dropped_rows_have_texts_only_with_the_batch():
     assert texts == ["def", "efg", "", "hij", "ijk"]
 
 
+def test_a_pipeline_that_keeps_no_batch_has_no_texts():
+    pipeline = Pipeline({})
+    pipeline(tokens_batch())
+    assert make_report(pipeline, decode=letters).texts == {}
+
+
 def test_without_a_mask_the_response_is_at_the_end():
     batch = tokens_batch()
     batch["tokens", "response"] = batch[FULL][:, 3:]
