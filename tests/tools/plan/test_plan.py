@@ -490,6 +490,14 @@ def test_a_window_is_halved_until_rewards_change_only_by_chance():
         assert len({*pool.tolist()}) == len(names) == 9 * (6 // width)
 
 
+@pytest.mark.parametrize(("prompts", "width"), [(3, 2), (5, 1)])
+def test_prompts_are_pooled_up_to_two_standard_errors(prompts, width):
+    """If each prompt changes in the same way, the excess of n prompts is √n standard errors."""
+    step, prompt = np.repeat([0, 1], prompts), np.tile(np.arange(prompts), 2)
+    group = np.arange(2 * prompts).repeat(2)
+    assert pools_of(prompt, step, (step[group] == 1).astype(float), group)[1] == width
+
+
 def test_the_lines_of_a_plan_equal_those_of_loops():
     """The rollouts that choose have rates of 0, ¼, ⅓, ½, ¾ and 1, and a range includes its upper end."""
     chosen = [[0, 0], [0, 0, 0, 1], [0, 0, 1], [0, 1], [0, 1, 1, 1], [1, 1]]

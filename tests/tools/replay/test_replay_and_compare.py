@@ -196,10 +196,10 @@ one and two give different gradients: advantage × loss weight × tokens differs
 differ by a factor.
 
 groups whose share of their step's gradient differs most
- step  prompt              one    two
-─────────────────────────────────────
-1,000  2+2?              50.0%  25.0%
-    2  prompt/bcfa1ad6…  12.5%  25.0%
+ step  prompt                                      one    two
+─────────────────────────────────────────────────────────────
+1,000  222222222222222222222222222222222222222…  50.0%  25.0%
+    2  prompt/bcfa1ad6…                          12.5%  25.0%
 
 rows                                                                                            1,234
 trained by both                                                                                 1,200
@@ -295,7 +295,10 @@ def test_a_comparison_is_printed_as_by_hand():
         "moved": 0.5,
         "cosines": [0.5],
         "trains": [2, 1],
-        "movers": [Mover(1000, 7, 0.5, 0.25, "user: 2+2?"), Mover(2, "prompt/bcfa1ad6295", 0.125, 0.25)],
+        "movers": [
+            Mover(1000, 7, 0.5, 0.25, "user: " + "2" * 41),
+            Mover(2, "prompt/bcfa1ad6295", 0.125, 0.25),
+        ],
         "causes": Counter(group=6),
         "shares": {"segments": segments, "tokens": tokens},
     }

@@ -544,7 +544,7 @@ def test_an_advisory_names_a_penalty_that_no_response_reaches():
 def test_an_advisory_names_a_divisor_that_no_response_reaches():
     columns = {"group_id": [0] * 2, "rollout_id": range(2), "reward": [0.0, 1.0], "tokens": [5, 2]}
     words = "weight divides the loss of a rollout by 3,000 tokens, and the longest response has 5."
-    for length, said in ((3000, [words]), (50, [])):
+    for length, said in ((3000, [words]), (51, [words.replace("3,000", "51")]), (50, [])):
         decision = decide(columns, "dr_grpo", group_size=2, stages={"weight": {"length": length}})
         advisories = make_report(decision).advisories
         assert [each.text for each in advisories if each.name == "divisor-unused"] == said

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from headrace.pipeline.tools.report import Comparison, StepReport
-from headrace.pipeline.tools.report.comparison import MOVERS
 from headrace.transforms import BatchError
 
 ROUNDED = 1e-5
@@ -177,7 +176,7 @@ def test_a_comparison_of_several_steps_equals_that_of_loops():
         for table, lines in means.items():
             for label, line in lines.items():
                 assert found.mean_shares()[table][label] == pytest.approx(line, abs=1e-9)
-        apart = sorted((abs(first - second) for _, _, first, second in movers), reverse=True)[:MOVERS]
+        apart = sorted((abs(first - second) for _, _, first, second in movers), reverse=True)[:8]
         assert [abs(each.first - each.second) for each in found.movers] == pytest.approx(apart)
         by_group = {(step, f"g{group}"): line for step, group, *line in movers}
         for each in found.movers:

@@ -6,12 +6,14 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from reports_by_hand import NAN, TEXTS, report_by_hand
 
 from headrace.pipeline import write_dump
-from headrace.pipeline.tools.report import report_table
+from headrace.pipeline.tools.report import StepReport, report_table
 
 WHOLE, NUMBER, TEXT = pa.int64(), pa.float64(), pa.string()
 COLUMNS = {
@@ -93,6 +95,13 @@ def test_a_line_of_a_dump_has_the_values_that_are_known(report, tmp_path):
         assert line == {"schema": 1} | known
     with pytest.raises(ValueError, match=r"format must be .*'csv'"):
         write_dump(report, tmp_path, format="csv")
+
+
+def test_a_row_group_of_a_file_has_at_most_256_rows(tmp_path):
+    columns = {"row": np.arange(257), "reason": np.zeros(257, int)}
+    path = write_dump(StepReport(3, (), columns, ("trained",), ("trained",)), tmp_path)
+    file = pq.ParquetFile(path).metadata
+    assert [file.row_group(at).num_rows for at in range(file.num_row_groups)] == [256, 1]
 
 
 def test_the_size_of_the_groups_is_written_unless_rows_have_one():

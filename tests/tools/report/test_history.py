@@ -12,7 +12,7 @@ from busy import reported
 from pages import data_of, rollouts_of, step_of
 
 from headrace.pipeline import ReportFolder
-from headrace.pipeline.tools.report.history import HISTORY, add_step, begin_history, read_history
+from headrace.pipeline.tools.report.history import HISTORY, add_step, begin_history, read_history, read_recipe
 from headrace.pipeline.tools.report.page_contents import cut_step
 
 pytestmark = pytest.mark.slow
@@ -142,6 +142,13 @@ def test_a_damaged_history_is_refused_with_its_line(tmp_path, line):
     ) as found:
         read_history(path)
     assert f"found {line[:80]!r}." in str(found.value)
+
+
+@pytest.mark.parametrize(("letters", "known"), [(10_000, True), (10_001, False)])
+def test_the_recipe_of_a_run_is_read_from_a_line_of_at_most_10_000_letters(tmp_path, letters, known):
+    name = "x" * (letters - len('{"recipe": ""}'))
+    (tmp_path / HISTORY).write_text(json.dumps({"recipe": name}) + "\n")
+    assert read_recipe(tmp_path) == (name if known else "")
 
 
 def test_another_run_begins_a_new_history(tmp_path):

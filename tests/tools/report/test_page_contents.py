@@ -14,7 +14,8 @@ from reports_by_hand import COLUMNS, TEXTS, report_by_hand
 
 from headrace.pipeline import page_data
 from headrace.pipeline.tools.report import symptoms
-from headrace.pipeline.tools.report.page_contents import columns_beside, fitting_texts, shortened
+from headrace.pipeline.tools.report.page_contents import columns_beside, cut_tokens, fitting_texts, shortened
+from headrace.pipeline.tools.report.texts import TokenValues
 
 CONTENTS = sys.modules["headrace.pipeline.tools.report.page_contents"]
 
@@ -150,6 +151,21 @@ def test_a_page_shows_whole_groups_up_to_both_limits_but_one_at_least(monkeypatc
     bare = replace(report, columns={"row": np.arange(4), "reason": np.zeros(4, int)}, by_token={})
     (step,) = page_data([bare], title="t")["steps"]
     assert step["rows"]["row"] == [*range(4)][:rows]
+
+
+def test_a_page_shows_200_groups_or_5000_rows_and_500_tokens_of_a_response():
+    """The other groups and rows are only in the funnel and the numbers."""
+    rows = np.arange(5001)
+    columns = {"row": rows, "reason": np.zeros(5001, int)}
+    (step,) = page_data([replace(report_by_hand({}), columns=columns, by_token={})], title="t")["steps"]
+    assert (step["rows"]["row"], step["funnel"][0]["rows"]) == ([*range(5000)], 5001)
+    columns = {name: column[:201] for name, column in columns.items()}
+    columns |= {"group_id": np.arange(201), "reward": np.arange(201.0)}
+    (step,) = page_data([replace(report_by_hand({}), columns=columns, by_token={})], title="t")["steps"]
+    assert step["shown"] == {"groups": 200, "of": 201}
+    for tokens, at, missing in ((500, 500, 0), (501, 375, 1), (502, 375, 2)):
+        cut = cut_tokens(TokenValues(None, {"advantage": [0.0] * tokens}))
+        assert (cut["at"], cut["missing"], len(cut["values"]["advantage"])) == (at, missing, 500)
 
 
 def size(text: Any) -> int:

@@ -431,6 +431,22 @@ def test_a_printed_report_equals_one_by_hand(by_hand):
     assert dim == ["gate:", "gate:", "parts", "filter:", "parts", "3", "×3", "2"]
 
 
+def test_a_line_has_at_most_eight_rewards_and_forty_letters_of_a_prompt_and_a_table_twelve_groups():
+    """Group g has g + 1 different rewards. A group that is trained in full keeps its place."""
+    group, reward = np.array([(group, k) for group in range(13) for k in range(group + 1)]).T
+    columns = {"group_id": group, "rollout_id": np.arange(91), "reward": reward.astype(float)}
+    columns |= {"reason": np.zeros(91, int), "row": np.arange(91)}
+    texts = {"prompt": ["x" * (34 + each) for each in group]}
+    report = StepReport(0, (), columns, ("trained",), ("trained",), texts)
+    report.__dict__["advisories"] = []
+    *lines, last = printed(report, 130).splitlines()[-13:]
+    for number, line in enumerate(lines):
+        rewards = [str(each) for each in range(min(number + 1, 8))] + ["…"] * (number >= 8)
+        prompt = "x" * (34 + number) if number <= 6 else "x" * 39 + "…"
+        assert line.split() == [str(number), prompt, str(number + 1), str(number + 1), *rewards, "–"]
+    assert last == "and 1 group more"
+
+
 def test_a_report_without_ids_has_a_funnel_of_rows():
     columns = {"reason": np.array([0, 0]), "row": np.arange(2)}
     text = printed(StepReport(0, (), columns, ("trained",), ("trained",)), width=40)

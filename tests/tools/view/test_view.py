@@ -134,6 +134,9 @@ def test_the_recipe_of_a_run_is_shown_if_its_history_has_one(tmp_path, run, make
         folder.add(report_of_step(0))
     with served(run, named) as client:
         assert [each["recipe"] for each in client.ask("runs")["runs"]] == ["", "dr_grpo"]
+    (named / "rollouts" / HISTORY).write_text(json.dumps({"recipe": "x" * 81}) + "\n")
+    with served(named) as client:
+        assert client.ask("runs")["runs"][0]["recipe"] == "x" * 80
     for damage in ("", "[", "{}", '{"recipe": 3}', "[" * 100_000):
         (named / "rollouts" / HISTORY).write_text(damage + "\n")
         with served(named) as client:
@@ -376,6 +379,8 @@ def test_integers_texts_and_dots_are_cut_only_beyond_their_limits(tmp_path):
             (601, True),
             (602, True),
         ]
+        labels = [line["label"] for line in client.ask("prompts", text="Q")["prompts"]]
+        assert {*labels} == {"Q" * 159 + "…"}
         (many,) = client.ask("prompts", text="Many")["prompts"]
         assert len(client.ask("prompt", key=many["key"])["dots"][0]) == 200
 
@@ -642,6 +647,17 @@ def test_a_file_that_declares_too_much_data_is_not_read(run, monkeypatch):
         assert str(raised.value) == said
 
 
+@pytest.mark.parametrize(("more", "read"), [(0, True), (1, False)])
+def test_a_step_has_four_million_rows_at_most(tmp_path, more, read):
+    path = tmp_path / "step_0.parquet"
+    pq.write_table(pa.table({"row": np.zeros(2**22 + more, np.int8)}), path)
+    if read:
+        assert stored_run.read_footer(path, 0).rows == 2**22
+        return
+    with pytest.raises(stored_run.UnreadableRows, match=r"at most 4,194,304 rows .*; found 4,194,305 rows"):
+        stored_run.read_footer(path, 0)
+
+
 def test_a_folder_whose_files_cannot_be_read_names_three_of_them(tmp_path):
     (tmp_path / "rollouts").mkdir()
     for step in range(4):
@@ -695,7 +711,7 @@ def test_the_command_prints_the_runs_and_the_address(run, other, monkeypatch, ca
         f"From another machine: ssh -N -L {port}:127.0.0.1:{port} HOST, then the same address.\n"
         "Ctrl-C ends it.\n\n"
     )
-    assert len(server.secret) >= 20
+    assert len(server.secret) == 22  # 128 bits
     assert server.socket.fileno() == -1
     assert view([str(run), "--port", str(port)]) == 0
     for wrong in (-1, 2**16):
@@ -818,6 +834,8 @@ def test_failed_steps_and_their_reasons_are_beside_the_rows(tmp_path):
             (run,) = client.ask("runs")["runs"]
             assert run["failed"] == []
             assert "failed_steps.json: " in run["problems"][0]
+        os.truncate(file, 2**24)
+        assert "at most" not in client.ask("runs")["runs"][0]["problems"][0]
         os.truncate(file, 2**24 + 1)
         assert "at most 16,777,216 bytes" in client.ask("runs")["runs"][0]["problems"][0]
     file.write_text('[[0, "earlier"], [5, "later"]]')
