@@ -51,6 +51,8 @@ def test_a_training_of_one_step_has_no_number_of_steps(tmp_path):
         display.close("one step")
     assert "100 % of the rows were trained" in map(str.strip, out.getvalue().splitlines())
     assert "the page" not in out.getvalue()
+    display.step({})
+    assert display._progress.tasks[0].fields == {"reward": "nan", "kept": "0", "out": "0"}
 
 
 def test_a_step_is_appended_unless_it_has_new_columns(tmp_path):

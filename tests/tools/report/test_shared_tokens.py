@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from dumps import open_instruct_row, write_lines
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from tries import Trie, dense, ragged
+from tries import ATTENTION, FULL, Trie, dense, ragged
 
 from headrace.pipeline import Pipeline, make_report
 from headrace.pipeline.tools.plan import tabulate_group_sizes
@@ -35,13 +37,21 @@ def ids_of(batch) -> dict[str, np.ndarray]:
     return {name: batch[name].numpy() for name in ("rollout_id", "group_id")}
 
 
-@given(ROWS, st.data(), st.sampled_from([dense, ragged]), st.sampled_from([1, 20, 2**24]))
-def test_counts_equal_those_of_tries_built_by_loops(rows, data, build, cells):
-    rollouts = data.draw(st.lists(st.integers(0, 4), min_size=len(rows), max_size=len(rows)))
+def apart(rows) -> TensorDict:
+    """The same rows with padding on the left and between their tokens."""
+    batch, width = dense(rows, side="left"), 2 * max(map(len, rows))
+    spread = TensorDict({}, batch_size=[len(rows)])
+    for key in (FULL, ATTENTION):
+        spread[key] = torch.zeros(len(rows), width, dtype=batch[key].dtype)
+        spread[key][:, ::2] = batch[key]
+    return spread
+
+
+def check_by_tries(rows, rollouts, chosen, build, cells) -> None:
+    """Compare the counts with those of tries. A group has two rollouts."""
     groups = [rollout // 2 for rollout in rollouts]
-    chosen = np.array(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
     batch = with_ids(rows, rollouts, groups, build)
-    found = count_shared_tokens(batch, ids_of(batch), chosen, cells=cells)
+    found = count_shared_tokens(batch, ids_of(batch), np.array(chosen), cells=cells)
     homes = {"rows": range(len(rows)), "rollout": rollouts, "group": groups}
     for unit, home in homes.items():
         tries = [
@@ -52,6 +62,25 @@ def test_counts_equal_those_of_tries_built_by_loops(rows, data, build, cells):
         # A token costs 2 · depth + 1, where depth is the number of tokens before it.
         squares = sum(2 * len(path) - 1 for trie in tries for path in trie.paths)
         assert found.squares.get(unit, 0) == squares
+
+
+@given(ROWS, st.data(), st.sampled_from([dense, ragged, apart]), st.sampled_from([1, 20, 2**24]))
+def test_counts_equal_those_of_tries_built_by_loops(rows, data, build, cells):
+    rollouts = data.draw(st.lists(st.integers(0, 4), min_size=len(rows), max_size=len(rows)))
+    chosen = data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
+    check_by_tries(rows, rollouts, chosen, build, cells)
+
+
+@pytest.mark.parametrize("cells", [1, 300, 2**16])
+def test_counts_of_long_rows_equal_those_of_tries(cells):
+    """Tokens are compared in blocks of 128, and rows differ before, at and after the ends of two blocks."""
+    dice = Random(0)
+    whole = [dice.randrange(1, 9) for _ in range(300)]
+    rows = [whole[:at] + [9] * more for at in (1, 127, 128, 129, 255, 256, 257, 300) for more in (0, 3)]
+    rows += [[*whole[:at], 8] for at in (128, 256)]
+    rollouts = [dice.randrange(3) for _ in rows]
+    for build in (dense, ragged):
+        check_by_tries(rows, rollouts, [True] * len(rows), build, cells)
 
 
 def test_the_estimate_equals_one_by_hand():

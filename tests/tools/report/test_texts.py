@@ -203,6 +203,15 @@ def test_rows_that_have_left_have_no_token_numbers(lay):
     assert [*values_by_token(batch, keys, [9, 5, 0], MASK)] == [5, 0]
 
 
+def test_a_row_without_a_token_in_the_loss_has_no_texts_and_no_numbers():
+    batch = with_terms(tokens_batch())
+    batch[MASK][2] = False
+    report = make_report(Pipeline({}).run(batch), batch=batch, decode=letters)
+    assert report.texts["prompt"] == ["bc", "cd", "", "ef", "fg", "gh"]
+    assert report.texts["response"] == ["def", "efg", "", "ghi", "hij", "ijk"]
+    assert sorted(report.by_token) == [0, 1, 3, 4, 5]
+
+
 def test_a_number_per_row_is_not_a_number_per_token():
     batch = tokens_batch()
     run = Pipeline({"advantage": GroupRelativeAdvantage()}).run(batch)
