@@ -69,6 +69,8 @@ def texts_of_tokens(
         return {}
     some = _select(batch, [TOKENS, ATTENTION, PROMPT, RESPONSE, loss_mask_key])
     texts = {name: [""] * rows for name in ("prompt", "response")}
+    if not (has_key(batch, loss_mask_key) or has_key(batch, RESPONSE)):
+        return texts
     for row, part in zip(row_numbers(batch), _rows(some), strict=True):
         tokens = part.get(TOKENS).reshape(-1)
         real = torch.ones_like(tokens, dtype=torch.bool)  # False at padding
@@ -76,11 +78,9 @@ def texts_of_tokens(
             real = part.get(ATTENTION).reshape(-1).bool()
         if has_key(part, loss_mask_key):
             trains = part.get(loss_mask_key).reshape(-1)
-        elif has_key(part, RESPONSE):
+        else:
             trains = torch.arange(len(tokens)) >= len(tokens) - part.get(RESPONSE).numel()
             trains = trains & real if len(real) == len(tokens) else trains
-        else:
-            continue
         if not bool(trains.any()):
             continue
         first, last = _span(trains)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline, make_report
-from headrace.pipeline.tools.report.notebook import shown_value
+from headrace.pipeline.tools.report.notebook import ColumnTable, shown_value
 from headrace.transforms import Criterion, FanOutCollapse, SampleFilter
 
 pytestmark = pytest.mark.slow
@@ -119,11 +119,16 @@ def test_a_report_has_the_funnel_the_groups_and_the_numbers():
     assert tables(run) == tables(run.ledger)
 
 
-def test_a_long_table_has_the_number_of_hidden_rows():
-    report = make_report(Pipeline({}).run(TensorDict({"rollout_id": torch.arange(40)}, batch_size=[40])))
-    shown = Tables(report.rollouts._repr_html_())
-    assert len(shown.tables[0]) == 13
-    assert "and 28 more" in shown.text
+@pytest.mark.parametrize(("rows", "more"), [(12, ""), (13, "and 1 more"), (1012, "and 1,000 more")])
+def test_a_long_table_has_the_number_of_hidden_rows(rows, more):
+    table = ColumnTable(a_b=np.arange(rows), c=np.linspace(0, 1, rows))
+    shown = Tables(table._repr_html_("title"))
+    (head, *lines), = shown.tables  # fmt: skip
+    assert head == ["a b", "c"]
+    assert lines == [[str(row), shown_value(table["c"][row])] for row in range(12)]
+    assert shown.text.endswith(f"{lines[-1][1]}{more}")
+    assert shown.text.startswith("title")
+    assert Tables(ColumnTable()._repr_html_()).tables == [[]]
 
 
 def test_data_are_escaped_in_html():

@@ -144,6 +144,9 @@ def test_without_a_mask_the_response_is_at_the_end():
     batch["tokens", "response"] = batch[FULL][:, 3:]
     batch = batch.exclude(MASK)
     assert make_report(Pipeline({}).run(batch), decode=letters).texts["response"][0] == "def"
+    batch = batch.exclude(("tokens", "response"))
+    texts = make_report(Pipeline({}).run(batch), decode=letters).texts
+    assert texts == {"prompt": [""] * 6, "response": [""] * 6}
 
 
 def test_a_decoder_must_return_a_string_per_token():
