@@ -95,6 +95,7 @@ INNER = {
     "pipeline.tools.report.comparison",
     "pipeline.tools.report.display",
     "pipeline.tools.report.folder",
+    "pipeline.tools.report.funnel",
     "pipeline.tools.report.groups",
     "pipeline.tools.report.history",
     "pipeline.tools.report.html",

@@ -35,6 +35,7 @@ from headrace.pipeline.tools.plan.group_sizes import (
     GroupsSeen,
     _said_of_pools,
     advised,
+    digits_apart,
     groups_seen,
     lines_of,
     show_group_sizes,
@@ -607,6 +608,23 @@ def test_advised_sizes_need_the_fewest_rollouts_or_have_the_greatest_informative
         "What to do: set the group size from 2 to 8. "
     )
     assert "no group size helps" in advised([2, 4], [1.0, 1.0], ["", "≤"])
+
+
+@pytest.mark.parametrize(
+    ("needed", "digits"),
+    [
+        ([5.7, 6.3, 5.9], 1),
+        ([5.71, 5.74], 0),
+        ([5.74, 5.66], 0),
+        ([5.4, 5.6], 0),
+        ([5.7, math.inf], 0),
+        ([math.inf, math.inf], 0),
+        ([2.0], 0),
+        ([6.3, 9.0, 5.7], 1),
+    ],
+)
+def test_numbers_have_a_decimal_if_the_least_two_would_look_equal_without_it(needed, digits):
+    assert digits_apart(needed) == digits
 
 
 def test_a_prompt_of_several_steps_is_one_prompt(tmp_path):

@@ -151,6 +151,12 @@ def test_a_symptom_is_checked_or_names_its_missing_data():
         assert unchecked(history) == [name for name in symptoms() if judged_by.get(name) == number]
 
 
+def test_a_symptom_is_unchecked_if_none_of_the_last_five_steps_has_its_number():
+    for at, checked in ((0, False), (1, True), (5, True)):
+        history = [(step, QUIET | ({"staleness/mean": 0.0} if step == at else {})) for step in range(6)]
+        assert ("stale" not in unchecked(history)) == checked
+
+
 def test_every_step_without_training_is_named():
     trained = [4.0, 0.0, 4.0, 0.0, 4.0]
     history = steps_of("rows/trained", trained)

@@ -94,7 +94,7 @@ def test_a_run_that_fails_after_a_restart_keeps_its_verdict_and_advisories(tmp_p
     assert [each["step"] for each in data_of(tmp_path / "report.html")["steps"]] == [0, 1]
 
 
-@pytest.mark.parametrize("room", [0, 40, 150, 10_000])
+@pytest.mark.parametrize("room", [0, 40, 150, 3 * 44, 3 * 44 - 1, 10_000])  # each text takes 44 bytes
 def test_an_earlier_step_keeps_as_many_texts_as_fit(room):
     step = step_of([row for group in range(3) for row in rollouts_of(group, [0.0, 1.0])])
     texts = [{"start": f"text {at}", "missing": 0, "end": ""} for at in range(9)]
@@ -103,7 +103,8 @@ def test_an_earlier_step_keeps_as_many_texts_as_fit(room):
     left = [*cut["groups"]["asked"], *cut["rows"]["response"]]
     size, expected = 0, []
     for text in texts:
-        size += len(json.dumps({"": text}, separators=(",", ":")))
+        assert len(json.dumps({"": text}, separators=(",", ":"))) == 44
+        size += 44
         expected.append(text if size <= room else None)
     assert left == expected
     cut["groups"]["asked"], cut["rows"]["response"] = texts[:3], texts[3:]

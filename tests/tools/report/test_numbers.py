@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.pipeline.tools.report.groups import groups_of, reading_order, rollouts_of
-from headrace.pipeline.tools.report.numbers import numbers_of
+from headrace.pipeline.tools.report import percent
+from headrace.pipeline.tools.report.funnel import Left
+from headrace.pipeline.tools.report.groups import groups_of, reading_order, rollouts_of, staleness_of
+from headrace.pipeline.tools.report.numbers import logged_numbers, numbers_of
 from headrace.pipeline.tools.report.over_steps import quarter_means
 from headrace.transforms import Status
 
@@ -164,6 +166,66 @@ def test_the_compared_rollouts_and_the_baseline_of_a_group_equal_those_of_loops(
             assert groups["compared"][at] == len(compared)
             expected = known.pop() if len(known) == 1 else math.nan
             assert groups["baseline"][at] == pytest.approx(expected, nan_ok=True), (seed, group)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "one"),
+    [(0.0, 9e-10, True), (0.0, 1.1e-9, False), (1000.0, 1000 + 9e-7, True), (1000.0, 1000 + 1.1e-6, False)],
+)
+def test_baselines_of_a_group_are_one_up_to_rounding(low, high, one):
+    columns = {"reason": np.zeros(2, int), "row": np.arange(2), "group_id": np.zeros(2, int)}
+    columns |= {"compared": np.array([2, 2]), "baseline": np.array([low, high])}
+    baseline = groups_of(columns, None)["baseline"]
+    assert baseline == pytest.approx([low if one else math.nan], rel=1e-12, nan_ok=True)
+
+
+def test_a_row_is_behind_the_trainer_if_all_rows_know_its_version():
+    columns = {"reason": np.zeros(3, int), "policy_version": np.array([3, 5, -1])}
+    for trainer, ages in (([6, 7, 6], [3, 2, -1]), ([6, -1, 6], [2, 0, -1]), (None, [2, 0, -1])):
+        known = columns if trainer is None else columns | {"trainer_version": np.array(trainer)}
+        assert staleness_of(known).tolist() == ages
+    assert staleness_of({"reason": np.zeros(2, int)}).tolist() == [-1, -1]
+
+
+def test_logged_advantages_are_compared_where_both_are_known():
+    """They agree up to 10⁻⁴."""
+    nan = math.nan
+    columns = {"logged_advantage": np.array([0.0, 1.0, 2.0, nan]), "advantage": np.array([1e-4, 1.5, nan, 0])}
+    names = {"rows": 2, "max_difference": 0.5, "mean_difference": 0.25005, "agree": 0.5}
+    assert logged_numbers(columns) == pytest.approx({f"logged_advantage/{k}": v for k, v in names.items()})
+    columns["advantage"] = np.array([1.01e-4, 1.5, nan, 0])
+    assert logged_numbers(columns)["logged_advantage/agree"] == 0
+    assert logged_numbers(columns | {"advantage": np.full(4, nan)}) == {}
+    assert logged_numbers({"advantage": np.zeros(1)}) == {}
+
+
+def test_a_share_has_a_decimal_if_it_is_near_0_or_1():
+    """A half is rounded up."""
+    shown = {
+        0: "0",
+        0.0045: "0.5",
+        0.0099: "1.0",
+        0.01: "1",
+        0.125: "13",
+        0.99: "99",
+        0.9901: "99.0",
+        1: "100",
+    }
+    assert {share: percent(share) for share in shown} == {share: f"{text} %" for share, text in shown.items()}
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "groups", "said"),
+    [
+        (1, 2, "parts of 1 rollout and 2 groups"),
+        (None, 1, "parts of 1 group"),
+        (1200, 0, "parts of 1,200 rollouts"),
+        (0, 0, ""),
+        (None, None, ""),
+    ],
+)
+def test_a_reason_names_the_rollouts_and_groups_that_lost_a_part(rollouts, groups, said):
+    assert Left("failed", "dropped", 5, 1, 0, None, rollouts, groups).in_part == said
 
 
 def test_groups_whose_rewards_differ_and_groups_whose_rewards_are_equal_alternate():

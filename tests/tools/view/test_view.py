@@ -293,7 +293,9 @@ def test_the_line_of_a_step_has_the_counts_of_its_first_and_of_its_last_level(tm
 
 def test_an_answer_has_as_many_rows_or_prompts_as_asked_for_and_200_at_most(tmp_path):
     rows = [(at, at, float(at), f"prompt {at:03d}") for at in range(203)]
-    with served(write_rows(tmp_path, {0: rows})) as client:
+    folder = write_rows(tmp_path, {0: rows})
+    assert [row[0] for row in stored_run.StoredRun(folder).rows(0, sort="group_id")["rows"]] == [*range(50)]
+    with served(folder) as client:
         for how, places in (
             ({}, range(50)),
             ({"count": 3, "offset": 201}, range(201, 203)),
@@ -327,6 +329,27 @@ def test_prompts_are_sorted_by_the_mean_of_both_runs_and_those_without_a_reward_
     assert lines["A"] == [one, one | {"reward": 0.0, "first": [2, 0.0], "last": [2, 0.0]}]
     dots = [[[2, 1.0, None]], [[2, 0.0, None]]]
     assert answer == {"text": "A", "runs": [[[2, 1, 1, 1.0]], [[2, 1, 1, 0.0]]], "dots": dots}
+
+
+def test_prompts_are_found_in_files_that_lack_other_columns(tmp_path):
+    """Without ids, each row is a rollout and a group of its own. A step without prompts is left out."""
+    (tmp_path / "rollouts").mkdir()
+    ids = {"group_id": [1], "rollout_id": [1]}
+    tables = [{"prompt": ["A", "A", "B"]}, {"row": [0]}, {"prompt": ["B"], "reward": [0.5], **ids}]
+    for step, columns in enumerate(tables):
+        pq.write_table(pa.table(columns), tmp_path / "rollouts" / f"step_{step}.parquet")
+    with served(tmp_path) as client:
+        listed = client.ask("prompts")["prompts"]
+        found = {line["label"]: client.ask("prompt", key=line["key"]) for line in listed}
+    one = {"steps": 1, "groups": 2, "rollouts": 2, "reward": None, "first": [0, None], "last": [0, None]}
+    two = {"steps": 2, "groups": 2, "rollouts": 2, "reward": 0.5, "first": [0, None], "last": [2, 0.5]}
+    assert {line["label"]: line["runs"] for line in listed} == {"A": [one], "B": [two]}
+    assert found["A"]["dots"] == [[[0, None, None]] * 2]
+    assert found["B"] == {
+        "text": "B",
+        "runs": [[[0, 1, 1, None], [2, 1, 1, 0.5]]],
+        "dots": [[[0, None, None], [2, 0.5, None]]],
+    }
 
 
 def test_rows_without_a_reward_are_in_the_order_of_the_file(tmp_path):
@@ -562,6 +585,19 @@ def test_only_get_is_answered(client):
         status, headers, _ = client.send(client.path + "api/runs", method=method, body=b"step=0")
         assert (status, headers["Allow"]) == (405, "GET"), method
     assert client.send(client.path, method="NONSENSE")[0] == 501
+
+
+def test_an_error_is_printed_unless_the_browser_has_closed_the_connection(client, capsys):
+    for error, printed in (
+        (BrokenPipeError(), False),
+        (ConnectionResetError(), False),
+        (KeyError("x"), True),
+    ):
+        try:
+            raise error
+        except Exception:
+            client.server.handle_error(None, ("127.0.0.1", 1))
+        assert ("KeyError" in capsys.readouterr().err) == printed
 
 
 def test_every_response_forbids_foreign_scripts_and_declares_its_type(client):
