@@ -18,7 +18,7 @@ from tries import ATTENTION, FULL, Trie, dense, ragged
 from headrace.pipeline import Pipeline, make_report
 from headrace.pipeline.tools.plan import tabulate_group_sizes
 from headrace.pipeline.tools.replay import replay_dump
-from headrace.pipeline.tools.report import count_shared_tokens, page_data, said_of_trees
+from headrace.pipeline.tools.report import SharedTokens, count_shared_tokens, page_data, said_of_trees
 from headrace.transforms import FanOutCollapse, GroupRelativeAdvantage, RewardWithin, SampleFilter
 
 pytestmark = pytest.mark.slow
@@ -94,6 +94,30 @@ def test_the_estimate_equals_one_by_hand():
     assert "tree/pflops/rows" not in counts.numbers()
     twice = counts + counts
     assert twice.tokens == {unit: 2 * count for unit, count in counts.tokens.items()}
+    assert counts + SharedTokens({}, {}) == SharedTokens({}, {}) + counts == counts
+    assert SharedTokens({"rows": 1.0}, {"rows": 2.0}) + counts == SharedTokens(
+        {"rows": 7.0, "rollout": 6.0, "group": 4.0}, {"rows": 20.0, "rollout": 18.0, "group": 14.0}
+    )
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        ({"rollout": 1000, "group": 1000}, "; rows share none"),
+        ({}, "; rows share none"),
+        ({"group": 800}, "; 800 as trees of groups, 1.2 times fewer"),
+        (
+            {"rollout": 999, "group": 400},
+            "; 999 as trees of rollouts, 1.0 times fewer; 400 as trees of groups, 2.5 times fewer",
+        ),
+    ],
+)
+def test_a_sentence_names_the_trees_with_fewer_tokens(counts, said):
+    numbers = {f"tree/tokens/{unit}": float(count) for unit, count in counts.items()}
+    numbers["tree/tokens/rows"] = 1000.0
+    assert said_of_trees(numbers) == f"tokens of prompts and responses: 1,000 row by row{said}"
+    if "group" in counts and counts["group"] < 1000:
+        assert said_of_trees(numbers | {"tree/flops/group": 0.756}).endswith("fewer, with 0.76 of the FLOPs")
 
 
 def test_a_batch_without_tokens_has_no_numbers(make_batch):
