@@ -65,9 +65,37 @@ a caption
 """
 
 
-@pytest.mark.parametrize(("width", "shown"), [(70, WIDE), (68, WIDE), (60, MIDDLE), (30, NARROW)])
+TOO_NARROW = """\
+a title
+name
+of it  cut         n
+────────────────────
+alpha  what …      1
+beta
+  gam  漢字 …  1,000
+  ma
+  del
+  ta
+  eps
+  ilo
+  n
+
+xxxxx  y           7
+xxxxx
+xxxxx
+xxxxx
+xxxxx
+xxxxx
+xx
+a caption
+"""
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"), [(70, WIDE), (68, WIDE), (60, MIDDLE), (30, NARROW), (20, TOO_NARROW)]
+)
 def test_a_table_at_each_width_equals_one_by_hand(width, shown):
-    """The width for which nothing wraps is 68. At 30, the last column is left out, and a title wraps."""
+    """At 68 nothing wraps. At 30 the last column is left out. At 20 a title wraps, and words are broken."""
     out = io.StringIO()
     Console(file=out, width=width).print(table())
     lines = out.getvalue().splitlines()
