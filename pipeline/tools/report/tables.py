@@ -108,7 +108,7 @@ class FittedTable:
                 self.columns[k].lines(texts[k], width, indent * (place == 0), console)
                 for place, (k, width) in enumerate(zip(shown, widths, strict=True))
             ]
-            height = max(map(len, lines), default=0)
+            height = max(map(len, lines))
             for own, width in zip(lines, widths, strict=True):
                 blank = [" " * width] * (height - len(own))
                 own[:] = blank + own if number == 0 else own + blank  # titles are aligned to the bottom

@@ -226,6 +226,15 @@ def test_reports_of_different_rows_are_refused():
         )
 
 
+def test_a_comparison_of_no_step_has_no_numbers():
+    found = Comparison(NAMES)
+    numbers = {name: value for name, value in found.numbers.items() if value}
+    assert numbers == {"correlation": pytest.approx(math.nan, nan_ok=True)} | {
+        "gradient_cosine": pytest.approx(math.nan, nan_ok=True)
+    }
+    assert found.mean_shares() == {}
+
+
 def test_without_ids_all_rows_are_one_group():
     rows = [
         {"group": k, "rollout": k, "tokens": 1, "reason": (0, 0), "weight": (1.0, 1.0), "advantage": pair}
