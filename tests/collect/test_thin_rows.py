@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -12,15 +13,13 @@ import torch
 from assembly import Line, batch_of_lines, faulty_stream, same_rows
 from batches import cut_rows
 from composed import composed
+from queue_here import QueueHere
 from recipes import CHAINS, WITH_TORCHRL
 from tensordict import TensorDictBase
 
 from headrace.pipeline import Pipeline, RolloutQueue, StepQueue, assembled
+from headrace.pipeline.queues import queues
 from headrace.transforms import BatchError, GroupAssembler, MissingKeyError, StalledError
-
-ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
-transfer_queue = pytest.importorskip("transfer_queue", reason="the extra `tq` is not installed")
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("queue")]
 
 MOST_BYTES = 200
 MASK, LOG_PROB = ("masks", "all_assistant_mask"), ("log_probs", "full")
@@ -63,8 +62,14 @@ def name(request) -> str:
     return request.node.name
 
 
-def keys_in(partition: str) -> list[str]:
-    return list(transfer_queue.kv_list(partition).get(partition, {}))
+@pytest.fixture(autouse=True)
+def here(request, monkeypatch) -> QueueHere | None:
+    """A queue of this process. A test with the fixture `queue` uses TransferQueue itself."""
+    if "queue" in request.fixturenames:
+        return None
+    made = QueueHere()
+    monkeypatch.setattr(queues, "tq", lambda: made)
+    return made
 
 
 def rows_of(lines: list[Line], start: int, *, tokens: int = 8, ragged: bool = False) -> TensorDictBase:
@@ -128,6 +133,7 @@ def part_of(step: TensorDictBase, rank: int) -> TensorDictBase:
     return step[step["headrace", "rank"] == rank]
 
 
+@pytest.mark.slow
 def test_rows_without_tokens_give_the_same_batches_metrics_and_steps(name):
     """Each recipe gets streams with several options. Rows are lost, failed or repeated."""
     steps_seen = masked = 0
@@ -225,6 +231,10 @@ def wire_of(patch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.usefixtures("queue")
+@pytest.mark.skipif(find_spec("transfer_queue") is None, reason="the extra `tq` is not installed")
 def test_at_most_200_bytes_per_row_reach_the_decider_for_any_number_of_tokens(name):
     """All messages count: reads, polls, steps and clears. Pieces have 32 rows, and there are two ranks."""
     pipeline, assembler, sizes, rows = composed(*GRPO), GroupAssembler(groups=32), [], 0
@@ -241,7 +251,7 @@ def test_at_most_200_bytes_per_row_reach_the_decider_for_any_number_of_tokens(na
     assert 20 < sum(sizes) / rows < MOST_BYTES
 
 
-def test_a_rank_fetches_the_tokens_of_a_row_once_for_all_epochs(name, monkeypatch):
+def test_a_rank_fetches_the_tokens_of_a_row_once_for_all_epochs(name, here):
     pipeline, assembler = composed(*GRPO), GroupAssembler(groups=16)
     source = RolloutQueue(name, producers=1, decided_by=[assembler, pipeline])
     put_groups(RolloutQueue(name, decided_by=[assembler, pipeline]), groups=16)
@@ -249,13 +259,13 @@ def test_a_rank_fetches_the_tokens_of_a_row_once_for_all_epochs(name, monkeypatc
     (batch,) = assembled(source, assembler)
     assert steps.put(pipeline.minibatches(batch, epochs=3)) == 6
     fetched: list[str] = []
-    get = transfer_queue.kv_batch_get
+    get = here.kv_batch_get
 
     def seen(keys, partition):
         fetched.extend(keys if partition == name else [])
         return get(keys, partition)
 
-    monkeypatch.setattr(transfer_queue, "kv_batch_get", seen)
+    here.kv_batch_get = seen
     steps.end()
     for rank in (0, 1):
         fetched.clear()
@@ -265,7 +275,7 @@ def test_a_rank_fetches_the_tokens_of_a_row_once_for_all_epochs(name, monkeypatc
         assert len(fetched) == len(set(fetched)) == len(set(numbers))
 
 
-def test_rows_leave_the_queue_once_unused(name):
+def test_rows_leave_the_queue_once_unused(name, here):
     """Rows stay in the queue while they wait for their group or a rank, or are carried."""
     words = ("pipeline=grpo", "pipeline.stages.split.minibatches=null", f"{SPLIT}minibatch_size=24")
     pipeline = composed(*words, f"{SPLIT}remainder=carry")
@@ -282,15 +292,15 @@ def test_rows_leave_the_queue_once_unused(name):
     assert len(next(rank)) == 24
     assert source.keep_only(assembler, pipeline, steps) == 24
     assert len(next(rank)) == 24
-    left = 50 - len(keys_in(name))
+    left = 50 - len(here.kv_list(name)[name])
     assert source.keep_only(assembler, pipeline, steps) == 24
     assert left == 24
-    assert len(keys_in(name)) == 2
+    assert len(here.kv_list(name)[name]) == 2
     assert source.keep_only(steps) == 2
-    assert keys_in(name) == []
+    assert here.kv_list(name)[name] == {}
 
 
-def test_a_reader_without_tokens_resumes_from_its_last_state(name):
+def test_a_reader_without_tokens_resumes_from_its_last_state(name, here):
     def reader() -> tuple[Any, RolloutQueue, GroupAssembler]:
         assembler = GroupAssembler(groups=1)
         source = RolloutQueue(name, producers=1, clear="saved", max_rows=1, decided_by=[assembler])
@@ -314,9 +324,10 @@ def test_a_reader_without_tokens_resumes_from_its_last_state(name):
         assert [source.fetch(batch)["number"].tolist() for batch in again] == expected[at:]
     source.keep_only()
     source.keep_only()
-    assert keys_in(name) == []
+    assert here.kv_list(name)[name] == {}
 
 
+@pytest.mark.slow
 def test_every_recipe_decides_equally_without_tokens_or_requires_them(name, make_batch):
     needs = set()
     for number, recipe in enumerate(CHAINS):
@@ -373,7 +384,7 @@ def test_a_producer_without_the_required_columns_is_named(name):
         next(iter(source))
 
 
-def test_lost_tokens_and_tokens_of_another_width_raise_on_the_rank(name):
+def test_lost_tokens_and_tokens_of_another_width_raise_on_the_rank(name, here):
     pipeline, assembler = composed("pipeline=grpo"), GroupAssembler()
     source = RolloutQueue(name, decided_by=[assembler, pipeline])
     lines = [Line(0, r, 0, True) for r in (0, 1)]
@@ -384,6 +395,6 @@ def test_lost_tokens_and_tokens_of_another_width_raise_on_the_rank(name):
     steps.put(pipeline.minibatches(assembler.take()))
     with pytest.raises(BatchError, match="dense rows must have one width"):
         next(steps.minibatches(0))
-    transfer_queue.kv_clear(keys_in(name)[:1], name)
+    here.kv_clear(list(here.kv_list(name)[name])[:1], name)
     with pytest.raises(BatchError, match=r"all rows that were put into partition.*returned 1 of 2"):
         next(steps.minibatches(0))

@@ -9,23 +9,22 @@ from typing import Any
 import pytest
 import torch
 from composed import composed
+from queue_here import QueueHere
 from tensordict import NonTensorStack, TensorDict
 
 from headrace.pipeline import GroupReplayBuffer, QueuedGroups, assembled
+from headrace.pipeline.queues import in_place
 from headrace.transforms import BatchError, GroupAssembler
 
-ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
-transfer_queue = pytest.importorskip("transfer_queue", reason="the extra `tq` is not installed")
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("queue")]
+transfer_queue = QueueHere()
 
 
 @pytest.fixture(autouse=True)
-def empty() -> Iterator[None]:
-    """Clear the queue after each test, because all tests use the same names of partitions."""
+def here(monkeypatch) -> Iterator[None]:
+    """Use a queue of this process, which is empty at the beginning of each test."""
+    monkeypatch.setattr(in_place, "tq", lambda: transfer_queue)
     yield
-    for partition, keys in transfer_queue.kv_list().items():
-        if keys:
-            transfer_queue.kv_clear(list(keys), partition)
+    vars(transfer_queue).update(vars(QueueHere()))
 
 
 def keys_in(partition: str) -> set[str]:
@@ -108,7 +107,7 @@ def build(sampler_kwargs: dict[str, Any], **options: Any) -> Any:
     }
     given |= options
     made = module.GroupReplayBuffer(sampler_kwargs=sampler_kwargs, **given)
-    made.poll_interval = 0.01
+    made.poll_interval = 0.001
     return made
 
 

@@ -15,7 +15,7 @@ import torch
 from assembly import Line, batch_of_lines, same_rows
 from batches import batch_of
 from composed import composed
-from saving import as_saved
+from queue_here import QueueHere
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 
 from headrace.pipeline import (
@@ -26,7 +26,7 @@ from headrace.pipeline import (
     assembled,
     group_sampler,
 )
-from headrace.transforms import BatchError, GroupAssembler, MissingKeyError, StalledError
+from headrace.transforms import GroupAssembler, StalledError
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 transfer_queue = pytest.importorskip("transfer_queue", reason="the extra `tq` is not installed")
@@ -90,6 +90,45 @@ def test_rows_come_out_unchanged(rows, name):
     assert keys_in(name) == []
 
 
+def test_the_queue_of_one_process_answers_as_transfer_queue_does(name):
+    """So laws of queues may use it (`queue_here`)."""
+
+    def answers(queue: Any) -> list[Any]:
+        found: list[Any] = []
+
+        def look(keys: Sequence[str], **options: Any) -> None:
+            rows = queue.kv_batch_get(list(keys), name, **options)
+            columns = {key: rows.get(key) for key in sorted(rows.keys())}
+            kinds = {key: (type(column), getattr(column, "is_nested", 0)) for key, column in columns.items()}
+            values = {
+                key: [each.tolist() if isinstance(each, torch.Tensor) else each for each in column.unbind()]
+                if isinstance(column, torch.Tensor)
+                else column.tolist()
+                for key, column in columns.items()
+            }
+            found.append((len(rows), kinds, values))
+
+        ragged = torch.nested.as_nested_tensor([torch.arange(3), torch.arange(2)], layout=torch.jagged)
+        fields = {"wide": torch.rand(2, 3, generator=torch.manual_seed(0)), "one": torch.tensor([4, 5])}
+        rows = TensorDict({**fields, "text": ["a", "b"], "ragged": ragged}, batch_size=[2])
+        queue.kv_batch_put(["k", "l"], name, fields=rows, tags=[{"n": 1}, {"n": 2}])
+        queue.kv_batch_put(["m"], name, fields=rows.select("wide", "one")[:1])
+        queue.kv_batch_put(["l", "only"], name, tags=[{"more": 3}, {"n": 4}])
+        found.append(queue.kv_list(name))
+        look(["k", "l"])
+        look(["l", "m", "k"])
+        look(["k", "lost"])
+        look(["k", "l"], select_fields=["one", "absent"])
+        queue.kv_clear(["k", "only"], name)
+        found.append(queue.kv_list(name))
+        look(["k", "l", "m"])
+        queue.kv_clear(["l", "m"], name)
+        found.append(queue.kv_list(name).get(name, {}))
+        return found
+
+    assert answers(QueueHere()) == answers(transfer_queue)
+
+
 @ray.remote(num_cpus=0, max_retries=0)
 def produce(queue: RolloutQueue, pieces: Sequence[TensorDict], dies: bool = False) -> None:
     for piece in pieces:
@@ -110,78 +149,6 @@ def test_a_dead_producer_is_a_stall_in_bounded_time(name):
         list(stream)
 
 
-def test_rows_with_other_columns_are_read_separately_and_lose_none(name):
-    """For one request, the queue would return only the columns that all rows have."""
-    rows = batch_of_lines(LINES)
-    send(RolloutQueue(name), [rows[:2], rows[2:4].exclude("text"), rows[4:6].exclude("text")])
-    first, second = RolloutQueue(name, producers=1)
-    same_rows(first, rows[:2])
-    same_rows(second, rows[2:6].exclude("text"))
-
-
-def test_rows_lost_by_the_queue_are_refused(name, monkeypatch):
-    send(RolloutQueue(name), [batch_of_lines(LINES[:4])])
-    get = transfer_queue.kv_batch_get
-    monkeypatch.setattr(transfer_queue, "kv_batch_get", lambda keys, partition: get(keys[1:], partition))
-    with pytest.raises(
-        BatchError, match=rf"all rows that were put into partition '{name}'; it returned 3 of 4: \w+/0"
-    ):
-        next(iter(RolloutQueue(name)))
-    monkeypatch.setattr(transfer_queue, "kv_batch_get", lambda *args: get(*args).exclude("group_id"))
-    with pytest.raises(
-        BatchError, match=r"all columns that were put; it returned only \['expected_rollouts'"
-    ):
-        next(iter(RolloutQueue(name)))
-
-
-def test_keys_with_dots_are_refused(name):
-    with pytest.raises(BatchError, match=r"keys without dots; found \('next', 'a.b'\)"):
-        RolloutQueue(name).put(TensorDict({("next", "a.b"): torch.zeros(2)}, batch_size=[2]))
-    RolloutQueue(name).put(None)
-    RolloutQueue(name).put(TensorDict({}, batch_size=[0]))
-    assert keys_in(name) == []
-
-
-def test_rows_are_read_in_complete_puts_up_to_a_limit(name):
-    source = RolloutQueue(name, producers=1, max_rows=5)
-    rows = batch_of_lines(LINES)
-    send(RolloutQueue(name), rows[:12].split([3, 2, 4, 3]))
-    assert [len(batch) for batch, _ in zip(source, range(2), strict=False)] == [5, 7]
-
-
-@pytest.mark.parametrize(
-    ("at", "after", "groups"),  # `after`: number of states that were saved after the loaded one
-    [(1, 0, 1), (2, 1, 1), (1, 1, 4)],  # with four groups per batch the source ends before the last batch
-)
-def test_a_reader_resumes_from_its_last_state_or_the_one_before(at, after, groups, name):
-    def read(state: dict[str, Any] | None = None) -> Any:
-        source = RolloutQueue(name, producers=1, clear="saved", max_rows=5)
-        stream = assembled(source, GroupAssembler(groups=groups), patience=PATIENCE)
-        if state is not None:
-            stream.load_state_dict(state)
-        return stream
-
-    def numbers(batches) -> list[list[int]]:
-        return [batch["number"].tolist() for batch in batches]
-
-    rows = batch_of_lines(LINES)
-    expected = numbers(assembled(rows.split(5), GroupAssembler(groups=groups)))
-    at = min(at, len(expected) - 1)
-    send(RolloutQueue(name), rows.split(7))
-    stream, states = read(), []
-    batches, begun = iter(stream), []
-    for _ in range(at + 1):  # a state is saved after each batch; a batch after the last state comes again
-        begun += numbers([next(batches)])
-        if len(states) < at + after:
-            states.append(as_saved(stream.state_dict()))
-    assert begun == expected[: at + 1]
-    again = read(states[at - 1])
-    assert numbers(again) == expected[at:]
-    for _ in range(2):
-        again.state_dict()
-    assert keys_in(name) == []
-
-
 # -- optimiser steps --------------------------------------------------------------------------------------
 
 
@@ -195,8 +162,8 @@ def minibatches(ranks: int, *, groups: int = 4, epochs: int = 1) -> list[TensorD
     return list(pipeline.run(batch, epochs=epochs).minibatches())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_each_rank_gets_exactly_its_rows_of_each_step(ranks, name):
+def test_each_rank_gets_exactly_its_rows_of_each_step(name):
+    ranks = 2
     steps, queue = minibatches(ranks, epochs=2), StepQueue(name, ranks=ranks)
     assert queue.put(iter(steps)) == len(steps) == 4
     queue.end()
@@ -204,39 +171,9 @@ def test_each_rank_gets_exactly_its_rows_of_each_step(ranks, name):
     for rank in range(ranks):
         found = list(reader.minibatches(rank, patience=PATIENCE))
         for step, part in zip(steps, found, strict=True):
-            mine = step["headrace", "rank"] == rank if ranks > 1 else torch.ones(len(step)).bool()
-            same_rows(part, step[mine])
+            same_rows(part, step[step["headrace", "rank"] == rank])
             assert len(part) == len(step) // ranks
         assert keys_in(f"{name}/{rank}") == []
-
-
-def test_a_rank_without_rows_takes_part_in_each_step(name):
-    queue = StepQueue(name, ranks=3)
-    queue.put(minibatches(2))
-    queue.end()
-    assert [len(part) for part in queue.minibatches(2)] == [0, 0]
-
-
-def test_rows_without_a_rank_are_refused_before_sending(name):
-    queue, steps = StepQueue(name, ranks=2), minibatches(3)
-    with pytest.raises(BatchError, match="ranks 0 to 1; found rank 2"):
-        queue.put(steps)
-    with pytest.raises(MissingKeyError, match=r"StepQueue needs the column.*written by ShuffleSplit"):
-        queue.put([steps[0].exclude(("headrace", "rank"))])
-    assert keys_in(f"{name}/0") == keys_in(f"{name}/1") == []
-
-
-def test_waiting_for_the_other_side_ends_in_bounded_time(name):
-    queue = StepQueue(name, ranks=2, max_steps=1)
-    with pytest.raises(StalledError, match=r"rank 1 has waited 0.1 s for optimiser step 0"):
-        next(queue.minibatches(1, patience=0.1))
-    steps = minibatches(2)
-    queue.put(steps[:1])
-    with pytest.raises(StalledError, match=r"rank 0 has not taken optimiser step 0 for 0.1 s"):
-        queue.put(steps[1:], patience=0.1)
-    taken = [len(next(queue.minibatches(rank))) for rank in (0, 1)]
-    assert sum(taken) == len(steps[0])
-    assert queue.put(steps[1:], patience=PATIENCE) == 1
 
 
 # -- all of it --------------------------------------------------------------------------------------------
