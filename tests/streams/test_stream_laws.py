@@ -19,8 +19,36 @@ from tensordict import TensorDict
 
 from headrace.pipeline import RepeatSampler, assembled, informative, paced
 from headrace.transforms import BatchError, GroupAssembler, StalledError
+from headrace.transforms.streams import Intervals
 
 FAILED = 3
+
+
+# -- closed ids -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.sampled_from("+-u"), st.lists(st.integers(-3, 12), min_size=1, max_size=5))))
+def test_intervals_are_a_set_of_integers(events):
+    """The reference is a Python set. Neighbouring ids are always in one interval."""
+    found, expected = Intervals(), set[int]()
+    for kind, numbers in events:
+        if kind == "u":
+            found.update(numbers)
+            expected |= {*numbers}
+        elif kind == "+":
+            found.add(numbers[0])
+            expected.add(numbers[0])
+        else:
+            found.remove(numbers[0])
+            expected.discard(numbers[0])
+        pairs = found.to_tensor().tolist()
+        assert [number for first, last in pairs for number in range(first, last + 1)] == sorted(expected)
+        assert all(last + 1 < first for (_, last), (first, _) in itertools.pairwise(pairs))
+        found = Intervals(found.to_tensor())
+        assert {number for number in range(-5, 15) if number in found} == expected
+    found.update([])
+    assert found.to_tensor().tolist() == Intervals(found.to_tensor()).to_tensor().tolist()
 
 
 # -- any order of arrival -------------------------------------------------------------------------------

@@ -478,8 +478,8 @@ class GroupAssembler(
         with self._lock:
             puts, last = self._refused
             if puts:
-                s = "" if puts == 1 else "s"
-                why = f"{why.rstrip('.')}. {puts} put{s} of rows were refused, the last by {last.rstrip('.')}"
+                refused = "put of rows was refused" if puts == 1 else "puts of rows were refused"
+                why = f"{why.rstrip('.')}. {puts} {refused}, the last by {last.rstrip('.')}"
             return stalled(why, self._plan(), self._awaited(self.groups or 1) or (), worker)
 
     def _plan(self) -> StreamPlan:
