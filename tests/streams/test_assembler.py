@@ -22,8 +22,6 @@ from headrace.transforms import (
     CompletenessGate,
     GroupAssembler,
     IncompleteGroupsError,
-    MissingKeyError,
-    StalledError,
 )
 from headrace.transforms.streams import RowPiece
 from headrace.transforms.table.schema import DISPATCHED, IN_LOSS
@@ -147,78 +145,7 @@ def test_a_selector_chooses_among_surplus_rollouts():
     assert masked.take()["rollout_id"].tolist() == [2, 2, 3, 3]
 
 
-# -- faults, each with its text or its reason -------------------------------------------------------------
-
-
-REFUSED = {
-    "unset id": ([Line(0, -1, 0, True)], r"rollout_id ≥ 0; found -1 at row 0"),
-    "unset group": ([Line(-1, 5, 0, True)], r"group_id ≥ 0; found -1 at row 0"),
-    "wrong group": ([Line(3, 1, 1, True)], r"belongs to one group; found rollout 1 in groups \[0, 3\]"),
-    "wrong group, closed": ([Line(3, 90, 1, True)], r"rollout 90 in groups \[3\] and in a closed group"),
-    "siblings": (
-        [Line(0, 2, 0, True, expected=3)],
-        r"expected_rollouts must be one number ≥ 1 .*group 0: \[2, 3\]",
-    ),
-    "status": ([Line(0, 2, 0, True, status=9)], r"status must be one of .*found 9 at row 0"),
-    "ends twice": ([Line(0, 0, 5, True)], r"end only once.*found again rollout 0 of group 0"),
-    "ends twice, closed": ([Line(9, 90, 5, True)], r"end only once.*found again rollout 90 of group 9"),
-    "twice in one batch": ([Line(1, 5, 0, True), Line(1, 5, 0, True)], "found again rollout 5 of group 1"),
-    "too late": ([Line(8, 85, 0, True)], "too late: rollout 85 of group 8"),
-    "segment": ([Line(0, 1, -1, True)], r"segment number ≥ 0; found -1 at row 0"),
-}
-
-
-def make_begun(**options) -> GroupAssembler:
-    """Group 9 was taken with rollouts 90 and 91, and 8 was discarded. Group 0 has rollout 0 and half of 1."""
-    assembler = GroupAssembler(**options)
-    assembler.put(batch_of_lines([Line(9, 90, 0, True), Line(9, 91, 0, True)]))
-    assert assembler.take() is not None
-    assembler.put(batch_of_lines([Line(8, 80, 0, True)]))
-    assembler.discard_batch()
-    assembler.put(batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, False)]))
-    return assembler
-
-
-def state_of(assembler: GroupAssembler) -> str:
-    state = assembler.state_dict()
-    state["state"]["groups"].pop("born_time")  # ages change with time
-    return repr(state)
-
-
-@pytest.mark.parametrize("fault", REFUSED)
-def test_a_refused_batch_changes_nothing(fault):
-    lines, message = REFUSED[fault]
-    assembler = make_begun(on_late="raise", segment_key="segment" if fault == "segment" else None)
-    before = state_of(assembler)
-    good = Line(1, 4, 0, True)
-    wrong = [good, *lines] if "row 0" not in message else [*lines, good]
-    with pytest.raises(BatchError, match=message):
-        assembler.put(batch_of_lines(wrong, 50))
-    assert state_of(assembler) == before
-    assembler.put(batch_of_lines([Line(0, 1, 1, True)]))
-    assert len(assembler.take()) == 3
-
-
-def test_a_missing_new_or_changed_column_is_named():
-    for key in ("group_id", "rollout_id", "expected_rollouts", ("next", "done")):
-        with pytest.raises(MissingKeyError, match="needs the key") as info:
-            GroupAssembler().put(batch_of_lines([Line(0, 0, 0, True)]).exclude(key))
-        assert repr(key) in str(info.value)
-    batch = batch_of_lines([Line(1, 5, 0, True)])
-    wide = batch.clone()
-    wide["tokens", "full"] = torch.zeros(1, 9, dtype=torch.int64)
-    for other, message in (
-        (batch.exclude("text"), "only some have text"),
-        (batch.clone().set("number", torch.zeros(1)), r"same dtypes and widths; 'number' is"),
-        (wide, r"same dtypes and widths; \('tokens', 'full'\) is .*pad all rows to one width"),
-        (lazy_stack(list(batch.unbind(0))), "all be lazy stacks or all be dense"),
-        (batch.clone().set("extra", TensorDict({}, [1, 1])), "the same columns, types and batch sizes"),
-    ):
-        assembler = make_begun()
-        before = state_of(assembler)
-        with pytest.raises(BatchError, match=message):
-            assembler.put(other)
-        assert state_of(assembler) == before
+# -- groups that do not become whole -----------------------------------------------------------------------
 
 
 def test_a_group_with_too_few_rollouts_is_dropped_or_refused():
@@ -313,32 +240,6 @@ def test_timeouts_count_during_silence_and_restarts(monkeypatch):
         assert assembler.take()["group_id"].tolist() == [group]
 
 
-def test_a_stall_names_waiting_groups_and_missing_rows():
-    assembler = GroupAssembler(max_idle=3)
-    assembler.put(batch_of_lines([Line(0, 0, 0, True), Line(1, 2, 0, False)]))
-    assembler.put(batch_of_lines([Line(2, 4, 0, True), Line(2, 5, 0, True, 3)], 2))
-    with pytest.raises(StalledError) as info:
-        assembler.put(batch_of_lines([Line(1, 3, 0, True, 1)], 4))
-    for words in (
-        "the last 3 puts have made no group whole",
-        "group 0 has 1 of 2 (1 completed), 2 puts old",
-        "group 1 has 1 of 2 (1 truncated, 1 unfinished), 2 puts old",
-        "5 arrived, 3 held, 2 failed",
-    ):
-        assert words in str(info.value)
-    assert assembler.held == 2
-    slow = GroupAssembler(max_idle=3)
-    for number in range(20):
-        slow.put(batch_of_lines([Line(number // 2, number, 0, True)], number))
-    assert slow.ready == 10
-    patient = GroupAssembler(groups=2)
-    for number in range(101):  # the limit: 100 puts are more than 8 batches of 4
-        if number < 99:
-            patient.put(batch_of_lines([Line(number, number, 0, True)]))
-    with pytest.raises(StalledError, match="the last 100 puts"):
-        patient.put(batch_of_lines([Line(99, 99, 0, True)]))
-
-
 @pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
 def test_stale_rows_are_masked_or_their_group_is_dropped(lazy):
     lines = [Line(g, 2 * g + r, s, s == 1, version=g + s) for g in (0, 1) for r in (0, 1) for s in (0, 1)]
@@ -415,11 +316,6 @@ def test_text_ids_are_shown_in_errors():
         assembler.put(batch[:1])
     assembler.put(batch[1:])
     assert sorted(assembler.take()["rollout_label"]) == ["one", "two"]
-
-
-def test_a_state_of_another_configuration_is_refused():
-    with pytest.raises(ValueError, match="reads the same columns"):
-        GroupAssembler(segment_key="segment").load_state_dict(GroupAssembler().state_dict())
 
 
 def test_counts_of_groups_and_rollouts_are_integers():
@@ -559,21 +455,6 @@ def test_an_evicted_group_is_not_requested_again():
     assembler = GroupAssembler(**options)
     assembler.put(batch_of_lines([Line(0, 0, 0, True, 3), Line(0, 1, 0, True, 3), Line(1, 2, 0, True)]))
     assert (asked, assembler.pending, assembler.counts["evicted"]) == ([], 1, 2)
-
-
-def test_too_many_waiting_groups_raise_if_none_may_be_dropped():
-    assembler = GroupAssembler(max_pending_groups=2, on_full="raise")
-    for group in (0, 1):
-        assembler.put(batch_of_lines([Line(group, 2 * group, 0, True)]))
-    message = r"at most max_pending_groups=2 groups may wait, and there are 1 more: group 0 has 1 of 2"
-    with pytest.raises(BatchError, match=message):
-        assembler.put(batch_of_lines([Line(2, 4, 0, True)]))
-    with pytest.raises(BatchError, match=message):
-        assembler.announce(batch_of_lines([Line(2, 4, 0, True)]))
-    assembler.put(batch_of_lines([Line(0, 1, 0, True), Line(2, 4, 0, True)]))
-    assert (assembler.ready, assembler.pending, assembler.held) == (1, 2, 4)
-    with pytest.raises(ValueError, match="on_full='raise' needs max_pending_groups"):
-        GroupAssembler(on_full="raise")
 
 
 @pytest.mark.parametrize("resumed", [False, True])

@@ -33,7 +33,6 @@ TESTED_ELSEWHERE = {
     "transforms/stages/correction/ratios": "stages/test_correction.py",
     "transforms/stages/correction/token_filter": "stages/test_correction.py",
     "transforms/stages/sequences/words": "trees/test_forest.py",
-    "transforms/streams/arriving": "streams/test_assembler.py",
     "transforms/streams/open_groups": "streams/test_assembler.py",
     "transforms/streams/pieces": "streams/test_assembler.py",
     "transforms/table/alone": "ranks/test_barrier.py",
