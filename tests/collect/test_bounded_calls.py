@@ -144,6 +144,74 @@ def test_a_dead_and_a_stopped_actor_of_a_ray_collector_are_named():
         collector.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("error", "ends_after", "named"),
+    [
+        (ValueError("closed"), 0.0, True),
+        (ValueError("closed"), 0.05, False),  # its worker has ended before this error is raised
+        (OSError("the pipe"), 0.9, True),
+        (EOFError("the pipe"), 0.9, True),
+        (OSError("the pipe"), 1.1, False),
+        (KeyError("else"), 0.0, False),
+    ],
+)
+def test_an_error_of_a_closed_pipe_waits_a_second_for_the_exit_of_its_worker(
+    error, ends_after, named, monkeypatch
+):
+    """Worker 0 was ended by the collector, worker 1 runs, and workers 2 and 3 fail."""
+    clock = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("time.sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+
+    class Process:
+        def __init__(self, code: int | None):
+            self.code = code
+
+        @property
+        def exitcode(self) -> int | None:
+            return self.code if clock[0] >= 100.0 + ends_after else None
+
+    def update() -> None:
+        raise error
+
+    processes = [Process(code) for code in (-15, None, 3, -9)]
+    scheme = SimpleNamespace(_ack_queues={0: Queue()})
+    schemes = {"policy": scheme}
+    source = Source(update, procs=processes, num_workers=4, _weight_sync_schemes=schemes)
+    stream = assembled(source, GroupAssembler())
+    with pytest.raises(RuntimeError if named else type(error)) as caught:
+        stream.update_policy_weights_()
+    if named:
+        assert str(caught.value) == (
+            "At least one process failed: worker 2 (exit code 3), worker 3 (exit code -9)"
+        )
+        assert caught.value.__cause__ is error
+    assert clock[0] - 100.0 <= 1.05
+
+
+def test_an_error_of_a_call_has_all_its_words():
+    """No worker answers, and the source knows only the number of its workers."""
+    scheme = SimpleNamespace(_ack_queues={number: Queue() for number in range(3)})
+    scheme._ack_queues[1].put("updated")
+    source = Source(
+        lambda: scheme._wait_for_ack(), procs=(), num_workers=3, _weight_sync_schemes={"policy": scheme}
+    )
+    stream = assembled(source, GroupAssembler(), worker_patience=0.01)
+    words = (
+        "worker 0, worker 2 has not answered update_policy_weights_ for 0.01 s. Check whether it hangs. If it "
+        "is only slow, raise worker_patience. The errors of its workers are on stderr, above. Waiting: no "
+    )
+    with pytest.raises(StalledError) as caught:
+        stream.update_policy_weights_()
+    assert str(caught.value).startswith(words)
+    for worker in (0, 1, 2):
+        scheme._ack_queues[worker].put("updated")
+    with pytest.raises(StalledError, match="worker 0, worker 2 has not"):  # these are the late answers
+        scheme._wait_for_ack([0, 2])
+    scheme._wait_for_ack(1)
+    assert scheme._ack_queues[1].empty()
+
+
 # -- calls of any source ----------------------------------------------------------------------------------
 
 

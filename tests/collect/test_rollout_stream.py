@@ -95,6 +95,25 @@ def test_informative_groups_fill_batches_and_the_others_are_counted(make, name):
     assert stream.counts["uninformative"] == 2 * PROMPTS
 
 
+def test_stages_decide_which_groups_are_informative(make):
+    """This stage keeps every third group. `max_batches` bounds the groups that are looked at for a batch."""
+    looked = []
+
+    def third(rows: TensorDict) -> TensorDict:
+        looked.extend(groups_of(rows))
+        return rows[rows["group_id"] % 3 == 0]
+
+    stream = make(sampler(shuffle=False), epochs=1, informative=[third])
+    assert [sorted(batch) for batch in in_one_thread(stream, Random(2))] == [[0, 3, 6], [9]]
+    assert sorted(looked) == [*range(PROMPTS)]
+    assert stream.counts["uninformative"] == 16
+    few = make(sampler(shuffle=False), epochs=1, informative=[third], max_batches=2)
+    with pytest.raises(
+        StalledError, match=r"^2 batches had 6 groups, 2 of them informative; a batch needs 3"
+    ):
+        in_one_thread(few, Random(2))
+
+
 def test_threads_that_dispatch_and_put_and_one_that_trains():
     stream = RolloutStream(sampler(), epochs=3, max_staleness=4, patience=60)
 

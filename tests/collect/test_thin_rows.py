@@ -13,11 +13,14 @@ import torch
 from assembly import Line, batch_of_lines, faulty_stream, same_rows
 from batches import cut_rows
 from composed import composed
+from hypothesis import given
+from hypothesis import strategies as st
 from queue_here import QueueHere
 from recipes import CHAINS, WITH_TORCHRL
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from headrace.pipeline import Pipeline, RolloutQueue, StepQueue, assembled
+from headrace.pipeline.collect import ColumnsRead, pack_thin, unpack_thin
 from headrace.pipeline.queues import queues
 from headrace.transforms import BatchError, GroupAssembler, MissingKeyError, StalledError
 
@@ -193,6 +196,59 @@ def test_rows_masked_for_staleness_have_no_tokens_to_count(name):
     plain.put(rows)
     numbers = assembler.take()["headrace", "number_of", ".".join(MASK)]
     assert numbers[:, 0].tolist() == plain.take()[MASK].sum(1).tolist() == [0, 8]
+
+
+# -- packed columns ---------------------------------------------------------------------------------------
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@given(st.data(), st.integers(1, 5))
+def test_packed_columns_come_out_with_all_their_bits(data, rows):
+    """Integers reach the ends of their dtype, and columns have any width, 0 included."""
+    columns: dict[Any, torch.Tensor] = {}
+    for dtype in data.draw(st.lists(st.sampled_from(INTEGERS), unique=True)):
+        ends = torch.iinfo(dtype)
+        number = st.integers(ends.min, ends.max) | st.sampled_from(
+            [ends.min, ends.max, 0, 127, 128 % ends.max]
+        )
+        width = data.draw(st.integers(0, 3))
+        values = data.draw(st.lists(number, min_size=rows * width, max_size=rows * width))
+        columns["of", str(dtype)] = torch.tensor(values, dtype=dtype).view(rows, width)
+    floats = torch.tensor([0.1, float("nan"), float("inf"), -0.0, 1e-7]).expand(rows, 5)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        columns[str(dtype)] = floats.to(dtype)
+    columns["one"], columns["deep"] = torch.arange(rows), torch.arange(rows * 6).view(rows, 2, 3)
+    columns["bool"] = torch.arange(rows * 2).view(rows, 2) % 3 == 0
+    batch = TensorDict(columns, batch_size=[rows])
+    found = unpack_thin(pack_thin(batch))
+    assert found.batch_size == batch.batch_size
+    assert list(found.keys(True, True)) == list(batch.keys(True, True))
+    for key in columns:
+        assert found[key].dtype is columns[key].dtype
+        assert torch.equal(found[key].nan_to_num(7), columns[key].nan_to_num(7)), key
+        found[key].add_(1) if found[key].dtype is not torch.bool else found[key].logical_not_()  # its own
+
+
+def test_thin_rows_have_the_columns_that_decide_and_the_token_counts():
+    """A column of more numbers per row than 8 is left out, and so is text. Two tokens have no probability."""
+    rows = rows_of([Line(0, r, 0, True) for r in range(3)], 0)
+    rows[LOG_PROB] = torch.zeros(3, 8)
+    rows[MASK] = torch.arange(8) < torch.tensor([[8], [3], [0]])
+    rows[LOG_PROB][0, :2] = float("nan")
+    rows["segment"] = torch.arange(24).view(3, 8)
+    rows["partition"] = torch.arange(27).view(3, 9)
+    assembler = GroupAssembler(segment_key="segment", partition_key="partition", status_key="text")
+    reads = ColumnsRead.of([assembler, composed("pipeline=grpo"), assembler])
+    thin = reads.thin(rows)
+    count = ("headrace", "number_of", ".".join(MASK))
+    assert thin[count].tolist() == [[8, 6], [3, 3], [0, 0]]
+    assert set(thin.keys(True, True)) == {
+        *("group_id", "rollout_id", "expected_rollouts", "segment", count),
+        *(("next", name) for name in ("done", "status", "policy_version", "reward")),
+    }
+    assert thin["segment"].shape == (3, 8)
+    assert (reads.ids, reads.masked) == (["group_id", "rollout_id"], [MASK, LOG_PROB])
 
 
 # -- what goes where --------------------------------------------------------------------------------------
