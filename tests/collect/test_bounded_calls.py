@@ -198,8 +198,8 @@ def test_an_error_of_a_call_has_all_its_words():
     )
     stream = assembled(source, GroupAssembler(), worker_patience=0.01)
     words = (
-        "worker 0, worker 2 has not answered update_policy_weights_ for 0.01 s. Check whether it hangs. If it "
-        "is only slow, raise worker_patience. The errors of its workers are on stderr, above. Waiting: no "
+        "worker 0, worker 2 has not answered update_policy_weights_ for 0.01 s. Check whether it hangs. If "
+        "it is only slow, raise worker_patience. The errors of its workers are on stderr, above. Waiting: no "
     )
     with pytest.raises(StalledError) as caught:
         stream.update_policy_weights_()

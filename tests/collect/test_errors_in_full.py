@@ -133,8 +133,8 @@ ERRORS: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
         lambda: assembled([], GroupAssembler(), worker_patience=0),
     ),
     "No capacity to dispatch 2 groups for 0.01 s. Waiting: group 0 has 0 of 2 (no rows), 0 puts old, "
-    "announced at step 0; this is step 0, group 1 has 0 of 2 (no rows), 0 puts old, announced at step 0; this "
-    f"is step 0. Rows: none arrived. {CHECK}": (StalledError, no_capacity),
+    "announced at step 0; this is step 0, group 1 has 0 of 2 (no rows), 0 puts old, announced at step 0; "
+    f"this is step 0. Rows: none arrived. {CHECK}": (StalledError, no_capacity),
     "informative() and an assembler with max_staleness need the same number of groups per step, because "
     "capacity() uses it; got groups=3 and GroupAssembler(groups=2)": (
         ValueError,

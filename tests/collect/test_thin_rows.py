@@ -231,13 +231,13 @@ def test_packed_columns_come_out_with_all_their_bits(data, rows):
 
 
 def test_thin_rows_have_the_columns_that_decide_and_the_token_counts():
-    """A column of more numbers per row than 8 is left out, and so is text. Two tokens have no probability."""
+    """Text and a column of 17 numbers per row are left out. Two tokens have no finite probability."""
     rows = rows_of([Line(0, r, 0, True) for r in range(3)], 0)
     rows[LOG_PROB] = torch.zeros(3, 8)
     rows[MASK] = torch.arange(8) < torch.tensor([[8], [3], [0]])
     rows[LOG_PROB][0, :2] = float("nan")
-    rows["segment"] = torch.arange(24).view(3, 8)
-    rows["partition"] = torch.arange(27).view(3, 9)
+    rows["segment"] = torch.arange(48).view(3, 16)
+    rows["partition"] = torch.arange(51).view(3, 17)
     assembler = GroupAssembler(segment_key="segment", partition_key="partition", status_key="text")
     reads = ColumnsRead.of([assembler, composed("pipeline=grpo"), assembler])
     thin = reads.thin(rows)
@@ -247,7 +247,7 @@ def test_thin_rows_have_the_columns_that_decide_and_the_token_counts():
         *("group_id", "rollout_id", "expected_rollouts", "segment", count),
         *(("next", name) for name in ("done", "status", "policy_version", "reward")),
     }
-    assert thin["segment"].shape == (3, 8)
+    assert thin["segment"].shape == (3, 16)
     assert (reads.ids, reads.masked) == (["group_id", "rollout_id"], [MASK, LOG_PROB])
 
 

@@ -342,18 +342,80 @@ def test_a_write_that_fails_in_its_middle_leaves_no_trace(tmp_path):
     assert GroupAssembler(journal=path).take()["group_id"].tolist() == [0, 0, 2, 2]
 
 
-def test_a_journal_of_another_assembler_and_other_files_are_refused(tmp_path):
-    path = tmp_path / "rows"
-    GroupAssembler(journal=path, group_size=2)
+@pytest.fixture
+def committed(tmp_path) -> GroupAssembler:
+    """Of three groups, two are committed with step 7 and the third was taken after that."""
+    assembler = GroupAssembler(groups=1, group_size=1, journal=tmp_path / "rows")
+    for group in range(3):
+        assembler.put(batch_of_lines([Line(group, group, 0, True, expected=1)]))
+    for _ in range(2):
+        assembler.take()
+    assembler.commit(7)
+    assembler.take()
+    return assembler
+
+
+def test_an_error_of_a_journal_has_all_its_words(committed, tmp_path):
+    path, nowhere = tmp_path / "rows", tmp_path / "nowhere"
+    (tmp_path / "text").write_text("hello")
+    again = GroupAssembler(groups=1, group_size=1, journal=path)
+    cases = {
+        f"the journal {path} was written with other options: groups is 1 in the file and 2 here, timeout is "
+        "None in the file and 3 here. Open it with the same options. To change them, load its state_dict() "
+        "into an assembler with a new file": lambda: GroupAssembler(
+            groups=2, group_size=1, timeout=3, journal=path
+        ),
+        f"the folder of journal='{nowhere}/rows' must exist, and does not. Make it first: "
+        f"Path('{nowhere}').mkdir(parents=True)": lambda: GroupAssembler(journal=nowhere / "rows"),
+        f"{tmp_path}/text is no journal of this version of headrace: set another path": lambda: (
+            GroupAssembler(journal=tmp_path / "text")
+        ),
+        "commit() needs a journal: set journal=PATH": GroupAssembler().commit,
+        f"the weights have trained 4 groups, and the journal {path} has 2 that were committed and 1 after "
+        "them. Load the weights of step 7, or begin a new journal": lambda: again.commit(8, emitted=4),
+        f"the weights have trained 1 groups, and the journal {path} has 2 that were committed and 1 after "
+        "them. Load the weights of step 7, or begin a new journal": lambda: again.commit(8, emitted=1),
+        f"this assembler continues from its journal {path}, which is at least as new as the state: do not "
+        "load the state; or set journal to a new path, and load the state then": lambda: (
+            again.load_state_dict(again.state_dict())
+        ),
+        f"another assembler has opened the journal {path}, or the file was changed, so this assembler cannot "
+        "continue. Give each assembler its own file": committed.commit,
+        f"an assembler with a journal ({path}) cannot be copied or pickled, because only one may write to "
+        "the file: create it in the process that uses it, or save state_dict()": lambda: copy.copy(again),
+    }
+    for message, call in cases.items():
+        with pytest.raises((ValueError, FileNotFoundError, RuntimeError, TypeError)) as caught:
+            call()
+        assert str(caught.value) == message
+    new = GroupAssembler(groups=1, group_size=1, journal=tmp_path / "new")
     with pytest.raises(
-        ValueError, match=r"other options: group_size is 2 in the file and 3 here.*load its state_d"
-    ) as raised:
-        GroupAssembler(journal=path, group_size=3)
-    assert raised.type is ValueError  # users can catch this public class
-    with pytest.raises(FileNotFoundError, match=r"nowhere/rows' must exist.*Path\('.*nowhere'\)\.mkdir"):
-        GroupAssembler(journal=tmp_path / "nowhere" / "rows")
-    with pytest.raises(ValueError, match=r"commit\(\) needs a journal"):
-        GroupAssembler().commit()
+        ValueError, match=r"has 0 that were committed and 0 after them\. Begin a new journal$"
+    ):
+        new.commit(emitted=1)
+    for emitted, ready in ((2, 1), (3, 0)):  # the weights have trained what was committed, or one more
+        copied = shutil.copy(path, tmp_path / str(emitted))
+        last = GroupAssembler(groups=1, group_size=1, journal=copied)
+        last.commit(9, emitted=emitted)
+        assert (last.emitted, last.ready, last.committed) == (emitted, ready, 9)
+
+
+def test_a_commit_rewrites_the_file_once_it_is_more_than_twice_as_long_and_16_kib_longer(tmp_path):
+    path, rewritten, begun = tmp_path / "rows", 0, 0
+    assembler = make("plain", journal=path)
+    assembler.put(batch_of_lines([Line(999, 9990, 0, True)]))  # this row waits, and stays in the file
+    for group in range(40):
+        assembler.put(batch_of_lines([Line(group, 2 * group + r, 0, True) for r in (0, 1)], 2 * group))
+        assembler.take()
+        before = path.stat().st_size
+        assembler.commit(group)
+        after = path.stat().st_size
+        assert (after < before) == (before > 2**14 + 2 * begun), group
+        if after < before:
+            begun, rewritten = after, rewritten + 1
+    assert rewritten > 1
+    again = make("plain", journal=path)
+    assert (again.committed, again.held, again.ready) == (39, 1, 0)
 
 
 def test_the_last_process_that_opens_a_journal_continues_and_others_raise(tmp_path):
@@ -413,19 +475,6 @@ def test_rejected_groups_that_come_again_count_once_in_capacity(tmp_path):
     again.take()
     again.reject(1)
     assert again.capacity() == room
-
-
-@pytest.mark.slow
-def test_a_journal_is_rewritten_without_the_rows_that_have_left(tmp_path):
-    path, assembler = tmp_path / "rows", make("plain", journal=tmp_path / "rows")
-    for group in range(150):
-        lines = [Line(group, 2 * group, 0, True), Line(group, 2 * group + 1, 0, True)]
-        assembler.put(batch_of_lines(lines, 2 * group))
-        assembler.take()
-        assembler.commit()
-    assert path.stat().st_size < 50_000
-    assembler.put(batch_of_lines([Line(150, 300, 0, True)], 300))
-    assert known(opened(path, "plain"))["received"] == 301
 
 
 def test_rows_of_workers_with_lost_rollouts_count_alike_after_a_crash(tmp_path, clock):

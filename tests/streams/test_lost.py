@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import pickle
 import random
+import warnings
 
 import pytest
 import torch
@@ -95,6 +97,29 @@ def test_a_rollout_without_its_middle_rows_is_lost():
         assembler.put(rows_of((0, [0, 1, 6, 7, 8], 9), (1, [0], 1)))
     assert assembler.take() is None
     assert (assembler.counts["lost"], assembler.held) == (6, 0)
+
+
+@pytest.mark.parametrize("each", [1, 2, 3])
+def test_lost_rollouts_are_a_warning_whenever_their_number_passes_a_power_of_two(each):
+    """Each put has the last rows of rollouts whose first rows are missing."""
+    fleet, assembler, found, lost = Fleet(1, 9, 9, 99), GroupAssembler(max_idle=10**6), {}, 0
+    for first in range(0, 30, each):
+        numbers = range(first, first + each)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", StreamWarning)
+            assembler.put(fleet.batch([Sent(n // 9, n, 1, True, 0, n % 9) for n in numbers]))
+        lost += each
+        found.update((lost, str(said.message)) for said in caught)
+    passed = [n for n in range(each, lost + 1, each) if math.frexp(n)[1] > math.frexp(n - each)[1]]
+    assert [*found] == passed
+    last = passed[-1]
+    names = ", ".join(f"rollout {n} of group {n // 9}" for n in range(last - each, last))
+    assert found[last] == (
+        f"{last} rollouts were lost between their worker and the assembler, the last: {names}. They are "
+        "counted as 'lost' and not trained. A MultiAsyncCollector drops rows that are not read within a "
+        "second: read it with assembled(collector, …), or let its workers write into a buffer and read that "
+        "with drained(). If you put rows in another order than they were collected, set in_order=False"
+    )
 
 
 @pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")

@@ -103,13 +103,37 @@ def test_tenths_are_in_order_and_keep_equal_values_together():
         (2.0, least_of(9), 20, {"stale": 10}, 0),
         (4.0, least_of(17), 0, {"timeout": 20}, 20),
     ]
-    numbers = found.numbers()
-    assert numbers["survivors/trained"] == 0.7
-    assert (numbers["survivors/lost/stale"], numbers["survivors/early"]) == (10, 20)
-    assert numbers["survivors/latency/slow"] == 2  # from 2 s on, 20 of 50 are trained
-    assert numbers["survivors/latency/slow_trained"] == 0.4
-    assert numbers["survivors/latency/others_trained"] == 1
-    assert numbers["survivors/outstanding"] == 3
+    turns = {("trained", True, bin_of(1)): 60, ("trained", True, bin_of(3)): 10}
+    turns |= {("stale", True, bin_of(3)): 10, ("timeout", False, bin_of(5)): 20}
+    found = Survivors({"latency": fates, "turns": turns, "length": {}, "reward": turns}, 3)
+    z, part = slow_loss([50, 20, 0], [0, 10, 20])
+    of_turns, second = slow_loss([60, 10, 0], [0, 10, 20])
+    assert (part, second) == (1, 1)
+    assert found.numbers() == {
+        "survivors/trained": 0.7,
+        "survivors/lost/stale": 10,
+        "survivors/lost/timeout": 20,
+        "survivors/early": 20,
+        "survivors/outstanding": 3,
+        "survivors/latency/z": z,
+        "survivors/latency/slow": 2,  # from 2 s on, 20 of 50 are trained
+        "survivors/latency/slow_trained": 0.4,
+        "survivors/latency/others_trained": 1,
+        "survivors/turns/z": of_turns,
+        "survivors/turns/slow": least_of(bin_of(3)),  # of 40 groups with three turns or more, 10 are trained
+        "survivors/turns/slow_trained": 0.25,
+        "survivors/turns/others_trained": 1,
+    }
+    equal = {("trained", True, 8): 5, ("stale", True, 8): 5}
+    assert Survivors({"latency": equal, "turns": equal}, 0).numbers() == {
+        "survivors/trained": 0.5,
+        "survivors/lost/stale": 5,
+        "survivors/early": 0,
+        "survivors/outstanding": 0,
+        "survivors/latency/z": 0,
+    }
+    assert found.lacking("length") == 100
+    assert found.lacking("turns") == 0
     assert Survivors({"latency": {}}, 3).numbers() == {}
 
 

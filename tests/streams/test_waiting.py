@@ -63,6 +63,29 @@ def test_a_long_wait_is_a_warning_that_names_the_groups_and_comes_again(clock):
     assert found == [240]
 
 
+def test_before_the_first_batch_the_trainer_may_wait_a_minute(clock):
+    assembler, found = GroupAssembler(groups=1, group_size=2), {}
+    for second in range(130):
+        found.update((second, said) for said in asked(assembler))
+        clock.seconds += 1
+    assert [*found] == [60, 120]
+    advice = (
+        "Check whether their workers hang. Set timeout or timeout_seconds, and on_timeout, to go on without "
+        "them"
+    )
+    assert found[60] == (
+        "the trainer has waited 60 s for a batch; before at most 0 s. It waits for no group: nothing is "
+        f"dispatched. {advice}"
+    )
+    assembler.put(rows(2))
+    assembler.put(rows(4))
+    clock.seconds += 110
+    assert asked(assembler) == [
+        "the trainer has waited 240 s for a batch; before at most 0 s. It waits for group 1 has 1 of 2 (1 "
+        f"completed), 1 puts old. {advice}"
+    ]
+
+
 @pytest.mark.filterwarnings("ignore:the trainer has waited")
 def test_a_timeout_in_puts_goes_on_while_the_trainer_waits(clock):
     """Puts came every second. Then no put comes, because nothing is dispatched before the next step."""
