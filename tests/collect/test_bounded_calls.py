@@ -35,6 +35,37 @@ def test_a_copy_of_a_queue_or_pipe_of_workers_reads_the_same_one():
     assert copy.copy(HeldPipe(pipe, None)).empty == pipe.empty
 
 
+@pytest.mark.parametrize(("in_step", "waits"), [(True, [1, 2]), (False, [0, 1, 2])])
+def test_the_workers_without_rows_for_the_next_batch_have_sent_the_fewest(in_step, waits):
+    """Worker 0 has sent two batches and the others one. A message without a number is no batch."""
+    queue = Queue[Any]()
+    for message in (((None, 0), 1), (2, 1), ((None, 1), 0), ((None, 2), "paused"), (0, 2)):
+        queue.put(message)
+    heard = HeardQueue(queue, 3, in_step)
+    assert heard.without_rows() == [0, 1, 2]
+    while not queue.empty():
+        heard.get(timeout=1)
+    assert heard.without_rows() == waits
+
+
+def test_a_worker_goes_on_only_when_its_batch_is_wanted():
+    """The first message starts the worker. Other messages, and those of another thread, are sent at once."""
+    sent, reader = [], SimpleNamespace(held=[], thread=threading.current_thread())
+    pipe = HeldPipe(SimpleNamespace(send=sent.append), reader)
+    start, other, goes_on = (None, "continue_random"), (None, "seed"), (1, "continue")
+    for message in (other, start, goes_on, other):
+        pipe.send(message)
+    assert sent == [other, start, other]
+    thread = threading.Thread(target=pipe.send, args=(goes_on,))
+    thread.start()
+    thread.join()
+    assert sent[3:] == [goes_on]
+    for call in reader.held:
+        call()
+    assert sent[3:] == [goes_on] * 2
+    assert len(reader.held) == 1
+
+
 # -- worker processes -------------------------------------------------------------------------------------
 
 

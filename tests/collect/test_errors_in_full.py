@@ -26,7 +26,9 @@ from headrace.pipeline import (
     stamp_ids,
 )
 from headrace.pipeline.collect.on_ray import Writers
+from headrace.pipeline.collect.workers import WorkerWatch
 from headrace.transforms import BatchError, CompletenessGate, GroupAssembler, StalledError
+from headrace.transforms.table.schema import ORIGIN
 
 CHECK = (
     "Check that all rollouts of a group are put into this assembler, with done=True on their last rows. To "
@@ -207,6 +209,38 @@ def check(message: str, kind: type[Exception], call: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("message", ERRORS)
 def test_an_error_of_a_stream_has_all_its_words(message):
     check(message, *ERRORS[message])
+
+
+def test_a_silent_worker_is_described_by_its_last_row(monkeypatch):
+    """A worker may be silent for 3 s while another sends three rows. Worker 2 has sent no row at all."""
+    clock = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    assembler = GroupAssembler(group_size=2)
+    advice = (
+        "Check whether it has died (its error is on stderr) or its environment hangs. If it is only slow, "
+        "raise worker_patience"
+    )
+    for senders, silent, last in (((0,), 1, "row 4 of rollout 15 of group 7"), ((0, 1), 2, "no row")):
+        watch = WorkerWatch(3.0, None, workers=3)
+        watch.begin()
+
+        def saw(worker: int, number: int, group: int, watch: WorkerWatch = watch) -> None:
+            batch = batch_of_lines([Line(group, 2 * group + 1, 0, False)])
+            watch.saw(batch.set(ORIGIN, torch.tensor([[number, worker, 3, 0, 1]])), assembler)
+
+        watch.saw(rows(0), assembler)  # rows without an origin
+        saw(1, 4, 7)
+        for number in range(3):
+            watch.check(assembler)
+            clock[0] += 2
+            for worker in senders:
+                saw(worker, number, 6)
+        with pytest.raises(StalledError) as caught:
+            watch.check(assembler)
+        assert str(caught.value) == (
+            f"worker {silent} has been silent for 6.0 s while others sent rows; its last was {last}. "
+            f"{advice}. {NOTHING}"
+        )
 
 
 # -- TorchRL's buffers and environments -------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torchrl.envs import EnvCreator, SerialEnv, TransformedEnv, check_env_specs
 from torchrl.envs.transforms import Compose, Transform
 
 from headrace.pipeline import StampIds, assembled, stamp_ids
+from headrace.pipeline.collect.stamping import first_difference
 from headrace.transforms import BatchError, CompletenessGate, GroupAssembler
 
 pytestmark = [pytest.mark.torchrl, pytest.mark.slow]
@@ -48,6 +49,21 @@ def test_rollout_n_has_the_n_th_ids_for_any_order_of_resets(slots, repeats, work
             assert group == number // repeats * workers + worker
             assert rollout == group * repeats + number % repeats
             assert (expected, query) == (repeats, number // repeats + 1000 * worker)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "last", "quoted"),
+    [
+        ("b", "a", "'b' after 'a'"),
+        ("1234567b", "1234567a", "'1234567b' after '1234567a'"),
+        ("12345678b", "12345678a", "'…2345678b' after '…2345678a'"),
+        ("12345678", "12345678a", "'…2345678' after '…2345678a'"),
+        ("b" + 50 * "c", "a", f"'b{39 * 'c'}' after 'a'"),
+        ([1, 2], [1, 3], "'[1, 2]' after '[1, 3]'"),
+    ],
+)
+def test_prompts_are_quoted_from_seven_characters_before_they_differ(prompt, last, quoted):
+    assert first_difference(prompt, last) == quoted
 
 
 # -- what is not a group is refused ---------------------------------------------------------------------

@@ -74,6 +74,89 @@ def test_a_partial_rollout_gets_a_new_id_and_its_rows_are_surplus(text):
     assert len(again.take()) == 2
 
 
+@pytest.mark.parametrize("kind", ["numbers", "texts", "no ids"])
+def test_each_owed_rollout_comes_once_in_its_announcement_and_with_a_new_id_only_if_it_had_rows(kind):
+    """Groups 0 and 1 were announced together, then group 2. Each has three rollouts.
+
+    Rollout 0 has ended, and the rollouts 1 and 4 have a row. A new rollout repeats the first prompt of its
+    group.
+    """
+
+    def announced(*rollouts: int) -> TensorDict:
+        ids = [f"r{each}" for each in rollouts] if kind == "texts" else list(rollouts)
+        columns = {"group_id": [each // 3 for each in rollouts], "rollout_id": ids, "prompt": [*rollouts]}
+        draws = TensorDict(columns, [len(rollouts)])
+        return draws.exclude("rollout_id") if kind == "no ids" else draws
+
+    def put(assembler: GroupAssembler, ids: list, done: list[bool]) -> None:
+        rows = {"group_id": [int(str(each).strip("r")[0]) // 3 for each in ids], "rollout_id": ids}
+        rows["next", "done"] = done
+        assembler.put(TensorDict(rows, [len(ids)]))
+
+    def owed(assembler: GroupAssembler) -> tuple[GroupAssembler, list]:
+        again = GroupAssembler(group_size=3)
+        again.load_state_dict(assembler.state_dict())
+        found = []
+        for draws in again.unfinished():
+            names = ["group_id", "prompt", *(["rollout_id"] * ("rollout_id" in draws.keys()))]
+            found.append(list(zip(*(list(draws[name]) for name in names), strict=True)))
+        return again, [[tuple(map(plain, row)) for row in rows] for rows in found]
+
+    def plain(value):
+        return value if isinstance(value, str) else int(value)
+
+    name = (lambda number: f"r{number}") if kind == "texts" else (lambda number: number)
+
+    def new(row: int, number: int):
+        return f"r{row}~{number}" if kind == "texts" else 2**62 + number
+
+    first = GroupAssembler(group_size=3)
+    first.announce(announced(0, 1, 2, 3, 4, 5))
+    first.announce(announced(6, 7, 8))
+    put(first, [name(0), name(1), name(4)], [True, False, False])
+    again, found = owed(first)
+    if kind == "no ids":  # the dispatcher gives ids, and unknown rollouts of a group are alike
+        assert found == [[(0, 0), (0, 1), (1, 3), (1, 4), (1, 5)], [(2, 6), (2, 7), (2, 8)]]
+        return
+    expected = [
+        [
+            (0, 2, name(2)),
+            (0, 0, new(0, 0)),
+            (1, 3, name(3)),
+            (1, 5, name(5)),
+            (1, 3, new(3, 1)),
+        ],
+        [(2, each, name(each)) for each in (6, 7, 8)],
+    ]
+    assert found == expected
+    assert again.counts["surplus"] == 2
+    assert again.unfinished() == []
+    put(again, [name(2)], [False])  # this process dies, too
+    _, found = owed(again)
+    assert found[0] == [
+        (0, 0, new(0, 2)),
+        (0, 1, new(1, 3)),
+        (1, 3, name(3)),
+        (1, 5, name(5)),
+        (1, 3, new(3, 4)),
+    ]
+
+
+def test_only_groups_that_are_unknown_are_drawn_again():
+    """Group 0 was announced, 1 has a row, 2 was taken and 3 was discarded. Groups 4 and 5 are unknown."""
+    assembler = GroupAssembler(group_size=2)
+    for group in (3, 2, 1):
+        assembler.put(ended(2 * group, *([5] if group == 2 else [])))
+        if group == 3:
+            assembler.discard_batch()
+    assert assembler.take()["group_id"].tolist() == [2, 2]
+    assembler.announce(drawn(0, 1))
+    left = assembler.never_announced(drawn(0, 1, 8, 2, 4, 9, 6, 7, 10))
+    assert left["rollout_id"].tolist() == [8, 9, 10]
+    assert assembler.never_announced(drawn(10))["rollout_id"].tolist() == [10]
+    assert len(assembler.never_announced(drawn(0, 1))) == 0
+
+
 def test_after_a_restart_with_older_weights_nothing_is_too_old(tmp_path):
     """Groups that were announced after the step of these weights are drawn again once there is capacity."""
     options = {"groups": 1, "group_size": 1, "max_staleness": 1, "steps_ahead": 0, "version_key": "version"}

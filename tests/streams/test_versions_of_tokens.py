@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import torch
+from assembly import Line, batch_of_lines
 from saving import as_saved
 from tensordict import TensorDict
 from tries import LOSS
@@ -11,7 +14,7 @@ from versions import LAYOUTS, VERSION, sampled_by, with_versions
 
 from headrace.transforms import BatchError, GroupAssembler, MissingKeyError
 from headrace.transforms.streams import columns_to_send
-from headrace.transforms.table.schema import IN_LOSS, NEWEST_VERSION
+from headrace.transforms.table.schema import IN_LOSS, NEWEST_VERSION, STEPS_LEFT, TRAINER_VERSION
 
 OPTIONS = {"group_size": 2, "max_staleness": 2, "on_stale": "drop"}
 
@@ -69,6 +72,40 @@ def test_old_rows_are_masked_by_their_oldest_sampled_token():
     expected = [min(own, default=8) >= 6 for own in sampled_by(batch)]
     assert taken[IN_LOSS].tolist() == expected
     assert len(set(expected)) == 2
+
+
+@pytest.mark.parametrize("on_stale", ["mask", "wait"])
+def test_each_row_has_its_own_age_in_groups_of_rollouts_of_several_lengths(on_stale):
+    """Each step has one version. Rows may be two steps old, and older rows are masked."""
+    for seed in range(8):
+        dice = Random(seed)
+        lines = [
+            Line(group, 10 * group + rollout, segment, segment == last, version=dice.randint(0, 3))
+            for group in range(4)
+            for rollout in dice.sample(range(9), 2)
+            for last in [dice.choice([0, 0, 2])]
+            for segment in range(last + 1)
+        ]
+        dice.shuffle(lines)
+        options = {"groups": 1, "max_staleness": 2, "steps_ahead": 1, "segment_key": "segment"}
+        assembler = GroupAssembler(on_stale=on_stale, **options)
+        for version in range(3):
+            assembler.put(batch_of_lines([Line(50 + version, 500 + version, 0, True, 0, 0, version, 1)]))
+            assert assembler.take()[TRAINER_VERSION].tolist() == [version]
+            assembler.version += 1
+        assembler.announce(batch_of_lines([Line(g, 10 * g, 0, False, version=3) for g in range(4)]))
+        for start in range(0, len(lines), 3):
+            assembler.put(batch_of_lines(lines[start : start + 3], start))
+        batch = assembler.take(4)
+        order = [batch[key].tolist() for key in ("rollout_id", "segment")]
+        assert sorted(zip(*order, strict=True)) == sorted((line.rollout, line.segment) for line in lines)
+        versions = {(line.rollout, line.segment): line.version for line in lines}
+        own = [versions[place] for place in zip(*order, strict=True)]
+        assert batch[TRAINER_VERSION].tolist() == [3] * len(lines)
+        if on_stale == "mask":
+            assert batch[IN_LOSS].tolist() == [version >= 1 for version in own]
+        else:
+            assert batch[STEPS_LEFT].tolist() == [2 - (3 - version) for version in own]
 
 
 def test_a_token_newer_than_the_trainer_is_refused():
