@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from lives import once_each
-from ray_here import LOOP, ray_here
+from ray_here import LOOP, Stored, ray_here
 from tensordict import TensorDict
 
 from headrace.pipeline import RayAssembler
-from headrace.transforms import StalledError
+from headrace.transforms import GroupAssembler, StalledError
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
@@ -128,6 +130,107 @@ async def taken_soon(assembler: RayAssembler) -> Any:
     """The rows that another process takes while a put waits."""
     await asyncio.sleep(0.01)
     return await assembler._actor.made.take(None, 0.0, "another", ())
+
+
+# -- an assembler here and one in an actor ----------------------------------------------------------------
+
+NUMBERS = (
+    *("groups", "max_staleness", "ready", "pending", "held", "counts", "restored", "committed"),
+    *("lost_groups", "survivors", "emitted", "ages", "version"),
+)
+
+
+def answers(assembler: Any, seed: int) -> list[Any]:
+    """What an assembler answers to calls that only depend on the seed."""
+    dice, found, group = Random(seed), [], 0
+
+    def draw(number: int, first: int) -> TensorDict:
+        ids = torch.arange(2 * first, 2 * (first + number))
+        return TensorDict({"group_id": ids // 2, "rollout_id": ids}, batch_size=[2 * number])
+
+    for _ in range(60):
+        call = dice.choice(["put", "put", "put", "announce", "take", "rest", "version", "want", "reject"])
+        if call == "put":
+            some = draw(2, dice.randrange(max(1, group - 2), group + 2))
+            some["next", "done"] = torch.tensor([dice.random() < 0.9 for _ in range(len(some))])
+            some["status"] = torch.tensor([3 * (dice.random() < 0.1) for _ in range(len(some))])
+            some["version"] = torch.full((len(some),), assembler.version)
+            some["number"] = torch.arange(len(some)) + 100 * group
+            assembler.put(some[: dice.randint(0, len(some))])
+            group += dice.randint(0, 2)
+        elif call == "announce":
+            some = assembler.never_announced(draw(2, group))
+            found.append(some["group_id"].tolist())
+            if len(some):
+                assembler.announce(some)
+        elif call in ("take", "rest"):
+            batch = assembler.take() if call == "take" else assembler.take_rest()
+            names = (
+                "number",
+                "expected_rollouts",
+                ("headrace", "dispatched"),
+                ("headrace", "trainer_version"),
+            )
+            found.append(None if batch is None else {name: batch[name].tolist() for name in names})
+        elif call == "version":
+            assembler.version += 1
+        elif call == "want":
+            assembler.want(dice.randint(1, 3))
+        else:
+            assembler.reject(1)
+        found.append((call, [getattr(assembler, name) for name in NUMBERS if name != "survivors"]))
+        found.append([assembler.capacity(), assembler.capacity(3), len(assembler.blocked_by)])
+        found.append((assembler.survivors.fates["turns"], assembler.survivors.outstanding))
+    words = str(assembler.stalled("It stops", (0, 1))), str(assembler.stalled("It stops"))
+    found.append([re.sub(r"\d+ puts old", "", each) for each in words])
+    return [*found, assembler.discard_batch(), assembler.counts, assembler.held, assembler.unfinished()]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_assembler_in_an_actor_answers_as_one_in_this_process(seed):
+    options = {"groups": 2, "group_size": 2, "max_staleness": 2, "on_newer": "wait", "version_key": "version"}
+    options |= {"on_duplicate": "drop", "on_stale": "drop", "max_concurrent_rollouts": 30}
+    assert answers(RayAssembler(**options, max_ready=10**6), seed) == answers(GroupAssembler(**options), seed)
+
+
+# -- writers that end -------------------------------------------------------------------------------------
+
+
+def lost(error: Exception) -> Stored:
+    from ray.exceptions import RayTaskError
+
+    return Stored(error=RayTaskError("collect", "", error, "a worker", 1, "here"))
+
+
+@pytest.mark.parametrize("on_lost", ["raise", "go_on"])
+def test_all_complete_groups_come_before_the_end_or_the_error_of_writers(on_lost):
+    """With `go_on` only the loss of all writers is an error."""
+    writers = {"none": [Stored(), Stored()], "one": [Stored(), lost(OSError("out"))]}
+    writers["all"] = [lost(OSError("out")), lost(OSError("out"))]
+    names = {"one": "1 of 2 writers lost: writer 1", "all": "2 of 2 writers lost: writer 0, writer 1"}
+    for name, tasks in writers.items():
+        found, assembler = [], assembler_of(3)
+        batches = assembler.batches(tasks, on_lost=on_lost)
+        if name == "none" or (name, on_lost) == ("one", "go_on"):
+            assert [ids_of(batch) for batch in batches] == [[0], [1], [2]]
+            continue
+        with pytest.raises(StalledError) as caught:
+            found.extend(ids_of(batch) for batch in batches)
+        assert found == [[0], [1], [2]]
+        assert str(caught.value) == (
+            f"{names[name]} (OSError: out). Set on_lost='go_on' to continue without them. Waiting: no group. "
+            "Rows: 3 arrived."
+        )
+
+
+def test_writers_without_a_put_are_silent_after_their_patience():
+    assembler = assembler_of(1)
+    batches = assembler.batches(patience=0.3)
+    assert ids_of(next(batches)) == [0]
+    begun = time.monotonic()
+    with pytest.raises(StalledError, match=r"^The writers have been silent for 0\.3 s\. Waiting: no group"):
+        next(batches)
+    assert time.monotonic() - begun >= 0.3
 
 
 # -- a journal without rows -------------------------------------------------------------------------------
