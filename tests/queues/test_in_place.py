@@ -106,8 +106,7 @@ def build(sampler_kwargs: dict[str, Any], **options: Any) -> Any:
         "refill_fn": None,
     }
     given |= options
-    made = module.GroupReplayBuffer(sampler_kwargs=sampler_kwargs, **given)
-    made.poll_interval = 0.001
+    made = module.GroupReplayBuffer(sampler_kwargs=sampler_kwargs, **{"poll_interval": 0.001} | given)
     return made
 
 
@@ -190,16 +189,105 @@ def test_rows_of_verl_without_a_reward_are_refused():
         QueuedGroups.of("verl").read()
 
 
-def test_invalid_options_of_verl_raise_before_the_first_step():
-    with pytest.raises(ValueError, match="max_off_policy_strategy must be one of 'drop', 'wait'; got 'keep'"):
-        build({}, max_off_policy_strategy="keep")
+WAITS = {"max_off_policy_strategy": "wait", "max_off_policy_threshold": 2, "refill_fn": len}
+COUNTED = (
+    "max_off_policy_strategy=wait needs group_size in sampler_kwargs (verl's rollout.n), because groups are "
+    "counted before their rollouts finish, and a refill_fn, which replaces groups that fail; set them, or "
+    "max_off_policy_strategy=drop"
+)
+AHEAD = (
+    "max_off_policy_strategy=wait needs num_warmup_batches < max_off_policy_threshold, or groups are too old "
+    "before they are trained; got {} batches, and groups may be 1 steps old. Set "
+    "trainer.v1.sampler.max_off_policy_threshold to more"
+)
+PROMPTS = (
+    "announce_to needs prompt and version, the tags of a group that is not whole yet, and group_size; got "
+    "{}. A queue without such prompts (NeMo RL's) shows a group only when it is whole: call "
+    "assembler.announce() where you dispatch, or set on_stale='drop', 'mask' or 'refill'"
+)
+
+
+def warm(batches: float) -> dict[str, Any]:
+    return WAITS | {"trainer_config": {"num_warmup_batches": batches}}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: build({}, **WAITS), COUNTED),
+        (lambda: build({"group_size": 2}, **WAITS | {"refill_fn": None}), COUNTED),
+        (lambda: build({"group_size": 2}, **warm(1.5)), AHEAD.format(2)),
+        (
+            lambda: build({"group_size": 2}, max_off_policy_threshold=0),
+            "max_off_policy_threshold must be an integer ≥ 1; got 0",
+        ),
+        (
+            lambda: build({}, max_off_policy_strategy="keep"),
+            "max_off_policy_strategy must be one of 'drop', 'wait'; got 'keep'",
+        ),
+        (lambda: build({}, poll_interval=0), "poll_interval must be finite and > 0; got 0"),
+        (
+            lambda: QueuedGroups.of("vrl"),
+            "framework must be one of nemo_rl, verl (conf/queue); got 'vrl'",
+        ),
+        (
+            lambda: QueuedGroups("train", key="(?P<group>a)", reward="r"),
+            "key needs the groups (?P<group>…) and (?P<rollout>…); got '(?P<group>a)'",
+        ),
+        (lambda: QueuedGroups.of("verl", group_size=0), "group_size must be an integer ≥ 1; got 0"),
+        (
+            lambda: QueuedGroups.of("verl", announce_to=GroupAssembler()),
+            PROMPTS.format("'is_prompt', 'global_steps' and None"),
+        ),
+        (
+            lambda: QueuedGroups.of("nemo_rl", group_size=2, announce_to=GroupAssembler()),
+            PROMPTS.format("None, 'weight_version' and 2"),
+        ),
+    ],
+)
+def test_an_invalid_option_raises_before_the_first_step(make, message):
+    with pytest.raises(ValueError, match=r"needs|must") as caught:
+        make()
+    assert str(caught.value) == message
+
+
+def test_valid_options_at_their_ends_are_taken():
+    assert build({"group_size": 2}, **warm(1)).ahead == 1
+    assert build({"group_size": 2}, max_off_policy_threshold=1).options["max_staleness"] == 0
+    assert build({}).options == {"segment_key": "segment", "max_staleness": 7, "on_stale": "drop"}
+    assert isinstance(build({}), GroupReplayBuffer)
     with pytest.raises(TypeError, match="on_failures"):
         build({"on_failures": "keep"})
-    with pytest.raises(ValueError, match=r"framework must be one of nemo_rl, verl \(conf/queue\); got 'vrl'"):
-        QueuedGroups.of("vrl")
-    with pytest.raises(ValueError, match=r"\(\?P<group>…\)"):
-        QueuedGroups("train", key="a", reward="r")
-    assert isinstance(build({}), GroupReplayBuffer)
+
+
+def test_rows_have_ids_ends_and_versions_of_their_keys():
+    """Group a has two outputs in session 0 and one in session 2. Group b failed without a row."""
+    submit("a", step=3)
+    run_session("a", 0, 1.0, outputs=2, step=3)
+    run_session("a", 2, 4.0, step=4)
+    finish("a", step=3)
+    group("b", [None, None], step=5)
+    source = QueuedGroups.of("verl", group_size=3)
+    rows = source.read()
+    a, b = (int(rows["group_id"][at]) for at in (0, -1))
+    assert rows["group_id"].tolist() == [a] * 4 + [b] * 3
+    low = rows["rollout_id"] % 2**16
+    assert low.tolist() == [0, 0, 1, 2, 0, 1, 2]
+    assert (rows["rollout_id"] - low).tolist() == [each >> 16 << 16 for each in rows["group_id"].tolist()]
+    assert rows["segment"].tolist() == [0, 1, 0, 0, 0, 0, 0]
+    assert rows["next", "done"].tolist() == [False, True, True, True, True, True, True]
+    assert rows["next", "status"].tolist() == [0, 0, 3, 0, 3, 3, 3]
+    assert rows["next", "policy_version"].tolist() == [3, 3, 3, 4, 5, 5, 5]
+    assert rows["expected_rollouts"].tolist() == [3] * 7
+    assert rows["next", "reward"].nan_to_num(-1).tolist() == [1, 1, -1, 4, -1, -1, -1]
+    assert source.keys_of(rows) == ["a_0_0", "a_0_1", "a_2_0"]
+    assert source.keys_of(rows[[3, 2, 0]]) == ["a_2_0", "a_0_0"]
+    source.clear([a], rows=False)
+    assert keys_in("train") == {"b", "a_0_0", "a_0_1", "a_2_0"}
+    source.clear([b])
+    assert keys_in("train") == {"a_0_0", "a_0_1", "a_2_0"}
+    assert source.read() is None
+    assert (source.keys, source.groups) == ({}, {})
 
 
 # -- NeMo RL, as TQReplayBuffer.commit writes by pack_payload (7ea279ab) -------------------------------------

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from random import Random
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from verl_loop import Queue, Trainer
 
-from headrace.pipeline import GroupReplayBuffer, QueuedGroups, assembled
+from headrace.pipeline import QueuedGroups, assembled
 from headrace.pipeline.queues import in_place
 from headrace.transforms import GroupAssembler
 
@@ -120,21 +118,3 @@ def test_a_loop_over_the_queue_waits_for_the_group_that_was_announced_first(monk
     found = [source.keys_of(next(rows)) for _ in range(2)]
     assert found == [["slow_0_0"], ["fast_0_0"]]
     assert assembler.ages == {0: 1, 1: 1}
-
-
-def test_an_error_before_the_first_step_says_what_waiting_requires(monkeypatch):
-    monkeypatch.setattr(in_place, "tq", Queue)
-    given: dict[str, Any] = {"trainer_mode": "separate_async", "trainer_config": {"num_warmup_batches": 2}}
-    given |= {"max_off_policy_threshold": 2, "max_off_policy_strategy": "wait", "refill_fn": Counter}
-    with pytest.raises(ValueError, match="num_warmup_batches < max_off_policy_threshold"):
-        GroupReplayBuffer(**given, sampler_kwargs={"group_size": 2})
-    given |= {"max_off_policy_strategy": "drop"}
-    with pytest.raises(ValueError, match="num_warmup_batches < max_off_policy_threshold"):
-        GroupReplayBuffer(**given, sampler_kwargs={"group_size": 2, "on_stale": "wait"})
-    given |= {"max_off_policy_strategy": "wait", "max_off_policy_threshold": 3}
-    with pytest.raises(ValueError, match="needs group_size in sampler_kwargs"):
-        GroupReplayBuffer(**given, sampler_kwargs={})
-    with pytest.raises(ValueError, match="and a refill_fn"):
-        GroupReplayBuffer(**given | {"refill_fn": None}, sampler_kwargs={"group_size": 2})
-    with pytest.raises(ValueError, match=r"without such prompts \(NeMo RL's\)"):
-        QueuedGroups.of("nemo_rl", group_size=2, announce_to=GroupAssembler(groups=1, max_staleness=1))

@@ -23,7 +23,7 @@ from headrace.transforms import (
     GroupAssembler,
     IncompleteGroupsError,
 )
-from headrace.transforms.streams import RowPiece
+from headrace.transforms.streams import RowPiece, narrowed
 from headrace.transforms.table.schema import DISPATCHED, IN_LOSS
 
 OPTIONS = {
@@ -108,6 +108,41 @@ def test_rows_share_no_memory_with_the_collector_the_state_and_taken_rows(lazy):
     assert assembler.take()["tokens", "full"].tolist() == [[2] * 3, [0] * 3]
     assembler.load_state_dict(state)
     assert assembler.take()["tokens", "full"].tolist() == [[0] * 3, [1] * 3]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "dtype"),
+    [
+        (-(2**7), 2**7 - 1, torch.int8),
+        (0, 2**7, torch.int16),
+        (-(2**7) - 1, 0, torch.int16),
+        (-(2**15), 2**15 - 1, torch.int16),
+        (0, 2**15, torch.int32),
+        (-(2**15) - 1, 0, torch.int32),
+        (-(2**31), 2**31 - 1, torch.int32),
+        (0, 2**31, torch.int64),
+        (-(2**31) - 1, 0, torch.int64),
+    ],
+)
+def test_saved_integers_have_the_smallest_dtype_that_holds_them(low, high, dtype):
+    found = narrowed(torch.tensor([0, high, low]))
+    assert (found.dtype, found.tolist()) == (dtype, [0, high, low])
+
+
+def test_a_batch_is_of_the_partition_that_had_enough_whole_groups_first():
+    """Groups become whole in the order 0, 1, …, of the partitions 5, 3, 3, 5, 4, 5, 4."""
+    assembler = GroupAssembler(groups=2, partition_key="partition")
+    for group, partition in enumerate((5, 3, 3, 5, 4, 5, 4)):
+        assembler.put(batch_of_lines([Line(group, group, 0, True, 0, partition, 0, 1)]))
+    taken = [assembler.take()["group_id"].tolist() for _ in range(3)]
+    assert (taken, assembler.take(), assembler.ready) == ([[1, 2], [0, 3], [4, 6]], None, 1)
+    assert assembler.take_rest()["group_id"].tolist() == [5]
+    assert assembler.take_rest() is None
+    assembler.put(batch_of_lines([Line(g, g, 0, True, 0, g % 2, 0, 1) for g in range(10, 15)]))
+    assembler.want(2)
+    assert [assembler.take()["group_id"].tolist() for _ in range(2)] == [[10, 12], [11, 13]]
+    assembler.want(1)
+    assert assembler.take()["group_id"].tolist() == [14]
 
 
 def test_a_selector_chooses_among_surplus_rollouts():

@@ -247,3 +247,18 @@ def test_many_versions_within_a_step_map_to_this_step():
     steps.end()
     steps.begin(200)
     assert [steps.of(version) for version in (0, 1, 100, 199, 200)] == [0, 0, 0, 0, 1]
+
+
+def test_versions_before_the_last_64_count_as_one_step_each():
+    """Each step has two versions. After 70 steps, the versions from 14 on are known, which is of step 7."""
+    steps = Steps()
+    steps.ages[0] = 1
+    for version in range(2, 142, 2):
+        steps.end()
+        steps.begin(version)
+    assert [steps.of(version) for version in (140, 139, 16, 15, 14, 13, 4)] == [70, 69, 8, 7, 7, 6, -3]
+    assert len(steps.began) == 64
+    again = Steps.from_plain(steps.to_plain())
+    assert vars(again) == vars(steps)
+    again.begin(142)
+    assert steps.began[-1] == (140, 70)
