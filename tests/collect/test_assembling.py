@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from queue import Queue
 from threading import Event
 
 import pytest
@@ -99,6 +100,44 @@ def test_a_silent_source_raises_in_bounded_time():
     with pytest.raises(StalledError, match=r"silent for 0.2 s.*group 100 has 0 of 2 \(1 unfinished\)"):
         next(stream)
     never.set()
+
+
+class InStep:
+    """A source whose batches have rows of both its workers, which hang after the batches in `sent`."""
+
+    procs, num_workers = (), 2
+
+    def __init__(self, never: Event, *sent: int):
+        self.never, self.queue_out = never, Queue()
+        for worker in sent:
+            self.queue_out.put(((None, worker), 0))
+
+    def __iter__(self):
+        while not self.queue_out.queue.empty():
+            self.queue_out.get()
+        self.never.wait()
+        yield None
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [
+        ({"worker_patience": 0.06}, "0.06"),
+        ({"patience": 0.06}, "0.06"),
+        ({"patience": 9.0, "worker_patience": 0.06}, "0.06"),
+        ({"patience": 0.06, "worker_patience": 9.0}, "0.06"),
+    ],
+)
+@pytest.mark.parametrize(("sent", "lacks"), [((1, 0, 1), "worker 0"), ((), "worker 0, worker 1")])
+def test_a_source_of_rows_of_all_workers_has_the_lower_of_both_limits(options, seconds, sent, lacks):
+    never = Event()
+    with pytest.raises(StalledError) as caught:
+        list(assembled(InStep(never, *sent), GroupAssembler(), **options))
+    never.set()
+    assert str(caught.value).startswith(
+        f"The source has been silent for {seconds} s: no rows of {lacks}. The errors of its workers are on "
+        "stderr, above. Waiting: no group. Rows: none arrived. No prompt"
+    )
 
 
 def test_patience_changes_no_batch_and_passes_errors_on():

@@ -275,6 +275,13 @@ def wrong_writes(times: int) -> Any:
     return next(iter(drained(made)))
 
 
+def ranked() -> None:
+    from torchrl.data import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
+
+    writer = TensorDictMaxValueWriter(rank_key="n")
+    drained(TensorDictReplayBuffer(storage=LazyTensorStorage(4), writer=writer))
+
+
 def locked() -> None:
     made = shared()
     with made._write_lock:
@@ -361,6 +368,8 @@ OF_TORCHRL: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
         ValueError,
         lambda: drained(buffer(consume_after_n_samples=1)),
     ),
+    "drained() needs a buffer with writer=RoundRobinWriter() and no consume_after_n_samples; got "
+    "TensorDictMaxValueWriter": (ValueError, ranked),
     "a writer has kept the buffer locked for 0.01 s. If it was killed during a write, its last rows are "
     "incomplete: restart with new workers and a new buffer": (StalledError, locked),
     "repeats must be ≥ 1 and worker from 0 to workers - 1; got repeats=0, worker=0, workers=1": (

@@ -15,7 +15,6 @@ from torchrl.data import (
     SamplerWithoutReplacement,
 )
 from torchrl.data.replay_buffers import (
-    ConsumingSampler,
     PrioritizedSampler,
     PromptGroupSampler,
     RandomSampler,
@@ -192,17 +191,11 @@ def test_an_incomplete_group_is_refused():
         filled(rows([2], segments=1)[:1]).sample()
 
 
-def test_the_error_for_samplers_that_split_groups_says_what_to_do():
-    with pytest.raises(TypeError, match=r"frees single rows.*GroupUnit\(max_uses=2\)"):
-        filled(rows([2]), ConsumingSampler(max_sample_count=2)).sample()
+def test_a_storage_of_two_dimensions_is_refused():
     grid = ReplayBuffer(storage=LazyTensorStorage(50, ndim=2), batch_size=2, sample_unit=GroupUnit())
     grid.extend(rows([2, 2], segments=1).reshape(2, 2))
     with pytest.raises(TypeError, match=r"a storage of rows \[N\]; this one has 2 dimensions"):
         grid.sample()
-    unset = rows([2])
-    unset["group_id"][:] = -1
-    with pytest.raises(BatchError, match=r"every row needs a group_id ≥ 0.*StampIds"):
-        filled(unset).sample()
 
 
 def test_use_counts_resume_from_a_state_and_end_with_the_group():

@@ -69,8 +69,12 @@ def test_groups_are_requested_up_to_a_limit():
             yield batch
 
     stream = iter(informative(source(), groups=2, max_batches=4))
-    with pytest.raises(StalledError, match=r"4 batches had 4 groups, 1 of them informative; a batch needs 2"):
+    with pytest.raises(StalledError) as caught:
         next(stream)
+    assert str(caught.value) == (
+        "4 batches had 4 groups, 1 of them informative; a batch needs 2, and 1 wait. Are the prompts too "
+        "easy or too hard? Raise max_batches, or set on_short='yield'"
+    )
     assert len(asked) == 4
     short = informative(many("fvfffvff"), groups=2, max_batches=3, on_short="yield")
     assert [batch["group_id"].tolist() for batch in short] == [[1, 1], [5, 5]]
@@ -142,7 +146,9 @@ def test_the_limit_on_requested_groups_holds_for_each_batch():
         assert found == [first + 3, first + 3, first + 5, first + 5]
     for kinds in ("ffffff", "fffffffvv"):
         assembler, stream = assembled_of(kinds)
-        with pytest.raises(StalledError, match="3 batches had 6 groups, 0 of them informative"):
+        with pytest.raises(
+            StalledError, match=r"^3 batches had 6 groups, 0 of them informative; .* and 0 wait"
+        ):
             stream.take_from(assembler, last=False)
         assert assembler.ready == len(kinds) - 6
 
@@ -182,8 +188,14 @@ def test_split_or_incomplete_groups_are_refused():
     cut = [whole[[0, 1, 2]], whole[[3]]]
     stages = load_pipeline("pipeline=grpo", "~pipeline.stages.gate").stages
     keep_all = [stages["collapse"]]
-    with pytest.raises(BatchError, match=r"in two batches: 1\. Put assembled\(\) between"):
-        list(informative(cut, groups=3, stages=keep_all))
+    with pytest.raises(BatchError) as caught:
+        list(informative([whole, cut[1], cut[0]], groups=3, stages=keep_all))
+    assert str(caught.value) == (
+        "informative() needs batches of whole groups; these group_ids are in two batches: 1. Put assembled() "
+        "between it and the collector"
+    )
+    with pytest.raises(BatchError, match=r"in two batches: 0, 1\. Put"):
+        list(informative([whole, whole], groups=3, stages=keep_all))
     with pytest.raises(BatchError, match=r"in two batches: 1\."):  # although the loop has ended
         list(informative(cut, groups=1, stages=keep_all))
     with pytest.raises(ValueError, match="groups must be an integer; got None"):

@@ -119,8 +119,39 @@ def test_rows_without_ids_have_no_tags():
 
 
 def test_limits_that_need_the_policy_version_are_refused():
-    with pytest.raises(ValueError, match=r"max_staleness=2 needs the policy version.*source=RolloutQueue"):
+    with pytest.raises(ValueError, match="max_staleness") as caught:
         group_sampler(GroupAssembler(groups=4, max_staleness=2, on_stale="wait"))
+    assert str(caught.value) == (
+        "max_staleness=2 needs the policy version, which TransferQueue does not tell its sampler. The "
+        "sampler can neither wait for slow groups nor limit the dispatch. Read the queue with "
+        "RolloutStream(sampler, source=RolloutQueue(...)), which does both, or leave max_staleness out"
+    )
+
+
+def test_the_sampler_takes_the_fewest_whole_groups_with_enough_rows():
+    """Groups of 1, 3 and 2 rows. A second task reads all of them again, and other tags change nothing."""
+    assembler = GroupAssembler()
+    groups = [(0, 1), (1, 3), (1, 3), (1, 3), (2, 2), (2, 2)]
+    lines = [Line(g, row, 0, True, expected=size) for row, (g, size) in enumerate(groups)]
+    tags = {row: tag | {"mine": row} for row, tag in tags_of(lines, assembler).items()} | {9: {"mine": 0}}
+    sampler = group_sampler(assembler)
+    for task in ("train", "log_probs"):
+        calls = {"partition": partition_of(tags), "task_name": task}
+        assert sampler([0, 1, 2, 9], 2, **calls) == ([], [])  # group 1 lacks a row
+        assert sampler([0, 1, 2, 3, 9], 4, **calls) == ([0, 1, 2, 3], [0, 1, 2, 3])
+        assert sampler([4, 5, 9], 3, **calls) == ([], [])
+        assert sampler([4, 5, 9], 2, **calls) == ([4, 5], [4, 5])
+        assert sampler([9], 1, **calls) == ([], [])
+
+
+def test_a_tag_has_the_columns_that_the_assembler_reads():
+    rows = batch_of_lines([Line(4, 0, 2, False), Line(5, 1, 3, True, 2)])
+    names = ("group_id", "expected_rollouts", "rollout_id", "segment", "next.done", "next.status")
+    values = ((4, 2, 0, 2, False, 0), (5, 2, 1, 3, True, 2))
+    assert group_tags(rows, GroupAssembler(segment_key="segment")) == [
+        {"headrace": [list(pair) for pair in zip(names, each, strict=True)]} for each in values
+    ]
+    assert group_tags(rows[:0], GroupAssembler()) == []
 
 
 # -- in TransferQueue itself ------------------------------------------------------------------------------

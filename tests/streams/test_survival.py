@@ -58,6 +58,31 @@ def test_the_bound_holds_for_any_number_of_groups(parts):
 
 
 @given(PARTS)
+def test_the_clearest_difference_is_that_of_a_loop_over_all_cuts(parts):
+    trained, lost = (list(each) for each in zip(*parts, strict=True))
+    found = []
+    for k in range(1, len(parts)):
+        total, losses = sum(trained + lost), sum(lost)
+        slow = sum(trained[k:] + lost[k:])
+        evidence = []
+        for some, group in ((sum(trained[k:]), total - losses), (sum(lost[k:]), losses)):
+            shares = [(some, slow), (group - some, total - slow)]
+            evidence.append(sum(x * math.log2(x * total / (group * y)) for x, y in shares if x) * math.log(2))
+        if sum(lost[k:]) * total > slow * losses:
+            found.append(max(evidence) - math.log(len(parts) - 1))
+    best = max(found, default=0.0)
+    z, cut = slow_loss(trained, lost)
+    assert z == pytest.approx(-math.sqrt(2 * max(0.0, best)), abs=1e-6)
+    assert (cut > 0) == (z < 0)
+
+
+def test_the_clearest_difference_by_hand():
+    """All lost groups are in the slowest fifth: b = 1, m = 0.2. There are two cuts."""
+    z, part = slow_loss([60, 20, 0], [0, 0, 20])
+    assert (z, part) == (pytest.approx(-math.sqrt(2 * (20 * math.log(5) - math.log(2)))), 2)
+
+
+@given(PARTS)
 def test_losses_of_fast_groups_or_of_equal_shares_are_not_found(parts):
     shares = [(10, 10 - at) for at in range(len(parts))]
     assert slow_loss(*zip(*shares, strict=True)) == (0.0, 0)
