@@ -126,6 +126,34 @@ def test_a_put_waits_until_groups_are_taken_and_no_longer_than_its_patience(pati
     assert ids_of(assembler.take()) == [1]
 
 
+def test_writers_go_on_if_the_trainer_needs_more_groups_than_may_be_ready():
+    """One group may be ready, and a batch needs three. Each request of the trainer lets one more in."""
+    assembler = RayAssembler(groups=3, group_size=1, max_ready=1)
+    for group in range(3):
+        assembler.put(rows(group))
+        with pytest.raises(StalledError, match="has taken no batch"):
+            assembler.put(rows(9), patience=0.01)
+        assert ids_of(assembler.take()) == (None if group < 2 else [0, 1, 2])
+    assembler.put(rows(3), patience=0.01)
+    with pytest.raises(StalledError, match="has taken no batch"):
+        assembler.put(rows(9), patience=0.01)
+    assert (assembler.ready, assembler.held) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "most"), [({"groups": 2}, 4), ({"groups": 2, "max_ready": 1}, 1), ({}, 99)]
+)
+def test_twice_the_groups_of_a_batch_may_be_ready_by_default(options, most):
+    assembler, put = RayAssembler(group_size=1, **options), 0
+    for group in range(20):
+        try:
+            assembler.put(rows(group), patience=0.01)
+            put += 1
+        except StalledError:
+            break
+    assert put == most
+
+
 async def taken_soon(assembler: RayAssembler) -> Any:
     """The rows that another process takes while a put waits."""
     await asyncio.sleep(0.01)
