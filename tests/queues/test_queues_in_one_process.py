@@ -204,6 +204,13 @@ def test_rows_without_tokens_fetch_theirs_in_any_order_and_number(clock):
     assert MASK not in thin.keys(True)
     for order in ([0, 1, 2, 3, 4, 5], [5, 0, 3], [2, 2, 1, 2], [4]):
         same_rows(reader.fetch(thin[order]), rows_of(*[(0, 1, 2, 3, 6, 7)[at] for at in order]))
+    # Columns that stages wrote come too, and token counts are left out.
+    thin["headrace", "reward"], thin["advantage"] = torch.arange(6), torch.arange(6) + 0.5
+    thin["headrace", "number_of", "masks"] = torch.zeros(6)
+    whole = reader.fetch(thin)
+    assert whole["headrace", "reward"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert whole["advantage"].tolist() == [0.5, 1.5, 2.5, 3.5, 4.5, 5.5]
+    assert set(whole["headrace"].keys()) == {"reward"}
 
 
 # -- optimiser steps --------------------------------------------------------------------------------------
