@@ -6,6 +6,7 @@ import asyncio
 import re
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from random import Random
@@ -18,7 +19,7 @@ from ray_here import LOOP, Stored, ray_here
 from tensordict import TensorDict
 
 from headrace.pipeline import RayAssembler
-from headrace.transforms import GroupAssembler, StalledError
+from headrace.transforms import GroupAssembler, StalledError, StreamWarning
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
@@ -141,6 +142,26 @@ def test_writers_go_on_if_the_trainer_needs_more_groups_than_may_be_ready():
 
 
 @pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: RayAssembler(max_ready=1.5), "max_ready must be an integer or None; got 1.5"),
+        (lambda: RayAssembler(max_ready=0), "max_ready must be an integer ≥ 1; got 0"),
+        (lambda: RayAssembler(groups=0), "groups must be an integer ≥ 1; got 0"),
+        (
+            lambda: RayAssembler().batches(on_lost="stop"),
+            "on_lost must be one of 'raise', 'go_on'; got 'stop'",
+        ),
+        (lambda: RayAssembler().batches(patience=0), "patience must be finite and > 0; got 0"),
+        (lambda: RayAssembler().put(None, patience=0), "patience must be finite and > 0; got 0"),
+    ],
+)
+def test_an_invalid_option_of_an_assembler_in_an_actor_is_refused(call, message):
+    with pytest.raises(ValueError, match="must be") as caught:
+        call()
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
     ("options", "most"), [({"groups": 2}, 4), ({"groups": 2, "max_ready": 1}, 1), ({}, 99)]
 )
 def test_twice_the_groups_of_a_batch_may_be_ready_by_default(options, most):
@@ -219,6 +240,20 @@ def test_an_assembler_in_an_actor_answers_as_one_in_this_process(seed):
     options = {"groups": 2, "group_size": 2, "max_staleness": 2, "on_newer": "wait", "version_key": "version"}
     options |= {"on_duplicate": "drop", "on_stale": "drop", "max_concurrent_rollouts": 30}
     assert answers(RayAssembler(**options, max_ready=10**6), seed) == answers(GroupAssembler(**options), seed)
+
+
+def test_warnings_of_the_actor_come_when_the_trainer_takes_and_name_its_line():
+    """A rollout has lost its first row. The writer gets no warning."""
+    assembler, lacks = RayAssembler(), rows(0)
+    lacks["headrace", "origin"] = torch.tensor([[1, 0, 1, 0, 1]])
+    lacks["expected_rollouts"] = torch.tensor([1])
+    assembler.put(lacks)
+    for times in (1, 0):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert assembler.take() is None
+        assert [(each.category, each.filename) for each in caught] == [(StreamWarning, __file__)] * times
+        assert all("1 rollouts were lost" in str(each.message) for each in caught)
 
 
 # -- writers that end -------------------------------------------------------------------------------------
