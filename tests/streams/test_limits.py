@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -227,6 +229,53 @@ def test_a_rollout_without_an_end_is_reported_once_it_is_four_times_as_old_as_an
             "hangs or never sets done. Set timeout or timeout_seconds, and on_timeout, to continue without "
             "them"
         )
+
+
+# -- where a warning comes from ---------------------------------------------------------------------------
+
+
+def lost_rows() -> None:
+    batch = batch_of_lines([Line(0, 0, 0, True, expected=1)])
+    GroupAssembler().put(batch.set(ORIGIN, torch.tensor([[1, 0, 1, 0, 1]])))
+
+
+def endless() -> None:
+    assembler = GroupAssembler()
+    assembler.put(
+        batch_of_lines([Line(0, 0, 0, False), *(Line(9, r, 0, True, expected=99) for r in range(1, 11))])
+    )
+    for _ in range(21):
+        assembler.put(NOTHING)
+
+
+def waiting() -> None:
+    assembler = GroupAssembler(groups=1)
+    with pytest.MonkeyPatch.context() as patch:
+        for seconds in (0.0, 61.0):
+            patch.setattr("time.monotonic", lambda seconds=seconds: seconds)
+            assembler.take()
+
+
+def no_slack() -> None:
+    GroupAssembler(groups=1, max_staleness=1).announce(batch_of_lines([Line(0, 0, 0, False)]))
+
+
+def cut_off() -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "rows")
+        GroupAssembler(journal=path).put(batch_of_lines([Line(0, 0, 0, False)]))
+        path.write_bytes(path.read_bytes()[:-1])
+        GroupAssembler(journal=path)
+
+
+@pytest.mark.parametrize(
+    "call", [lost_rows, endless, waiting, no_slack, cut_off], ids=lambda call: call.__name__
+)
+def test_a_warning_names_the_line_of_the_program_that_called(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", StreamWarning)
+        call()
+    assert [each.filename for each in caught] == [__file__]
 
 
 # -- options that depend on one another -------------------------------------------------------------------

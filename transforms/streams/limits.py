@@ -160,7 +160,7 @@ def warn_of_endless(plan: StreamPlan) -> None:
             "environment hangs or never sets done. Set timeout or timeout_seconds, and on_timeout, to "
             "continue without them",
             StreamWarning,
-            stacklevel=3,
+            stacklevel=4,  # the caller of put()
         )
 
 

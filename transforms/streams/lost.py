@@ -104,7 +104,7 @@ def warn_of_lost(plan: StreamPlan) -> None:
             "workers write into a buffer and read that with drained(). If you put rows in another order than "
             "they were collected, set in_order=False",
             StreamWarning,
-            stacklevel=3,
+            stacklevel=4,  # the caller of put()
         )
 
 

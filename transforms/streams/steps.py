@@ -126,7 +126,7 @@ def warn_of_no_slack(options: Any) -> None:
             "third of the speed or more. Set max_staleness to steps_ahead + the latency of the slowest "
             "group divided by the time of a step. If such rows are too old, set steps_ahead to less",
             StreamWarning,
-            stacklevel=4,
+            stacklevel=3,  # the caller of announce()
         )
 
 

@@ -45,7 +45,7 @@ class Wait:
                 f"It waits for {found}. Check whether their workers hang. Set timeout or timeout_seconds, "
                 "and on_timeout, to go on without them",
                 StreamWarning,
-                stacklevel=4,
+                stacklevel=5,  # the caller of take()
             )
 
     def note_put(self, now: float) -> None:
