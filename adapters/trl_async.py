@@ -44,7 +44,7 @@ class Paced:
         super().__init__(**options)
         self._allowed, self._began = allowed, dict[int, int]()
 
-    async def _generate_one(self: Any, *args: Any, group_id: int = 0, **options: Any) -> Any:
+    async def _generate_one(self: Any, *args: Any, group_id: int, **options: Any) -> Any:
         while group_id >= self._allowed.value:
             if self._stop_event.is_set():  # TRL waits for its tasks before it ends
                 return [], [], [], 0, 0, None

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import statistics
+import sys
+import threading
 import warnings
 from collections import defaultdict
 from contextlib import suppress
 from itertools import product
 from math import nan
-from types import SimpleNamespace
-from typing import Any, get_args
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import pytest
 import torch
+from prompt_groups import in_simulated_time
 from tensordict import TensorDict
 
 from headrace.adapters import FewerRowsWarning, attach
@@ -22,7 +26,7 @@ from headrace.adapters.attaching import warn_of_no_rows
 from headrace.adapters.environment import scale_overrides
 from headrace.adapters.swift import RecipeAdvantages as OfSwift
 from headrace.adapters.trl import RecipeAdvantagesOfUnsloth, say_without_reward
-from headrace.adapters.trl_async import WholeGroups
+from headrace.adapters.trl_async import LAST, ROLLOUT, Dispatched, PacedLoops, WholeGroups
 from headrace.pipeline import Pipeline, advantages_of, load_pipeline
 from headrace.pipeline.composing.recipe_names import Recipe
 from headrace.transforms import GroupRelativeAdvantage, MissingKeyError, TokenAdvantage
@@ -539,3 +543,120 @@ def test_a_step_ends_the_version_of_its_rows_unless_its_size_is_a_number_of_toke
             put(queued, group, 1.0)
             assert len(taken(queued)) == 2
         assert found == versions
+
+
+# -- the rollout loop of AsyncGRPOTrainer, without TRL ------------------------------------------------------
+
+
+class Sequence(NamedTuple):
+    """TRL's ``TrainingSequence``."""
+
+    ids: list[int]
+    mask: list[int]
+    log_probs: list[float]
+    text: str
+
+
+class Loop:
+    """The parts of TRL's rollout loop that are replaced or read; a sample for each sequence of a group."""
+
+    def __init__(self, *, announcements: int):
+        self.rollout_buffer = queue.Queue(announcements)
+        self.model_version, self._stop_event, self.begun = 0, threading.Event(), []
+        self.tokenizer = SimpleNamespace(pad_token_id=PAD)
+
+    async def _generate_one(self, prompt, group_id, temperature):
+        self.begun.append((asyncio.get_running_loop().time(), group_id))
+        return prompt, temperature
+
+    async def _score_group(self, group):
+        return [
+            SimpleNamespace(sequence=each, version=group.model_version, metrics={"reward": 1.0})
+            for sequences in group.completions_sequences
+            for each in sequences
+        ]
+
+
+def paced(groups: int, announcements: int = 9) -> tuple[Any, SimpleNamespace]:
+    """A loop that may begin a number of groups, and this number."""
+    allowed = SimpleNamespace(value=groups)
+    return PacedLoops(Loop, allowed)(announcements=announcements), allowed
+
+
+def announced(loop: Any) -> list[Dispatched]:
+    """All announcements that wait on the queue."""
+    return [loop.rollout_buffer.get_nowait() for _ in range(loop.rollout_buffer.qsize())]
+
+
+@pytest.fixture
+def sequences(monkeypatch) -> None:
+    """Put `Sequence` in place of TRL's class."""
+    module = ModuleType("trl.experimental.async_grpo.async_rollout_worker")
+    module.TrainingSequence = Sequence
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_a_group_begins_when_the_trainer_has_capacity_and_is_announced_once():
+    """The announcement has the version with which the group began. A full queue delays the rollouts."""
+
+    async def go():
+        loop, allowed = paced(1, announcements=1)
+        tasks = [
+            asyncio.create_task(loop._generate_one("p", group_id=group, temperature=0.5))
+            for group in (1, 0, 0, 1, 2)
+        ]
+        await asyncio.sleep(0.5)
+        assert loop.begun == [(0.0, 0), (0.0, 0)]
+        loop.model_version, allowed.value = 7, 3
+        await asyncio.sleep(1)  # the queue is full, so the first rollouts of groups 1 and 2 wait
+        assert [group for _, group in loop.begun] == [0, 0, 1]
+        assert loop.begun[-1][0] < 0.6
+        found = []
+        for _ in range(3):
+            found += announced(loop)
+            await asyncio.sleep(0.1)
+        assert found == [Dispatched(0, 0), Dispatched(1, 7), Dispatched(2, 7)]
+        assert [await task for task in tasks] == [("p", 0.5)] * 5
+        assert [group for _, group in loop.begun[3:]] == [1, 2]
+        assert max(time for time, _ in loop.begun) < 1.9
+
+    in_simulated_time(go())
+
+
+@pytest.mark.usefixtures("sequences")
+def test_a_loop_that_is_stopped_begins_no_group_and_ends_its_rollouts():
+    async def go():
+        loop, allowed = paced(1, announcements=1)
+        waits = [
+            asyncio.create_task(loop._generate_one("p", group_id=each, temperature=1)) for each in (0, 1)
+        ]
+        await asyncio.sleep(1)
+        allowed.value = 3  # group 1 cannot be announced, because the queue is full
+        await asyncio.sleep(1)
+        late = asyncio.create_task(loop._generate_one("p", group_id=3, temperature=1))
+        await asyncio.sleep(1)
+        loop._stop_event.set()
+        assert await late == ([], [], [], 0, 0, None)
+        assert [await each for each in waits] == [("p", 1)] * 2
+        assert await loop._score_group(SimpleNamespace(group_id=3, completions_sequences=[[]])) == []
+
+    in_simulated_time(go())
+
+
+@pytest.mark.usefixtures("sequences")
+def test_samples_have_the_number_of_their_rollout_and_the_version_of_their_group():
+    """The second rollout has no token, so it gets a row of one token that is not trained."""
+    loop, _ = paced(1)
+    loop.model_version = 4
+    asyncio.run(loop._generate_one("p", group_id=0, temperature=1))
+    loop.model_version = 6  # TRL gives the group the version of its end
+    real = [Sequence([5, at], [1, 1], [0.1, 0.2], "text") for at in range(3)]
+    group = SimpleNamespace(group_id=0, model_version=6, completions_sequences=[real[:2], [], real[2:]])
+    found = asyncio.run(loop._score_group(group))
+    assert [each.sequence for each in found] == [*real[:2], Sequence([PAD], [0], [0.0], ""), real[2]]
+    assert [each.version for each in found] == [4] * 4
+    places = [(0, False), (0, True), (1, True), (2, True)]
+    assert [each.metrics for each in found] == [
+        {"reward": 1.0, ROLLOUT: rollout, LAST: last} for rollout, last in places
+    ]
+    assert asyncio.run(loop._score_group(group)) == []  # nothing is kept of a group that has ended

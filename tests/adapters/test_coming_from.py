@@ -76,6 +76,7 @@ def test_the_environment_names_the_recipe(recipe):
     assert found.stages["gate"].group_size == 4
     assert "split" not in found.stages
     assert "weight" not in found.stages
+    assert recipe_of_environment("as/slime") is found  # composed once
     recipe("rae")
     with pytest.raises(ValueError, match=r"the state of the stage running lasts"):
         recipe_of_environment("as/slime")
@@ -411,6 +412,12 @@ def test_slimes_hooks_share_a_recipe_between_rows_and_tokens(recipe):
             {},
             ValueError,
             r"must come last, .*found gate, collapse, advantage, teacher, signs$",
+        ),
+        (
+            "opd +stage@pipeline.stages.whole=signs pipeline.after.whole=teacher",
+            {},
+            ValueError,
+            r"must come last, .*found gate, collapse, advantage, teacher, whole$",
         ),
         ("opd", {"teacher_log_probs": None}, BatchError, "teacher_log_probs"),
         ("opd", {"kl": [torch.zeros(4)] * 6}, BatchError, r"kl must .*found 4 for the 1 tokens of row 2"),
