@@ -36,7 +36,7 @@ class RecipeAdvantages(Follows):
             "rollout_id": gather_object([sample.request_id for sample in samples]),
             "expected_rollouts": [size] * len(prompts),
             "status": gather_object([status_of(sample.finish_reason) for sample in samples]),
-            "reward": rewards_per_func.squeeze(1) if rewards_per_func.shape[1] == 1 else rewards_per_func,
+            "reward": rewards_per_func,
         }
         decision = decider.decide({name: each for name, each in columns.items() if decider.reads(name)})
         super()._compute_advantages(samples, rewards_per_func, batches)  # type: ignore[misc]  # for its metrics

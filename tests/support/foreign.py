@@ -18,6 +18,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import small_openrlhf
 import torch
 
 
@@ -68,6 +69,44 @@ def verl_trainer(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], Modul
         )
     }
     return registry, module_of(monkeypatch, "verl.trainer.ppo.v1.trainer_base", sessions)
+
+
+def verl_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's ``ppo_loss`` without clipping, with the denominators of the whole step."""
+
+    def ppo_loss(config, output, data):
+        rows = data.get_non_tensor("global_batch_size")
+        assert (data.get_non_tensor("dp_size"), rows) == (1, 12)
+        assert (config.strategy, config.rollout_n, config.policy_loss.loss_mode) == ("fsdp", 4, "vanilla")
+        assert config.ppo_micro_batch_size_per_gpu == len(data)
+        first, total, mode = 0, torch.zeros(()), config.loss_agg_mode
+        for row in range(len(data)):
+            tokens, trains = int(data["attention_mask"][row].sum()), data["response_mask"][row].bool()
+            shown = output["log_probs"][first : first + tokens]
+            first, prompt = first + tokens, tokens - int(trains.sum())
+            ratio = (shown[prompt - 1 : -1] - data["old_log_probs"][row][trains]).exp()
+            of_row = -(ratio * data["advantages"][row][trains])
+            total = (
+                total
+                + {
+                    "token-mean": of_row.sum() / data.get_non_tensor("batch_num_tokens"),
+                    "token-sum": of_row.sum(),
+                    "seq-mean-token-sum": of_row.sum() / rows,
+                    "seq-mean-token-mean": of_row.mean() / rows,
+                    "seq-mean-token-sum-norm": of_row.sum() / len(trains) / rows,
+                }[mode]
+            )
+        assert first == len(output["log_probs"])
+        return total, {}
+
+    def assign_non_tensor(data, **values):
+        for name, value in values.items():
+            data.set_non_tensor(name, value)
+
+    names = {"ActorConfig": SimpleNamespace, "PolicyLossConfig": SimpleNamespace, "ppo_loss": ppo_loss}
+    module_of(monkeypatch, "verl.utils.tensordict_utils", {"assign_non_tensor": assign_non_tensor})
+    for module in ("config", "config.actor", "utils.losses"):
+        module_of(monkeypatch, f"verl.workers.{module}", names)
 
 
 # -- slime and miles: utils/types.py and ray/rollout ----------------------------------------------------
@@ -342,7 +381,7 @@ def trinity_experience(
 def openrlhf_maker(monkeypatch: pytest.MonkeyPatch, group_size: int, kl: float = 0.0) -> Any:
     """Its maker of experiences, without a penalty of lengths, and with its formulas of reward and returns."""
 
-    class RemoteExperienceMaker:
+    class RemoteExperienceMaker(small_openrlhf.RemoteExperienceMaker):
         strategy = SimpleNamespace(
             args=SimpleNamespace(
                 rollout=SimpleNamespace(n_samples_per_prompt=group_size),
@@ -354,21 +393,13 @@ def openrlhf_maker(monkeypatch: pytest.MonkeyPatch, group_size: int, kl: float =
         def compute_advantages_and_returns(self, experiences):
             raise AssertionError("OpenRLHF's own function")
 
-        def get_cumulative_returns(self, rewards, action_mask, gamma):
-            return (rewards * action_mask).flip(1).cumsum(1).flip(1) * action_mask
-
-    def compute_reward(r, kl_coef, kl, action_mask=None, reward_clip_range=None):
-        """-β · KL for each token, and the reward at the last token in the loss."""
-        r = r if reward_clip_range is None else r.clamp(*reward_clip_range)
-        found = -kl_coef * (torch.zeros(action_mask.shape) if kl is None else kl)
-        for row, mask in enumerate(action_mask):
-            found[row, int(mask.nonzero().max())] += r[row]
-        return found
-
     utils = "openrlhf.trainer.ppo_utils"
     module_of(monkeypatch, f"{utils}.experience_maker", {"RemoteExperienceMaker": RemoteExperienceMaker})
-    module_of(monkeypatch, f"{utils}.length_penalty", {"apply_length_penalties": lambda *_: None})
-    module_of(monkeypatch, "openrlhf.models.utils", {"compute_reward": compute_reward})
+    for module, name in (
+        (f"{utils}.length_penalty", "apply_length_penalties"),
+        ("openrlhf.models.utils", "compute_reward"),
+    ):
+        module_of(monkeypatch, module, {name: getattr(small_openrlhf, name)})
     return RemoteExperienceMaker()
 
 

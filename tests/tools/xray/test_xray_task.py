@@ -17,10 +17,12 @@ from itertools import accumulate
 from pathlib import Path
 from unittest.mock import MagicMock
 
+import foreign
 import pytest
 import torch
 from command import headrace_here, refused
 from rich.console import Console
+from small_openrlhf import LISTED, instead_of_openrlhf
 
 from headrace.adapters import attach
 from headrace.adapters import measured as measured_adapters
@@ -329,6 +331,19 @@ def test_a_table_is_a_transformers_model(trl):
 # -- trainers that need other versions, if they are installed ------------------------------------------------
 
 
+def test_verls_loss_gets_the_tokens_and_the_counts_that_its_engine_gives(monkeypatch):
+    """If verl is not installed, its loss is a loop."""
+    from headrace.pipeline.tools.xray.of_verl import verl_settings
+
+    foreign.verl_losses(monkeypatch)
+    settings = [each for each in verl_settings() if each.name.startswith("vanilla")]
+    assert len(settings) == 5
+    for each in settings:
+        found = each.measure((1, 3), curve=False)
+        assert found.over_documented() == pytest.approx((1.0, 1.0), abs=1e-5), each.name
+        found.xray.assert_uniform()
+
+
 def test_verl_takes_the_mean_of_each_loss_agg_mode_for_any_micro_batches(tmp_path):
     pytest.importorskip("verl", reason="verl is not installed")
     found = measured(tmp_path, "xray=verl")
@@ -343,6 +358,20 @@ def test_verl_takes_the_mean_of_each_loss_agg_mode_for_any_micro_batches(tmp_pat
         r = float(ratio)
         assert up == pytest.approx(r if r < 1.2 else 0.0, rel=1e-3, abs=1e-5)
         assert down == pytest.approx(r if 0.8 < r < 3.0 else 0.0, rel=1e-3, abs=1e-5)  # clip_ratio_c is 3
+
+
+def test_openrlhfs_losses_get_the_denominators_of_the_window(tmp_path):
+    """If OpenRLHF is not installed, a stand-in has its losses. The listings of its packages do not run."""
+    from headrace.pipeline.tools.xray.of_openrlhf import openrlhf_settings
+
+    with instead_of_openrlhf(tmp_path):
+        settings = openrlhf_settings()
+        assert not LISTED
+        assert not [name for name in sys.modules if name.startswith(("openrlhf.models", "openrlhf.utils"))]
+    for each in settings:
+        found = each.measure((1, 3), curve=False)
+        assert found.over_documented() == pytest.approx((1.0, 1.0), abs=1e-5), each.name
+        found.xray.assert_uniform()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # openrlhf's imports warn
