@@ -7,6 +7,7 @@ import sys
 import foreign
 import pytest
 from small_openrlhf import instead_of_openrlhf
+from small_swift import instead_of_swift
 
 pytestmark = [
     pytest.mark.slow,
@@ -14,26 +15,26 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Ray state API:DeprecationWarning"),  # verl's imports warn
 ]
-MODULES = {"ms_swift": "swift.rlhf_trainers.grpo_trainer"}
 LOST = "with 3 micro-batches, micro-batch 0, 1 (from 0) has no gradient"
 
 
+@pytest.fixture
+def stand_ins(monkeypatch, tmp_path):
+    """Stand-ins for trainers that are not installed, with their losses as loops."""
+    foreign.verl_trainer(monkeypatch)
+    foreign.verl_losses(monkeypatch)
+    monkeypatch.delitem(sys.modules, "headrace.adapters.verl", raising=False)
+    with instead_of_openrlhf(tmp_path), instead_of_swift():
+        yield
+
+
+@pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("trainer", ["trl", "verl", "openrlhf", "ms_swift"])
-def test_a_recipe_in_a_trainer_trains_its_declared_weights_in_any_number_of_micro_batches(
-    trainer, monkeypatch, tmp_path, request
-):
-    """If verl and OpenRLHF are not installed, stand-ins have their losses as loops."""
-    if trainer == "verl":
-        foreign.verl_trainer(monkeypatch)
-        foreign.verl_losses(monkeypatch)
-        monkeypatch.delitem(sys.modules, "headrace.adapters.verl", raising=False)
-    elif trainer == "openrlhf":
-        pytest.importorskip("transformers", reason="the extra `llm` is not installed")
-        stand_in = instead_of_openrlhf(tmp_path)
-        stand_in.__enter__()
-        request.addfinalizer(lambda: stand_in.__exit__(None, None, None))
-    else:
-        pytest.importorskip(MODULES.get(trainer, trainer), reason=f"{trainer} is not installed")
+def test_a_recipe_in_a_trainer_trains_its_declared_weights_in_any_number_of_micro_batches(trainer):
+    if trainer != "verl":
+        pytest.importorskip("datasets", reason="the extra `llm` is not installed")
+    if trainer == "trl":
+        pytest.importorskip("trl", reason="TRL is not installed")
     from headrace.adapters import measured
 
     settings = getattr(measured, f"recipes_in_{trainer}")()

@@ -51,10 +51,13 @@ def instead_of_openrlhf(folder: Path) -> Iterator[None]:
     LISTED.clear()
     deepspeed = ModuleType("deepspeed")
     deepspeed.__spec__ = ModuleSpec("deepspeed", None)
+    sys.modules["deepspeed"] = deepspeed
     try:
-        with patch.dict(sys.modules, deepspeed=deepspeed), patch("sys.path", [str(folder), *sys.path]):
+        with patch("sys.path", [str(folder), *sys.path]):
             yield
     finally:
+        for name in [each for each in sys.modules if each.partition(".")[0] in ("deepspeed", "openrlhf")]:
+            del sys.modules[name]
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -183,7 +186,7 @@ class ActorPPOTrainer:
         parts = [rows[at : at + self.size] for at in range(0, len(rows), self.size)]
         tokens = sum(int(row["action_mask"].sum()) for row in rows)
         self.counts = {"tokens": tokens, "rows": len(rows), "parts": 1}
-        for part in parts:
+        for part in parts * self.args.train.max_epochs:
             if dynamic and self.args.ds.zero_stage < 3:
                 self.actor.zero_grad()
             made = {name: [row[name] for row in part] for name in part[0]}
