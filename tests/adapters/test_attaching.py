@@ -529,6 +529,18 @@ def test_rows_that_became_too_old_are_logged_once():
         assert logged["headrace/out/stream/stale_total"] == [2.0] * (group + 1)
 
 
+@pytest.mark.parametrize("paced", [False, True])
+def test_samples_two_or_more_versions_too_old_are_forgotten_unless_groups_begin_in_time(paced):
+    """Each sample waits for the other sample of its group."""
+    queued = queue_of("dr_grpo", max_staleness=1)
+    queued.allowed = SimpleNamespace(value=0) if paced else None
+    for version in range(4):
+        put(queued, version, 0.0, version=version)
+    queued.trainer.model_version = 3
+    assert taken(queued) == []
+    assert [each.model_version for each in queued._samples.values()] == [*range(0 if paced else 1, 4)]
+
+
 def test_a_step_ends_the_version_of_its_rows_unless_its_size_is_a_number_of_tokens():
     for args, versions in (
         ({}, [0, 1, 2]),

@@ -129,7 +129,8 @@ class XRay:
             else:
                 ratio = run.in_order / first.in_order
             ratio = ratio[~ratio.isnan()]  # no advantage, or no weight in both runs
-            found[run.where] = (float(ratio.min()), float(ratio.max())) if len(ratio) else (1.0, 1.0)
+            ratio = ratio if len(ratio) else torch.ones(1)
+            found[run.where] = float(ratio.min()) + 0.0, float(ratio.max()) + 0.0  # without −0
         return found
 
     @property

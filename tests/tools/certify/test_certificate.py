@@ -42,7 +42,8 @@ TAUGHT = StopOrContinue(teacher=[0.1, 0.4, 0.6], reference=[0.2, -0.1, 0.5])
 @cache
 def certified(recipe: str, *words: str, task=STOP, group_size=4) -> Certificate | Refused:
     config = configure("load", f"pipeline={recipe}", *words).pipeline
-    return certify_recipe(config, recipe, task, "task", group_size=group_size, overrides=words)
+    options = {"group_size": group_size, "overrides": words}
+    return certify_recipe(config=config, recipe=recipe, task=task, task_name="task", **options)
 
 
 def ratio(*arguments, **options) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,17 @@ from rich.console import Console
 
 from headrace.pipeline import ConfigError
 from headrace.pipeline.tools.certify import (
+    Certificate,
+    FailingRollouts,
     FanOut,
     Forks,
     OneTurn,
     SeveralRewards,
     StopOrContinue,
+    Trajectory,
     certify,
 )
-from headrace.pipeline.tools.certify.certificate import Refused, count_outcomes
+from headrace.pipeline.tools.certify.certificate import Judgement, Refused, count_outcomes
 from headrace.pipeline.tools.certify.certify_task import number, show_certificates
 from headrace.transforms import BatchTransform
 
@@ -125,6 +129,15 @@ def test_tasks_that_a_recipe_refuses_for_one_reason_are_on_one_line():
         "rloo refuses the rows of a, b: rewards must be ≥ 0",
         "rloo refuses the rows of c: needs a key",
     ]
+
+
+def test_certificates_cannot_be_changed_and_options_of_tasks_have_names():
+    for kind in (Certificate, Judgement, Refused, Trajectory):
+        with pytest.raises(FrozenInstanceError):
+            object.__new__(kind).name = "another"
+    for kind in (FailingRollouts, FanOut, Forks, OneTurn, SeveralRewards, StopOrContinue):
+        with pytest.raises(TypeError, match="positional argument"):
+            kind([0.0, 0.0, 0.0])
 
 
 class Unknown(BatchTransform):

@@ -9,7 +9,7 @@ import math
 import re
 import runpy
 import sys
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -36,6 +36,9 @@ from headrace.pipeline import (
     xray_batch,
 )
 from headrace.pipeline.tools.xray import xray_page
+from headrace.pipeline.tools.xray.means import StepTokens, TokenMean
+from headrace.pipeline.tools.xray.measure import Measured, XRay
+from headrace.pipeline.tools.xray.of_trl import word_tokenizer
 from headrace.pipeline.tools.xray.page import EDGE, HEIGHT, TOP, WIDTH
 from headrace.pipeline.tools.xray.setting import (
     ROWS_OF_STEP,
@@ -45,6 +48,7 @@ from headrace.pipeline.tools.xray.setting import (
     Setting,
     rounded,
 )
+from headrace.pipeline.tools.xray.token_table import ExplainedGradient
 from headrace.pipeline.tools.xray.xray_task import show_settings
 
 pytestmark = [
@@ -167,6 +171,8 @@ def test_a_curve_goes_from_the_least_to_the_greatest_ratio():
             [EDGE + share * (WIDTH - EDGE) for share in (0, 1 / 3, 2 / 3, 1)], abs=0.1
         )
         assert down == pytest.approx([HEIGHT * (1 - min(value, TOP) / TOP) for value in values], abs=0.1)
+    heights = re.findall(r'<text x="0" y="(\d+)">(\d)<', page)
+    assert heights == [(f"{HEIGHT * (1 - value / 6) + 4:.0f}", f"{value}") for value in (0, 2, 4, 6)]
     ticks = re.findall(r'middle" x="([\d.]+)" y="\d+">([\d.e+]+)<', page)
     assert [float(ratio) for _, ratio in ticks] == [0.1, 0.2, 1.0, 5.1, 100.0]
     for across, ratio in ticks:
@@ -208,6 +214,12 @@ def test_a_verdict_is_printed_unless_the_setting_agrees_with_its_documentation()
     assert "4 / 1" in console.file.getvalue()
     said = [line.partition(":")[0] for line in console.file.getvalue().splitlines() if found.verdict in line]
     assert said == ["wrong", "silent"]
+
+
+def test_measurements_cannot_be_changed():
+    for kind in (ExplainedGradient, Measured, MeasuredSetting, Setting, StepTokens, TokenMean, XRay):
+        with pytest.raises(FrozenInstanceError):
+            object.__new__(kind).name = "another"
 
 
 def close(bounds: list[float], value: float) -> bool:
@@ -293,11 +305,12 @@ def test_the_trl_adapter_trains_trls_advantages_with_trls_weights(trl, adapter, 
     found.xray.assert_uniform()
 
 
-def test_tool_tokens_and_left_padding_change_nothing_in_trl(trl):
+def test_tool_tokens_and_left_padding_change_nothing_in_trl(trl, capfd):
     step = trl_step("GRPOTrainer", loss_type="dapo", scale_rewards=False)
     found = xray(step, pad=("left", "right"), holes=True, cuts=(1, 2), dtype=torch.float32)
     found.assert_uniform()
     assert found.verdict == "mean over the tokens of the whole step, in 4 of 4 runs"
+    assert capfd.readouterr() == ("", "")
     with pytest.raises(ValueError, match="must have equal sizes; got 12 rows for 5"):
         xray(step, cuts=(5,), dtype=torch.float32)
 
@@ -313,6 +326,12 @@ def test_trl_clips_the_ratios_of_a_policy_that_changed_since_sampling(trl):
         curve = xray(step, cuts=(1,), shifts=shifts, dtype=torch.float32).curve()
         assert [up for up, _ in curve.values()] == pytest.approx(ups, abs=1e-5)
         assert [down for _, down in curve.values()] == pytest.approx(downs, abs=1e-5)
+
+
+def test_each_token_is_a_word_of_the_tokenizer(trl):
+    words = word_tokenizer(6)
+    assert words.convert_tokens_to_ids(["5", "0", "3"]) == [5, 0, 3]
+    assert (len(words), words.pad_token_id, words.eos_token_id, words.padding_side) == (6, 4, 5, "left")
 
 
 def test_a_table_is_a_transformers_model(trl):
