@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ from headrace.pipeline.tools.certify import (
     certify,
 )
 from headrace.pipeline.tools.certify.certificate import Judgement, Refused, count_outcomes
-from headrace.pipeline.tools.certify.certify_task import number, show_certificates
+from headrace.pipeline.tools.certify.certify_task import number, on_page, show_certificates
 from headrace.transforms import BatchTransform
 
 pytestmark = pytest.mark.slow
@@ -113,6 +113,50 @@ def test_an_unavailable_group_size_is_reported_for_its_task_only(tmp_path):
     _, text, found = certified(tmp_path, *words)
     assert [each["task"] for each in found] == ["fan_out"]
     assert "rloo refuses the rows of forks: Forks samples 2 rollouts at a time" in text
+
+
+def test_each_task_and_group_size_has_a_table_whose_columns_leave_in_a_narrow_window():
+    exact = Judgement((1.0, 0.5), 0.125, 0.99, 0.0733333, 0.75)
+    nothing = Judgement((None, -0.00001), None, None, 0.0, None)
+    found = [
+        Certificate("a", "one", 4, 1256, exact, nothing),
+        Certificate("b", "one", 4, 1256, nothing, None),
+        Certificate("a", "one", 2, 16, exact, exact),
+    ]
+    text = io.StringIO()
+    show_certificates(found, Console(file=text, width=80))
+    titles = """
+        ratio to the                            loss:   loss:
+recipe  true gradient   bias  cosine  variance  scale  cosine
+─────────────────────────────────────────────────────────────
+"""
+    assert text.getvalue() == (
+        f"\none, groups of 4, 1,256 outcomes{titles}"
+        "a       1.0000 0.5000  12.5%  0.9900   0.07333      –       –\n"
+        "b       – 0.0000           –       –         0      –       –\n"
+        f"\none, groups of 2, 16 outcomes{titles}"
+        "a       1.0000 0.5000  12.5%  0.9900   0.07333   0.75  0.9900\n"
+    )
+    for width, left in ((55, "bias cosine scale cosine"), (42, "bias cosine cosine"), (36, "bias cosine")):
+        text = io.StringIO()
+        show_certificates(found[:1], Console(file=text, width=width))
+        (line,) = [line for line in text.getvalue().splitlines() if line.startswith("recipe")]
+        assert line[line.index("bias") :].split() == left.split()
+
+
+def test_the_page_has_the_numbers_of_a_certificate_or_the_reason_why_there_is_none():
+    names = ("ratio", "relative_bias", "cosine", "variance", "scale")
+    numbers = dict(zip(names, ((1.0, 0.5), 0.125, 0.99, 0.07, 0.75), strict=True))
+    more = dict(zip(names, ((None,), None, None, 0.0, None), strict=True))
+    nothing = dict(zip(names, ((), None, None, None, None), strict=True))
+    head = {"recipe": "a", "task": "one", "group_size": 4}
+    with_loss = Certificate("a", "one", 4, 16, Judgement(**numbers), Judgement(**more))
+    said = {"outcomes": 16, "refused": ""}
+    assert on_page(with_loss) == head | said | {"advantage": numbers, "loss": more}
+    bare = replace(with_loss, loss=None)
+    assert on_page(bare) == head | said | {"advantage": numbers, "loss": nothing}
+    refused = {"outcomes": 0, "refused": "no rows", "advantage": nothing, "loss": nothing}
+    assert on_page(Refused("a", "one", 4, "no rows")) == head | refused
 
 
 def test_tasks_that_a_recipe_refuses_for_one_reason_are_on_one_line():

@@ -20,13 +20,15 @@ from unittest.mock import MagicMock
 import foreign
 import pytest
 import torch
-from command import headrace_here, refused
+from command import headrace_here, refused, told
+from composed import configure
 from rich.console import Console
 from small_openrlhf import LISTED, instead_of_openrlhf
 
 from headrace.adapters import attach
 from headrace.adapters import measured as measured_adapters
 from headrace.pipeline import (
+    ConfigError,
     TokenTable,
     load_pipeline,
     table_as_causal_lm,
@@ -49,7 +51,7 @@ from headrace.pipeline.tools.xray.setting import (
     rounded,
 )
 from headrace.pipeline.tools.xray.token_table import ExplainedGradient
-from headrace.pipeline.tools.xray.xray_task import show_settings
+from headrace.pipeline.tools.xray.xray_task import measure_trainer, show_settings
 
 pytestmark = [
     pytest.mark.slow,
@@ -201,19 +203,49 @@ def test_the_colour_of_a_token_is_its_weight_over_the_documented_one():
     assert f"Documented: {TOKENS_OF_STEP}, times 2 (a note)" in constant
 
 
-def test_a_verdict_is_printed_unless_the_setting_agrees_with_its_documentation():
+def test_a_line_for_each_setting_and_the_verdicts_that_differ_from_the_documentation_are_printed():
+    """With three micro-batches, the step counts twice. A narrow window lacks the documented mean."""
+
     def step(model, batch, cut):
         terms = model.get_dist(batch).log_prob(batch["tokens", "full"]) * batch["advantage"].squeeze(-1)
-        (-terms[batch["masks", "all_assistant_mask"]].sum()).backward()  # over 12 rows, so the constant is 12
+        inside = batch["masks", "all_assistant_mask"]
+        (-terms[inside].sum() * (1 + (cut == 3)) / inside.sum()).backward()
 
-    found, console = xray(step, cuts=(1,)), Console(file=io.StringIO(), width=200)
-    documented = {"right": SUM_OF_STEP, "wrong": TOKENS_OF_STEP, "silent": ""}
-    settings = [MeasuredSetting(name, found, means, constant=12.0) for name, means in documented.items()]
-    show_settings("a trainer", settings, console)
-    show_settings("cut", [replace(settings[0], xray=xray(step, cuts=(1, 4)))], console)
-    assert "4 / 1" in console.file.getvalue()
-    said = [line.partition(":")[0] for line in console.file.getvalue().splitlines() if found.verdict in line]
-    assert said == ["wrong", "silent"]
+    found = MeasuredSetting("one", xray(step, cuts=(1, 2, 3)), TOKENS_OF_STEP, note="as said")
+    same = MeasuredSetting("same", xray(step, cuts=(1, 2, 4)), TOKENS_OF_STEP, note="nothing")
+    verdict = found.xray.verdict
+    for width, settings, expected in (
+        (
+            90,
+            [found, replace(found, name="two", documented="", note="")],
+            f"""
+a trainer: the weight of a token
+                                                 measured /          2 / 1          3 / 1
+setting  documented                              documented  micro-batches  micro-batches
+─────────────────────────────────────────────────────────────────────────────────────────
+one      mean over the tokens of the whole step      1 to 2              1              2
+two      –                                           1 to 2              1              2
+one: {verdict}. Its documentation: as said
+two: {verdict}
+""",
+        ),
+        (
+            60,
+            [same, replace(same, name="half", constant=2.0, note="")],
+            f"""
+a trainer: the weight of a token
+         measured /          2 / 1          4 / 1
+setting  documented  micro-batches  micro-batches
+─────────────────────────────────────────────────
+same              1              1              1
+half            0.5              1              1
+half: {same.xray.verdict}
+""",
+        ),
+    ):
+        console = Console(file=io.StringIO(), width=width)
+        show_settings("a trainer", settings, console)
+        assert console.file.getvalue() == expected
 
 
 def test_measurements_cannot_be_changed():
@@ -427,6 +459,41 @@ def test_a_user_step_is_named_and_compared_with_a_recipe(tmp_path, monkeypatch):
     (against,) = measured(tmp_path, *words, "pipeline=dapo", "xray.cuts=[3]").values()
     assert "times the weight of the pipeline" in against["verdict"]
     assert not close(against["over_documented"], 1.0)
+
+
+def test_the_files_have_all_numbers_and_the_greatest_difference_is_returned(tmp_path, monkeypatch):
+    """The first group has a quarter of its weight in the recipe, and the others have 3/2 of it."""
+    factor = "terms *= torch.where(part['group_id'] == 0, 0.25, 1.5)\n        (-terms.sum()"
+    (tmp_path / "partstep.py").write_text("import torch\n" + MINE.replace("(-terms.sum()", factor))
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["xray=mine", "xray.source=partstep:step", "xray.cuts=[1]", "xray.curve=false", "pipeline=grpo"]
+    words += ["pipeline.stages.weight.unit=token", "pipeline.stages.split.minibatches=1"]
+    value, text = told(measure_trainer, configure("config", "task=xray", *words), tmp_path, words)
+    assert value == pytest.approx(0.75)
+    verdict = "tokens get 0.25 to 1.5 times the weight of the pipeline"
+    setting = {
+        "setting": "partstep:step",
+        "documented": "the recipe's weights",
+        "constant": 1.0,
+        "over_documented": [0.25, 1.5],
+        "over_one_micro_batch": {"1": [1.0, 1.0]},
+        "verdict": f"not the weights of the pipeline: with 1 micro-batch, {verdict}",
+        "note": "",
+        "curve": {},
+    }
+    found = json.loads((tmp_path / "xray.json").read_text())
+    assert found == {"trainer": "partstep:step", "micro_batches": [1], "settings": [setting]}
+    assert f"partstep:step: {setting['verdict']}\n" in text
+    assert "The weight of each token: partstep:step" in (tmp_path / "report.html").read_text()
+    (tmp_path / "report.html").unlink()
+    words += ["report.html=false", "xray.only=step"]
+    told(measure_trainer, configure("config", "task=xray", *words), tmp_path, words)
+    assert not (tmp_path / "report.html").exists()
+    words[-1] = "xray.only=other"
+    with pytest.raises(
+        ConfigError, match=r"xray\.only=other matches no setting; the settings are partstep:step$"
+    ):
+        told(measure_trainer, configure("config", "task=xray", *words), tmp_path, words)
 
 
 @pytest.mark.parametrize(
