@@ -144,7 +144,7 @@ def ms_swift_step(change: Callable[[Any], object] = lambda _: None, *, steps: in
         change(made)
         found = gradient_before_the_optimiser(made, model)
         made.train()
-        model.table.grad = found[0] if found else None
+        model.table.grad = found.pop() if found else None
 
     def step(model: Any, batch: TensorDictBase, cut: int) -> None:
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():

@@ -187,7 +187,8 @@ def openrlhf_step(compute_advantages: Callable[[Any, list[Any]], Any], **argumen
         if (len(rows_of_parts), len(found)) != (cut, 1):
             counts = f"{len(rows_of_parts)} micro-batches and {len(found)} steps of the optimiser"
             raise ValueError(f"{cut} micro-batches and one step are required; OpenRLHF made {counts}")
-        model.table.grad = found[0][: model.table.numel()].view_as(model.table)  # without the padding of ZeRO
+        gradient = found.pop()[: model.table.numel()]  # without the padding of ZeRO
+        model.table.grad = gradient.view_as(model.table)
 
     def step(model: nn.Module, batch: TensorDictBase, cut: int) -> None:
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "", "MASTER_PORT": "0"}

@@ -150,7 +150,7 @@ def trl_step(trainer: str | type, more: dict[str, Any] | None = None, **config: 
             _act_with(made, float(batch["log_probs", "full"][batch[LOSS]][0]))
             found = gradient_before_the_optimiser(made, model)
             made.train()
-        model.table.grad = found[0] if found else None
+        model.table.grad = found.pop() if found else None
         batch[MICROBATCH] = torch.tensor([order[row] for row in range(rows)])
         if made.mask_truncated_completions:
             batch[LOSS] = batch[LOSS] & torch.tensor([ids[-1] in ends for ids in completions])[:, None]

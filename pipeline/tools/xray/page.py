@@ -132,16 +132,18 @@ def _curve(found: MeasuredSetting) -> str:
     ratios = list(found.curve)
     low, high = math.log(ratios[0]), math.log(ratios[-1])
 
+    def across(ratio: float) -> float:
+        return EDGE + (math.log(ratio) - low) / (high - low) * (WIDTH - EDGE)
+
     def place(ratio: float, value: float) -> str:
-        x = EDGE + (math.log(ratio) - low) / (high - low) * (WIDTH - EDGE)
-        return f"{x:.1f},{HEIGHT - min(max(value, 0.0), TOP) / TOP * HEIGHT:.1f}"
+        return f"{across(ratio):.1f},{HEIGHT - min(max(value, 0.0), TOP) / TOP * HEIGHT:.1f}"
 
     lines = "".join(
         f'<polyline class="{name}" points="{" ".join(place(r, v[k]) for r, v in found.curve.items())}"/>'
         for k, name in enumerate(("up", "down"))
     )
     ticks = "".join(
-        f'<text text-anchor="middle" x="{place(ratio, 0).split(",")[0]}" y="{HEIGHT + 14}">{ratio:.2g}</text>'
+        f'<text text-anchor="middle" x="{across(ratio):.1f}" y="{HEIGHT + 14}">{ratio:.2g}</text>'
         for ratio in (ratios[0], 0.2, 1.0, 5.1, ratios[-1])
     )
     ticks += "".join(

@@ -21,6 +21,7 @@ from headrace.pipeline import (
     xray_batch,
 )
 from headrace.pipeline.tools.xray.means import StepTokens, odd_part
+from headrace.pipeline.tools.xray.measure import declared
 from headrace.transforms import BatchError, TokenAdvantage, TokenFilter
 
 FULL, LOSS = ("tokens", "full"), ("masks", "all_assistant_mask")
@@ -136,7 +137,7 @@ def with_a_bonus(model, batch, cut):
 
 OF_ROWS = "mean over rows of the mean over their tokens of the whole step"
 OF_GROUPS = "mean over groups of the mean over their tokens of the whole step"
-OF_TOKENS = "mean over the tokens of the whole step"
+OF_TOKENS, OF_RECIPE = "mean over the tokens of the whole step", "the weights of the pipeline"
 GET, THAN = "micro-batches, tokens get", "times the weight that they get with 1 micro-batch"
 VERDICTS = {
     mean_of_step: f"{OF_TOKENS}, in 3 of 3 runs",
@@ -506,6 +507,38 @@ def test_tokens_without_weight_in_the_pipeline_are_not_a_shifted_mask(unit, shif
             late = xray(with_a_shifted_mask, pipeline, cuts=(1,))
             with pytest.raises(AssertionError):
                 late.assert_uniform()
+
+
+@pytest.mark.parametrize(
+    ("factor", "says"),
+    [
+        (lambda part, cut: -1.0, "the step increases the loss: each weight is negative, in 2 of 2 runs"),
+        (
+            lambda part, cut: 1.0 + (part == 1 < cut),
+            f"not {OF_RECIPE}: with 4 {GET} 1 to 2 times the weight of the pipeline; "
+            "with 4 micro-batches, micro-batch 1 (from 0) counts 2 times",
+        ),
+        (
+            lambda part, cut: float(not part == 1 < cut),
+            f"not {OF_RECIPE}: with 4 {GET} 0 to 1 times the weight of the pipeline; "
+            "with 4 micro-batches, micro-batch 1 (from 0) has no gradient",
+        ),
+        (lambda part, cut: 1.0, f"{OF_RECIPE}, in 2 of 2 runs"),
+    ],
+)
+def test_a_fault_is_named_although_the_pipeline_leaves_tokens_out(factor, says):
+    """A token filter leaves out the second token of each response."""
+    others = TokenFilter(criterion=lambda batch: batch[LOSS] & (batch[LOSS].cumsum(1) != 2))
+    options = {"stages": {"mine": others}, "after": {"mine": "advantage"}}
+    pipeline = load_pipeline("grpo", "pipeline.stages.split.minibatches=1", **options)
+
+    def step(model, batch, cut):
+        parts = zip(batch.chunk(cut), declared(pipeline, batch).coefficient.chunk(cut), strict=True)
+        for number, (part, coefficient) in enumerate(parts):
+            log_probs = model.get_dist(part).log_prob(part[FULL])
+            (-factor(number, cut) * coefficient * log_probs).sum().backward()
+
+    assert xray(step, pipeline, cuts=(1, 4)).verdict == says
 
 
 def with_turns_inside_rows(batch: TensorDictBase) -> None:

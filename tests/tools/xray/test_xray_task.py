@@ -173,6 +173,11 @@ def test_a_curve_goes_from_the_least_to_the_greatest_ratio():
             [EDGE + share * (WIDTH - EDGE) for share in (0, 1 / 3, 2 / 3, 1)], abs=0.1
         )
         assert down == pytest.approx([HEIGHT * (1 - min(value, TOP) / TOP) for value in values], abs=0.1)
+    assert (
+        'aria-label="coefficient by ratio" width="270" height="168"><path class="axis" d="M20 0v150h250"/>'
+        in page
+    )
+    assert re.findall(r'middle" x="[\d.]+" y="(\d+)"', page) == ["164"] * 5
     heights = re.findall(r'<text x="0" y="(\d+)">(\d)<', page)
     assert heights == [(f"{HEIGHT * (1 - value / 6) + 4:.0f}", f"{value}") for value in (0, 2, 4, 6)]
     ticks = re.findall(r'middle" x="([\d.]+)" y="\d+">([\d.e+]+)<', page)
@@ -193,12 +198,27 @@ def test_the_colour_of_a_token_is_its_weight_over_the_documented_one():
         terms = model.get_dist(batch).log_prob(batch["tokens", "full"]) * batch["advantage"].squeeze(-1)
         (-(terms * factor)[inside].sum() / inside.sum()).backward()
 
-    documented = MeasuredSetting("mine", xray(step, cuts=(1,)), TOKENS_OF_STEP, note="a note")
+    found = xray(step, cuts=(1,), lengths=(3, 9, 5, 4, 8, 2, 6, 7, 5, 3, 11, 4))
+    documented = MeasuredSetting("mine", found, TOKENS_OF_STEP, note="a note")
     page = xray_page("a page", [documented])
     assert f"Documented: {TOKENS_OF_STEP} (a note)" in page
-    squares = re.findall(r'class="c(\d)" x="\d+" y="\d+"[^>]*><title>row (\d+), token (\d+): ([\d.]+)<', page)
-    by_row = {int(row): (int(colour), int(token), float(value)) for colour, row, token, value in squares}
-    assert by_row == {row: (row, 3, share) for row, share in enumerate(shares) if share != 1}
+    square = r'<rect class="c(\d)" x="(\d+)" y="(\d+)" width="11" height="11">'
+    squares = re.findall(f"{square}<title>row (\\d+), token (\\d+): ([\\d.]+)</title></rect>", page)
+    assert [tuple(map(float, each)) for each in squares] == [
+        (row, 13 * 3, 13 * row, row, 3, share) for row, share in enumerate(shares) if share != 1
+    ]
+    (panel,) = re.findall(r'aria-label="1 micro-batch" width="(\d+)" height="(\d+)"><path ([^>]*)/>', page)
+    inside = documented.xray.runs[0].tokens.inside
+    usual = [(row, at) for row, at in inside.nonzero().tolist() if at != 3 or row in (4, 9, 10, 11)]
+    path = "".join(f"M{13 * at} {13 * row}h11v11h-11z" for row, at in usual)
+    assert panel == ("169", "156", f'class="c4" d="{path}"')
+    names = ["≤ ¼", "≤ ½", "≤ 0.8", "< 1", "1", "> 1", "> 1.25", "> 2", "> 4"]
+    legend = "".join(
+        f'<rect class="c{at}" x="{64 * at}" y="0" width="11" height="11"/>'
+        f'<text x="{64 * at + 16}" y="10">{name}</text>'
+        for at, name in enumerate(names)
+    )
+    assert f'aria-label="colours" width="576" height="11">{legend}</svg>' in page
     constant = xray_page("a page", [replace(documented, constant=2.0)])
     assert f"Documented: {TOKENS_OF_STEP}, times 2 (a note)" in constant
 
@@ -358,6 +378,18 @@ def test_trl_clips_the_ratios_of_a_policy_that_changed_since_sampling(trl):
         curve = xray(step, cuts=(1,), shifts=shifts, dtype=torch.float32).curve()
         assert [up for up, _ in curve.values()] == pytest.approx(ups, abs=1e-5)
         assert [down for _, down in curve.values()] == pytest.approx(downs, abs=1e-5)
+
+
+def test_trls_rloo_has_one_ratio_for_a_whole_response(trl):
+    """At the ratio 1.01 of each token, a response of n tokens has 1.01ⁿ, which is not clipped."""
+    step = trl_step("RLOOTrainer", beta=0.0)
+    shifts = (0.0, -math.log(1.01))
+    base, run = xray(step, cuts=(1,), shifts=shifts, dtype=torch.float32).runs
+    inside = run.tokens.inside & (base.coefficient != 0)
+    length = run.tokens.inside.sum(1, keepdim=True).expand(inside.shape)[inside]
+    assert (run.coefficient / base.coefficient)[inside].tolist() == pytest.approx(
+        (1.01**length).tolist(), rel=1e-4
+    )
 
 
 def test_each_token_is_a_word_of_the_tokenizer(trl):
