@@ -119,10 +119,9 @@ class ReverseEnv(EnvBase):
         self._over = self._turn == 1
         if self._turn == 0:
             self._turn = 1
-            asked = self._asked[self._ids["prompt"][1, :, 0]]
-            revision = digits.revision_prompts(tensordict["tokens", "prompt"], response)
-            self._prompt = torch.where(goes_on, revision, asked)
-            # The second prompt of a revised rollout. The other slots are reset, with a new prompt.
+            # Two rollouts of one slot are in one group, so they have the same prompt.
+            revision = digits.revision_prompts(self._prompt, response)
+            self._prompt = torch.where(goes_on, revision, self._prompt)
             out["tokens", "prompt"] = self._prompt
         return out
 
