@@ -19,6 +19,7 @@ from recipes import CHAINS, FEW
 from tensordict import NestedKey, TensorDict, lazy_stack
 
 from headrace.pipeline import Pipeline, load_pipeline
+from headrace.pipeline.ledger import Ledger
 from headrace.pipeline.tools.report import make_report
 from headrace.transforms import LossWeight, SampleFilter, ShuffleSplit
 from headrace.transforms.table.schema import MINIBATCH
@@ -266,6 +267,35 @@ def test_a_run_that_drops_all_rows_lists_the_same_reasons(make_batch):
     nothing = load_pipeline(*words).run(make_batch([1.0], [0]))
     assert set(full.ledger.names) == set(nothing.ledger.names)
     assert len(full.ledger.names) == len(full.ledger.actions)
+
+
+def test_the_numbers_and_texts_of_a_ledger_by_hand():
+    """Five rows of three rollouts in two groups. The groups have labels, and no row has the last reason."""
+    ledger = Ledger(
+        reason=torch.tensor([0, 2, 2, 0, 1]),
+        names=["trained", "gate/failed", "filter/low", "filter/high"],
+        actions=["trained", "dropped", "masked", "masked"],
+        left=torch.tensor([False, False, False, False, True]),
+        ids={"rollouts": torch.tensor([4, 4, 7, 9, 7]), "groups": torch.tensor([1, 1, 3, 1, 3])},
+        labels={"rollouts": None, "groups": ["a", "a", "b", "a", "b"]},
+    )
+    assert ledger.counts() == {"trained": 2, "gate/failed": 1, "filter/low": 2, "filter/high": 0}
+    assert ledger.numbers() == {
+        **{"rows/in": 5, "rows/trained": 2, "rollouts/in": 3, "rollouts/trained": 2},
+        **{"groups/in": 2, "groups/trained": 1},
+        **{"out/gate/failed": 1, "out/filter/low": 2, "out/filter/high": 0},
+    }
+    low = [{"row": 1, "rollout": 4, "group": "a"}, {"row": 2, "rollout": 7, "group": "b"}]
+    assert (ledger.rows("filter/low"), ledger.rows("filter/high")) == (low, [])
+    assert repr(ledger) == "Ledger(trained: 2, gate/failed: 1, filter/low: 2)"
+    trained = "2 of 5 rows, 2 of 3 rollouts, 1 of 2 groups trained"
+    assert ledger.sentence() == f"{trained}; out: gate/failed 1 row, filter/low 2 rows"
+    none = torch.zeros(0).long()
+    assert Ledger(none, ["trained"], ["trained"], none.bool(), {}, {}).sentence() == "0 of 0 rows trained"
+    with pytest.raises(
+        KeyError, match=r"unknown reason 'low'; the reasons are \['trained', 'gate/failed', 'fi"
+    ):
+        ledger.rows("low")
 
 
 def test_ledgers_of_equal_batches_are_different_and_hashable():

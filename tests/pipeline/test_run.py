@@ -132,6 +132,28 @@ def test_a_gate_in_two_pipelines_has_separate_metrics(make_batch):
     assert (len(alone.ledger.reason), len(first.ledger.reason)) == (9, 3)
 
 
+def test_each_row_is_shown_at_its_place_in_the_last_epoch_that_trains_it():
+    """Row 1 is in no minibatch of the second epoch, row 2 in none of the first, and row 3 in none at all."""
+    minibatches, weights = [[0, 1, -1, -1], [1, -1, 0, -1]], [[0.25, 0.5, 0.0, 0.0], [1.0, 0.0, 2.0, 0.0]]
+    places = [
+        {"minibatch": torch.tensor(numbers), "loss_weight": torch.tensor(of_rows)}
+        for numbers, of_rows in zip(minibatches, weights, strict=True)
+    ]
+    found = Run({}, Pipeline({}).run(numbered(0, 0)).keys, None, places=places).trained_at
+    assert found["minibatch"].tolist() == [1, 1, 0, -1]
+    assert found["loss_weight"].tolist() == [1.0, 0.5, 2.0, 0.0]
+
+
+def test_without_a_split_each_epoch_is_the_whole_batch(make_batch):
+    run = Pipeline({}).run(make_batch([1.0, 3, 5], [0, 0, 7]), epochs=3)
+    assert [part["headrace", "row"].tolist() for part in run.minibatches()] == [[0, 1, 2]] * 3
+    assert (run.has_steps, run.has_batch, Pipeline({}).run(no_rows(make_batch([1.0], [0]))).has_batch) == (
+        False,
+        True,
+        True,
+    )
+
+
 # -- several threads -------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +129,32 @@ def test_a_step_that_not_all_ranks_have_saved_is_not_loaded(tmp_path):
         ranks[0].load(5)
 
 
+def test_the_ranks_of_a_process_group_exchange_the_steps_that_they_have_saved(tmp_path, monkeypatch):
+    """The folder lacks the files of the other rank, which says that it has saved the steps 4 and 5."""
+    events: list[Any] = []
+    group = SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        get_rank=lambda: 1,
+        get_world_size=lambda: 2,
+        barrier=lambda: events.append("all have saved"),
+        all_gather_object=lambda every, own: every.__setitem__(slice(None), [{4, 5}, own]),
+    )
+    monkeypatch.setattr("headrace.pipeline.train.checkpoint.dist", group)
+    stream = Weights()
+    stream.commit = events.append
+    checkpoint = Checkpoint(tmp_path / "own", stream=stream)
+    for step in (4, 5, 6):
+        checkpoint.save(step)
+    assert events == ["all have saved", 4, "all have saved", 5, "all have saved", 6]
+    assert Checkpoint(tmp_path / "own", stream=stream).load() == 5
+    files = [path.name for path in (tmp_path / "own").iterdir()]
+    assert files == ["step_0000000005.rank1of2.pt"], "the newer step is trained again"
+    alone = Checkpoint(tmp_path / "alone", rank=0, ranks=1, stream=stream)
+    alone.save(7)
+    assert (events[6:], alone.load()) == ([7], 7)
+
+
 def test_older_steps_are_kept_and_loaded_on_request(tmp_path):
     weights = Weights()
     checkpoint = Checkpoint(tmp_path, keep=2, policy=weights)
@@ -185,7 +212,11 @@ def test_weights_older_than_the_journal_are_refused(tmp_path):
     ("parts", "message"),
     [
         ({"policy": 3}, "policy must have state_dict"),
-        ({"rank": 2, "ranks": 2}, "rank must be from 0 to ranks - 1"),
+        ({"rank": 2, "ranks": 2}, "rank must be from 0 to ranks - 1; got rank=2, ranks=2"),
+        ({"rank": -1, "ranks": 2}, "rank must be from 0 to ranks - 1; got rank=-1, ranks=2"),
+        ({"rank": 1, "ranks": 2, "keep": 1}, "several ranks need keep ≥ 2"),
+        ({"keep": 0}, "keep must be an integer ≥ 1; got 0"),
+        ({}, "a checkpoint needs something to save, by name: .*; got nothing"),
     ],
 )
 def test_parts_and_ranks_are_checked(parts, message, tmp_path):

@@ -129,12 +129,27 @@ def test_the_command_records_each_step_and_reports_a_zero_rate(tmp_path):
     assert {"optimiser/lr", "optimiser/loss", "optimiser/grad_norm", "optimiser/clip_fraction"} <= set(head)
 
 
-def test_a_microbatch_without_tokens_in_the_loss_is_in_no_mean():
-    """If all rows of a micro-batch are masked, a loss that is a mean over tokens returns NaN."""
+def test_the_numbers_of_two_steps_by_hand():
+    """A norm that equals the bound is not clipped. A mean over a micro-batch without tokens may be NaN."""
     record = OptimiserRecord()
     for entropy, tokens in ((2.0, [3, 1]), (math.nan, [0, 0]), (5.0, [2])):
-        record.add_terms(TensorDict({"entropy": torch.tensor(entropy)}), torch.tensor(tokens))
+        terms = {"entropy": torch.tensor(entropy), "loss_objective": torch.tensor(1.0), "each": torch.ones(2)}
+        record.add_terms(TensorDict(terms), torch.tensor(tokens))
     record.add_terms(TensorDict({"kl_approx": torch.tensor(1.0)}), torch.tensor([0]))
-    record.add_step(torch.tensor(0.5), lr=0.1, norm=1.0, tokens=6.0, clips=None)
-    assert record.numbers["optimiser/entropy"] == pytest.approx((2.0 * 4 + 5.0 * 2) / 6)
-    assert "optimiser/kl_approx" not in record.numbers
+    record.add_terms(TensorDict({"ESS": torch.tensor([[0.25]])}), torch.tensor([3]))
+    record.add_step(torch.tensor(1.0), lr=0.1, norm=3.0, tokens=10.0, clips=2.0)
+    record.add_step(torch.tensor(2.0), lr=0.3, norm=2.0, tokens=6.0, clips=2.0)
+    for what, seconds in (("optimise", 3.0), ("collect", 1.5), ("optimise", 1.0)):
+        record.add_seconds(what, seconds)
+    assert record.numbers == {
+        "optimiser/steps": 2.0,
+        "optimiser/lr": 0.3,
+        "optimiser/loss": 1.5,
+        "optimiser/grad_norm": 2.5,
+        "optimiser/clipped": 0.5,
+        "optimiser/entropy": (2.0 * 4 + 5.0 * 2) / 6,
+        "optimiser/ESS": 0.25,
+        "optimiser/tokens_per_second": 4.0,
+        "seconds/optimise": 4.0,
+        "seconds/collect": 1.5,
+    }

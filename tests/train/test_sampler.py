@@ -192,6 +192,48 @@ def test_epochs_and_seeds_have_different_orders():
     assert first != list(RepeatSampler(50, group_size=1, seed=2))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts": 0}, "prompts must be an integer ≥ 1; got 0"),
+        ({"group_size": 0}, "group_size must be an integer ≥ 1; got 0"),
+        ({"prompts_per_batch": 0}, "prompts_per_batch must be an integer ≥ 1; got 0"),
+        ({"repeats": 0}, "repeats must be an integer ≥ 1; got 0"),
+        ({"prompts_per_batch": 13, "remainder": "drop"}, "at least prompts_per_batch=13 prompts; got 12$"),
+        ({"rank": 2, "ranks": 2}, "rank must be from 0 to ranks - 1; got rank=2, ranks=2"),
+        ({"rank": -1, "ranks": 2}, "rank must be from 0 to ranks - 1; got rank=-1, ranks=2"),
+        ({"prompts_per_batch": 3, "ranks": 2}, "must have at least 2; got 3$"),
+        (
+            {"prompts_per_batch": 10, "ranks": 5, "remainder": "uneven"},
+            "each of 5 ranks .* must have at least 5; got 10, and 2 in the last$",
+        ),
+    ],
+)
+def test_an_option_that_leaves_a_batch_or_a_rank_without_prompts_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        RepeatSampler(**{"prompts": 12, "group_size": 2} | options)
+
+
+def test_the_smallest_batches_that_are_allowed_have_a_prompt_for_each_rank():
+    drops = {"group_size": 2, "prompts_per_batch": 10, "remainder": "drop", "shuffle": False}
+    assert list(RepeatSampler([*"abcdefghijkl"], **drops)) == [prompt for prompt in range(10) for _ in "ab"]
+    assert list(RepeatSampler(10, **drops)) == list(RepeatSampler(19, **drops))
+    last = {"group_size": 1, "prompts_per_batch": 10, "remainder": "uneven", "shuffle": False, "ranks": 2}
+    assert list(RepeatSampler(12, **last, rank=1)) == [1, 3, 5, 7, 9, 11]
+
+
+@given(shape=shared(), data=st.data())
+def test_a_sampler_goes_on_at_the_first_group_of_its_rank_that_is_not_known(shape, data):
+    """The groups before some draw of this rank are known, for all numbers of draws in three epochs."""
+    ranks, options = shape
+    rank = data.draw(st.integers(0, ranks - 1))
+    one, other = (of_ranks(ranks, options)[rank] for _ in range(2))
+    groups = [group for draws in islice(one.draws(), 9) for group in draws["group_id"].unique().tolist()]
+    known = data.draw(st.integers(0, len(groups) - 1))
+    other.go_on(lambda group: group in groups[:known])
+    assert next(other.draws())["group_id"][0] == groups[known]
+
+
 def test_a_remainder_raises_by_default():
     with pytest.raises(ValueError, match="a multiple of prompts_per_batch=2; got 7, with 1 left over"):
         RepeatSampler(7, group_size=2, prompts_per_batch=2)

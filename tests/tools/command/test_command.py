@@ -9,9 +9,11 @@ import time
 
 import pytest
 from command import QUICK, Started, headrace, headrace_here
+from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 from headrace.pipeline.main import main
+from headrace.pipeline.tools.command.process import paragraph_of, remove_unused
 
 pytestmark = pytest.mark.slow
 
@@ -149,3 +151,60 @@ def test_the_default_experiment_learns(tmp_path):
     for reason in ("gate: incomplete", "filter: zero variance"):
         assert reason in done.stdout
     assert all(float(step["rows/in"]) > float(step["rollouts/in"]) for step in steps)
+
+
+ELSEWHERE = "hydra.run.dir=FOLDER (with -m hydra.sweep.dir=FOLDER) sets the output folder"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            FileExistsError(17, "File exists", "out"),
+            f"out: this is a file, and a folder is required. {ELSEWHERE}",
+        ),
+        (FileExistsError("out has steps of another run"), "out has steps of another run"),
+        (OSError(28, "No space left on device", "m.csv"), f"m.csv: no space left on device. {ELSEWHERE}"),
+        (OSError(28, "No space left on device"), f"no space left on device. {ELSEWHERE}"),
+        (OSError("Of a reader"), f"of a reader. {ELSEWHERE}"),
+        (
+            ValueError("Config group override with 3"),
+            "pipeline=3, rows=1.5 must be the name of a file, as in pipeline=grpo",
+        ),
+        (ValueError("As it is"), "As it is"),
+        (ConfigCompositionException("Could not find 'pipeline/x'"), "unknown recipe 'x'; headrace recipes"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_an_error_is_said_with_the_option_that_mends_it(error, said, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["headrace", "--cfg", "pipeline=3", "rows=1.5", "device=cpu"])
+    assert paragraph_of(error).startswith(said)
+    assert said.startswith("unknown recipe") or paragraph_of(error) == said
+
+
+DAY, OWN = "outputs/day", ["outputs", "outputs/day", "outputs/day/time"]
+HYDRAS = ".hydra/config.yaml"
+
+
+@pytest.mark.parametrize(
+    ("files", "words", "left"),
+    [
+        ({}, [], []),
+        ({HYDRAS: "a", "headrace.log": ""}, [], []),
+        ({HYDRAS: "a"}, ["seed=1", "hydra.run.dir=outputs/day/time"], OWN[:2]),
+        ({HYDRAS: "a", "../9-00/log": "a"}, [], [*OWN[:2], f"{DAY}/9-00", f"{DAY}/9-00/log"]),
+        ({"headrace.log": "a line"}, [], [*OWN, f"{DAY}/time/headrace.log"]),
+        ({"headrace.log": "", "page": ""}, [], [*OWN, f"{DAY}/time/headrace.log", f"{DAY}/time/page"]),
+    ],
+)  # fmt: skip
+def test_an_output_folder_is_removed_only_if_the_command_wrote_nothing(
+    files, words, left, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("sys.argv", ["headrace", *words])
+    output = tmp_path / "outputs" / "day" / "time"
+    for name, text in files.items():
+        output.mkdir(parents=True, exist_ok=True)
+        (output / name).parent.mkdir(exist_ok=True)
+        (output / name).write_text(text)
+    remove_unused(output)
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == left

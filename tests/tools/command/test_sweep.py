@@ -19,20 +19,6 @@ from headrace.pipeline.tools.command.sweep import FILE, record_job, show_sweep
 pytestmark = pytest.mark.slow
 
 
-def test_the_results_of_different_tasks_have_different_names(tmp_path):
-    for number, task in enumerate(("replay", "plan")):
-        words = [f"task={task}", "source.path=there"]
-        ran = {"job": number, "task": task, "overrides": words, "began": 0.0, "number": 0.25 + number}
-        record_job(tmp_path / task, **ran, failure="")
-    jobs = [json.loads((tmp_path / task / FILE).read_text()) for task in ("replay", "plan")]
-    console = Console(width=80, record=True, file=io.StringIO())
-    show_sweep(jobs, tmp_path, console)
-    text = console.export_text()
-    assert "rows trained 0.25" in text
-    assert "uninformative 1.25" in text
-    assert "number" in text
-
-
 def test_the_numbers_of_a_training_are_those_of_its_file(tmp_path):
     """Twelve steps have the rewards 0 to 11. Each trains one row more than the step before, from 0, of 20."""
     lines = [f"{step},{step},20,{step}" for step in range(12)]
@@ -112,15 +98,63 @@ def test_replays_and_comparisons_show_their_results(tmp_path):
     assert [line[0] for line in lines] == ["0", "1"]
 
 
+def shown(jobs, folder, width=100):
+    console = Console(width=width, record=True, file=io.StringIO())
+    show_sweep(jobs, folder, console)
+    return console.export_text()
+
+
+def test_a_line_of_a_sweep_has_the_options_that_differ_and_the_results():
+    """Options with equal last names are shown with their full names. Job 1 failed before its first step."""
+    job = {"task": "train", "failure": "", "seconds": 1234.56, "steps": 1000, "trained": 0.375}
+    first = {"job": 0, "overrides": ["rows=llm", "+a.size=2", "b.size=3"], "rewards": [0.125, 0.875]}
+    failed = {"job": 1, "overrides": ["rows=llm", "a.size=4", "b.size=3"], "failure": "it\x1b failed"}
+    last = {"job": 12, "overrides": ["rows=llm", "b.size=5"], "rewards": [0.5], "trained": 0.0}
+    jobs = [job | first, {"task": "train", "seconds": 2} | failed, job | last | {"seconds": 0.26}]
+    title, *lines = [line.split() for line in shown(jobs, "out").splitlines() if line.strip(" ─")]
+    assert title == ["a", "sweep", "of", "3", "jobs"]
+    assert lines[:4] == [
+        ["job", "a.size", "b.size", "reward", "trained", "steps", "seconds"],
+        ["0", "2", "3", "0.125", "→", "0.875", "38%", "1000", "1234.6"],
+        ["1", "4", "3", "failed", "–", "–", "2.0"],
+        ["12", "–", "5", "0.500", "→", "0.500", "0%", "1000", "0.3"],
+    ]
+    assert [" ".join(line) for line in lines[-2:]] == [
+        "job 1 failed: it\\x1b failed",
+        "written to out, a folder for each job",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "cells"),
+    [
+        (["replay"] * 3, ["1,235", "–", "failed"]),
+        (["replay", "plan", "audit"], ["rows trained 1,235", "–", "failed"]),
+        (["plan", "replay", "audit"], ["uninformative 1,235", "–", "failed"]),
+        (["xray", "plan", "audit"], ["xray 1,235", "–", "failed"]),
+    ],
+)
+def test_a_line_of_a_sweep_has_the_number_that_its_task_returned(tasks, cells):
+    numbers = zip(tasks, (1234.56, None, 1.0), ("", "", "bad"), strict=True)
+    jobs = [
+        {"job": at, "task": task, "overrides": [], "number": number, "failure": failure, "seconds": 1}
+        for at, (task, number, failure) in enumerate(numbers)
+    ]
+    lines = shown(jobs, "out").splitlines()
+    assert [" ".join(line.split()) for line in lines if line.split()[:1] in (["0"], ["1"], ["2"])] == [
+        f"{at} {cell} 1.0" for at, cell in enumerate(cells)
+    ]
+    name = "rows trained" if len({*tasks}) == 1 else "number"
+    assert f"job {name} seconds" in " ".join(" ".join(lines).split())
+
+
 def test_the_table_of_a_sweep_breaks_no_word_in_a_narrow_terminal(tmp_path):
     words = ["pipeline=reinforce_pp_baseline", "pipeline.stages.split.minibatches=4", "seed=1"]
     job = {"task": "train", "failure": "", "seconds": 1234.5, "steps": 1000, "trained": 0.375}
     jobs = [{**job, "job": k, "overrides": words[k:], "rewards": [0.125, 0.875]} for k in range(3)]
-    console = Console(width=80, record=True, file=io.StringIO())
-    show_sweep(jobs, tmp_path, console)
-    shown = set(console.export_text().split())
-    assert {"job", "pipeline", "minibatches", "reward", "trained", "steps", "seconds"} <= shown
-    assert {"reinforce_pp_baseline", "0.125", "0.875", "1234.5", "38%", "1000"} <= shown
+    words = set(shown(jobs, tmp_path, width=80).split())
+    assert {"job", "pipeline", "minibatches", "reward", "trained", "steps", "seconds"} <= words
+    assert {"reinforce_pp_baseline", "0.125", "0.875", "1234.5", "38%", "1000"} <= words
 
 
 @pytest.mark.torchrl

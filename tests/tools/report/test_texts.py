@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 
 import pytest
@@ -16,7 +17,13 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
 from headrace.pipeline import Pipeline, make_report, page_data
-from headrace.pipeline.conversations import message_lines
+from headrace.pipeline.conversations import (
+    as_messages,
+    labels_of_ids,
+    message_lines,
+    message_parts,
+    message_text,
+)
 from headrace.pipeline.tools.report import decoder_of, last_user_turn, render_page
 from headrace.pipeline.tools.report.loggers import rollout_rows
 from headrace.pipeline.tools.report.page_contents import CHARACTERS, PAGE_TEXTS, cut_text, cut_tokens
@@ -44,6 +51,155 @@ def test_messages_are_lines_and_other_values_are_none():
     assert message_lines([{"role": "assistant", "content": None, "tool_calls": []}]) == ""
     for other in ([], [1, 2], ["a"], {"role": "user"}, 3, None):
         assert message_lines(other) is None
+
+
+ADD = {"type": "function_call", "name": "add", "arguments": "{}"}
+SAID = {"type": "message", "role": "assistant", "content": "Let me"}
+THOUGHT = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Two."}], "content": None}
+ADDED = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("items", "messages"),
+    [
+        ([], []),
+        ([ADD, ADD], [{"role": "assistant", "content": [], "tool_calls": [ADDED, ADDED]}]),
+        (
+            [THOUGHT, SAID, THOUGHT | {"content": [{"text": "Three."}]}, SAID | {"content": ["add"]}, ADD],
+            [
+                {
+                    "role": "assistant",
+                    "content": [{"type": "text", "text": "Let me"}, "add"],
+                    "reasoning_content": "Two.Three.",
+                    "tool_calls": [ADDED],
+                }
+            ],
+        ),
+        (  # the output of a tool, and a message with a role alone, end the assistant's message
+            [
+                ADD,
+                {"type": "function_call_output", "output": "4"},
+                SAID,
+                {"role": "user", "content": "?"},
+                ADD,
+            ],
+            [
+                {"role": "assistant", "content": [], "tool_calls": [ADDED]},
+                {"role": "tool", "content": "4"},
+                {"role": "assistant", "content": [{"type": "text", "text": "Let me"}]},
+                {"role": "user", "content": "?"},
+                {"role": "assistant", "content": [], "tool_calls": [ADDED]},
+            ],
+        ),
+        (  # a message of a chat is not changed by the items behind it
+            [{"role": "assistant", "content": "so"}, SAID | {"content": None}],
+            [{"role": "assistant", "content": "so"}, {"role": "assistant", "content": []}],
+        ),
+        (
+            [{"type": "message", "role": "user", "content": "?"}],
+            [{"type": "message", "role": "user", "content": "?"}],
+        ),
+    ],
+)
+def test_items_of_an_assistant_in_a_row_are_one_message(items, messages):
+    assert as_messages(items) == messages
+
+
+@pytest.mark.parametrize("item", [{"type": "strange"}, {"type": "strange", "role": 3}])
+def test_an_item_of_an_unknown_type_without_a_role_is_refused(item):
+    with pytest.raises(ValueError, match=r"^a message must have a 'role', or a known type; found 'strange'$"):
+        as_messages([SAID, item])
+
+
+def test_the_text_of_a_message_has_each_part_between_its_marks():
+    """The parts of one content follow each other directly. A line end separates all other parts."""
+    image, call = {"type": "input_image"}, {"function": {"name": "add", "arguments": {"a": [2]}}}
+    content = [
+        {"type": "text", "text": "so"},
+        image,
+        "and",
+        {"type": "tool_result", "content": {"b": 1}},
+        image,
+    ]
+    message = {"role": "assistant", "reasoning": "Two.", "content": content, "tool_calls": [call, call]}
+    called = '<tool_call>\nadd({"a": [2]})\n</tool_call>'
+    assert message_text(message) == (
+        f'<think>\nTwo.\n</think>\nso[input_image]and{{"b": 1}}[input_image]\n{called}\n{called}'
+    )
+    within = [{"type": "thinking", "thinking": "Two."}, "so", {"type": "thinking"}, "4"]
+    assert message_text({"role": "assistant", "content": within}) == "<think>\nTwo.\n</think>\nso[thinking]4"
+    shown = {
+        "role": "assistant",
+        "content": [{"type": "strange"}],
+    }  # refused in a dump, and shown in a report
+    assert (
+        message_lines([{"role": "user", "content": "?"}, shown]) == f"user: ?\nassistant: {shown['content']}"
+    )
+    assert message_lines([{"role": "model"}]) == "model: {'role': 'model'}"
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (
+            {"role": "GPT", "content": "4"},
+            "what the policy sampled must have the role 'assistant'; found 'GPT'",
+        ),
+        ({"output": "", "text": "4"}, "an assistant's text must be in 'content'; found it in 'text'"),
+        ({"content": 3}, "'content' must be a string or a list of parts; found int"),
+        ({"content": [3]}, "a part of 'content' must be an object or a text; found int"),
+        ({"content": [{"text": 3}]}, "'text' of a part must be a string; found int"),
+        (
+            {"content": [{"type": "odd"}]},
+            "a part of an assistant's 'content' must have a known type; found 'odd'",
+        ),
+        ({"reasoning": 3}, "'reasoning' must be a text or a list of parts; found int"),
+        ({"tool_calls": {"name": "add"}}, "'tool_calls' must be a list; found dict"),
+        ({"tool_calls": "[add]"}, "a string in 'tool_calls' must be JSON"),
+        ({"tool_calls": [3]}, "a tool call must be an object; found int"),
+        (
+            {"tool_calls": [{"id": 1, "at": 2}]},
+            "a tool call must have the 'name' of its tool; found the keys ['at', 'id']",
+        ),
+        (
+            {"tool_calls": [{"name": "add", "args": {"a": {1}}}]},
+            "a value must be one that JSON can hold; found dict",
+        ),
+        (
+            {"tool_calls": [{"name": "add", "args": math.nan}]},
+            "a value must be one that JSON can hold; found float",
+        ),
+        ({"content": "so", "text": "4"}, None),
+        ({"role": "user", "text": "4"}, None),
+        ({"role": "user", "content": [{"type": "odd"}]}, None),
+    ],
+)
+def test_a_message_whose_sampled_texts_are_not_known_is_refused(message, why):
+    if why is None:
+        message_parts({"role": "assistant", **message})
+        return
+    with pytest.raises(ValueError, match=f"^{re.escape(why)}$"):
+        message_parts({"role": "assistant", **message})
+
+
+@pytest.mark.parametrize(
+    ("texts", "ids", "labels"),
+    [
+        (["a", "b", "a"], [5, 7, 5], ["a", "b", "a"]),
+        (["5", "x"], [5, 7], ["5", "x"]),
+        (["5", "7"], [5, 7], None),  # equal to the ids
+        (["a", "a"], [5, 7], None),  # one label of two ids
+        (["a", "b"], [5, 5], None),  # two labels of one id
+        (["a"], [5, 7], None),
+        ([1, 2], [5, 7], None),
+        ([], [], None),
+        ([["a"], ["b"]], [5, 7], ["a", "b"]),
+        ([["a", "b"], ["c"]], [5, 7], None),
+        (["a", [{"role": "user", "content": "?"}]], [5, 7], ["a", "user: ?"]),
+    ],
+)
+def test_labels_are_texts_that_name_each_id_and_are_not_the_ids(texts, ids, labels):
+    assert labels_of_ids(texts, ids) == labels
 
 
 def test_messages_of_a_batch_are_in_its_report():
