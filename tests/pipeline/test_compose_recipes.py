@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from recipes import NAMES
 
 from headrace.pipeline import ConfigError, Pipeline, load_pipeline
+from headrace.pipeline.composing.compose import TASKS, compose_config
 from headrace.transforms.table import COLUMNS
 
 pytestmark = pytest.mark.slow
@@ -90,6 +91,42 @@ def test_a_stage_can_be_deleted_and_moved():
 def test_an_empty_name_is_refused_before_any_rollout():
     with pytest.raises(ConfigError, match=r"'pipeline\.\.stages=1' is not NAME=VALUE"):
         load_pipeline("pipeline..stages=1")
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "said"),
+    [
+        (
+            "config",
+            "pipeline=[grpo,rloo]",
+            "pipeline=[grpo,rloo] has several recipes (did you mean task=compare 'pipelines=[grpo,rloo]'?)",
+        ),
+        ("config", "+seed=1", "seed is there already, and needs no + (did you mean seed=1?)"),
+        (
+            "config",
+            "task=rloo",
+            f"unknown task 'rloo' (did you mean pipeline=rloo?); choose from {', '.join(TASKS)}",
+        ),
+        ("config", "sed=1", "unknown option 'sed' (did you mean seed=1?); CHOOSE"),
+        ("config", "train.step=2", "unknown option 'train.step' (did you mean train.steps=2?); CHOOSE"),
+        ("load", "sed=1", "unknown option 'sed' (did you mean pipeline.stages.split.seed=1?)"),
+        ("load", "train.step=2", "unknown option 'train'; choose from pipeline"),
+        ("load", "rows=nothing", "unknown rows 'nothing'; choose from llm"),
+        (
+            "load",
+            "pipeline.stages.gate.group_sze=1",
+            "unknown option 'pipeline.stages.gate.group_sze' (did you mean pipeline.stages.gate.group_size"
+            "=1?); CHOOSE",
+        ),
+    ],
+)
+def test_an_override_that_does_not_compose_is_refused_with_one_that_does(name, override, said):
+    node = compose_config(name)
+    for key in override.partition("=")[0].split(".")[:-1] if "CHOOSE" in said else ():
+        node = node[key]
+    with pytest.raises(ConfigError) as refused:
+        compose_config(name, override)
+    assert str(refused.value) == said.replace("CHOOSE", f"choose from {', '.join(node)}")
 
 
 def test_loading_leaves_an_outer_hydra_application_unchanged():

@@ -112,6 +112,12 @@ def test_any_option_of_any_stage_can_be_set(node):
     assert replaced.stages.filter == {"_target_": "my.Other"}, "no old option remains"
 
 
+def test_a_value_that_yaml_reads_otherwise_is_the_one_that_is_meant():
+    """The node of columns is no null, and Hydra reads the word nan as a number."""
+    found = load_pipeline("grpo", "pipeline.masked_log_prob=nan", columns=None)
+    assert (found.masked_log_prob, found.columns) == ("nan", load_pipeline("grpo").columns)
+
+
 def test_rows_is_a_keyword():
     pipeline = load_pipeline("grpo", rows="llm", stages={"dense": {"pad_id": 0}}, minibatches=4)
     assert pipeline.order[0] == "dense"
@@ -122,6 +128,9 @@ def test_rows_is_a_keyword():
         "pipeline.stages.split.minibatches=4",
     )
     assert repr(pipeline) == repr(by_override)
+
+
+BY = "+pipeline.stages.split"
 
 
 @pytest.mark.parametrize(
@@ -157,6 +166,17 @@ def test_rows_is_a_keyword():
         ),
         (["as/verl"], {"stages": {"filter": {"action": "drop"}}}, "no stage 'filter'; its stages are gate, "),
         (["grpo"], {"scale": "nose"}, "scale must be one of 'group'"),
+        (["grpo"], {"stages": {"filter": 3}}, r"^stages\['filter'\] must be a mapping .*, or None; got 3$"),
+        (["grpo", "pipeline.stages=3"], {}, "stages must map names to nodes with a _target_; got 3$"),
+        (["grpo", "pipeline.patience=???"], {}, "is not complete: pipeline.patience has no value: set pipel"),
+        (["grpo", f"{BY}.by_column=kind"], {}, "by_column='kind' and values=None$"),
+        (["grpo", f"{BY}.values={{a: {{}}}}"], {}, "by_column=None and values={'a': {}}$"),
+        (["grpo", f"{BY}.by_column=kind", f"{BY}.values={{}}"], {}, "values={}$"),
+        (
+            ["grpo", f"{BY}.by_column=kind", f"{BY}.values={{a: {{}}, b: 3}}"],
+            {},
+            "^pipeline.stages.split.values.b must map options; got 3$",
+        ),
         (["grpo"], {"seed": object()}, "seed must be a value that YAML has, or a callable; got <object"),
         (["grpo", "pipeline.stages.split.seed=1"], {"seed": 1}, "split.seed is set twice, by seed=1 and by"),
         (["grpo", "~pipeline.stages.split"], {"seed": 1}, "twice, by seed=1 and by .*split=null"),

@@ -47,7 +47,12 @@ MISTAKES = {
     "plot": "did you mean headrace view FOLDER?",
     "repaly": "did you mean task=replay",
     "task=repaly": "unknown task 'repaly' (did you mean 'replay'?); choose from train",
+    "recipe": "got 'recipe' (did you mean headrace recipes?)\n",
+    "seed= replay": "got 'replay' (did you mean seed=replay?)\n",
+    "--help task=repaly": "unknown task 'repaly' (did you mean 'replay'?); choose from train, replay",
+    "task=repaly lr 3": "an option is NAME=VALUE; got 'lr'\n",
     # -- flags of other commands
+    "--cfg nothing": "'nothing' (choose from 'job', 'hydra', 'all'); headrace --help lists the options\n",
     "-m": "-m runs a job for each value of an option, and no option has several values: headrace -m seed=1,2",
     "--resume": "A loop of your own can, with headrace.Checkpoint (docs/resume.md)\n",
     "--list": "did you mean headrace recipes?",
@@ -59,6 +64,7 @@ MISTAKES = {
     # -- names of options
     "sed=1": "unknown option 'sed' (did you mean seed=1?)",
     "seed 1": "did you mean seed=1?",
+    "lr = 3": "did you mean optimizer.lr=3?",
     "train.max-grad-norm=3": "did you mean train.max_grad_norm=3?",
     "train.step=3": "unknown option 'train.step' (did you mean train.steps=3?)",
     "output=x": "did you mean hydra.run.dir=x?",
