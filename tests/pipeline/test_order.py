@@ -121,11 +121,18 @@ def test_a_pipeline_inserts_a_stage_before_another():
 
 
 def test_a_stage_without_a_place_is_refused_with_the_options_that_place_it():
-    message = r"^order must name each stage once; it lacks 'x'. Place it, as in pipeline.after.x=advantage "
-    with pytest.raises(ValueError, match=message):
-        arrange({"advantage": print, "x": print}, ["advantage"])
-    with pytest.raises(ValueError, match=r"it lacks 'advntage' \(did you mean 'advantage'\?\)"):
-        arrange({"advantage": print, "advntage": print}, ["advantage"])
+    """Of several stages, all are listed, and a place is advised for the first."""
+    given = {"first": print, "advantage": print, "b": print, "a": print}
+    with pytest.raises(ValueError) as refused:
+        arrange(given, ["first", "advantage"])
+    assert str(refused.value) == (
+        "order must name each stage once; it lacks 'b', 'a'. Place it, as in pipeline.after.b=advantage (in "
+        "Python after={'b': 'advantage'}), or add it to pipeline.order=[first,advantage]"
+    )
+    with pytest.raises(ValueError, match=r"it lacks 'advntage', 'x' \(did you mean 'advantage'\?\)"):
+        arrange({"advantage": print, "advntage": print, "x": print}, ["advantage"])
+    with pytest.raises(ValueError, match=r"^order must name each stage once; it names a, b more than once$"):
+        arrange({"a": print, "b": print, "c": print}, [*"bbcaa"])
 
 
 @pytest.mark.parametrize(

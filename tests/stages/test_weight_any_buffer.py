@@ -128,6 +128,7 @@ def test_halves_take_each_row_once_and_in_order():
     first, second = composed(*RECIPE).halves()
     with pytest.raises(BatchError, match="needs rows that the first half has processed; got 22"):
         second(collected())
+    assert len(second(collected()[:0])) == len(second(first(collected())[:0])) == 0  # no row lacks its mark
     with pytest.raises(ProcessedTwiceError):
         first(first(collected()))
     with pytest.raises(ProcessedTwiceError, match="second half has already processed 22"):

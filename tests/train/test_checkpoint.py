@@ -143,12 +143,12 @@ def test_the_ranks_of_a_process_group_exchange_the_steps_that_they_have_saved(tm
     monkeypatch.setattr("headrace.pipeline.train.checkpoint.dist", group)
     stream = Weights()
     stream.commit = events.append
-    checkpoint = Checkpoint(tmp_path / "own", stream=stream)
+    checkpoint = Checkpoint(tmp_path / "new" / "own", stream=stream)
     for step in (4, 5, 6):
         checkpoint.save(step)
     assert events == ["all have saved", 4, "all have saved", 5, "all have saved", 6]
-    assert Checkpoint(tmp_path / "own", stream=stream).load() == 5
-    files = [path.name for path in (tmp_path / "own").iterdir()]
+    assert Checkpoint(tmp_path / "new" / "own", stream=stream).load() == 5
+    files = [path.name for path in (tmp_path / "new" / "own").iterdir()]
     assert files == ["step_0000000005.rank1of2.pt"], "the newer step is trained again"
     alone = Checkpoint(tmp_path / "alone", rank=0, ranks=1, stream=stream)
     alone.save(7)

@@ -182,6 +182,22 @@ def test_token_terms_sum_to_the_loss(scene):
         TokenGRPOLoss(policy, aggregation="token_mean")
 
 
+def test_reference_log_probabilities_have_the_shape_of_the_policys(scene):
+    """They may have a last dimension of size 1. Without them there is no term."""
+    policy, batch = scene
+    loss = TokenGRPOLoss(policy, masking_strategy="generic", kl_to_ref_coeff=0.1)
+    key, found = ("next", "ref_log_probs", "full"), []
+    near = batch["log_probs", "full"].nan_to_num() - 0.3
+    for given in (near, near.unsqueeze(-1)):
+        found.append(loss(batch.copy().set(key, given)).loss_kl_to_ref)
+    assert torch.equal(*found)
+    assert found[0].shape == (*near.shape, 1)
+    with pytest.raises(ValueError, match=r"must have the policy's shape, \(\d+, \d+\); .* has \(\d+, 1\)"):
+        loss(batch.copy().set(key, near[:, :1]))
+    with pytest.raises(KeyError, match="the KL term needs"):
+        loss(batch)
+
+
 def test_each_term_of_grpo_loss_may_have_a_mean_of_its_own(scene):
     """The policy term is a mean over tokens, the KL term a mean over rows, in one or three micro-batches."""
     policy, batch = scene

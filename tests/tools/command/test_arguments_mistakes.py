@@ -9,6 +9,9 @@ import shutil
 import pytest
 from command import headrace_here
 
+from headrace.pipeline.error_overrides import text_with_overrides
+from headrace.transforms import BatchError
+
 pytestmark = pytest.mark.slow  # most cases compose a configuration
 
 REPLAY = "task=replay source.path=dump"
@@ -57,6 +60,8 @@ MISTAKES = {
     "--resume": "A loop of your own can, with headrace.Checkpoint (docs/resume.md)\n",
     "--list": "did you mean headrace recipes?",
     "--verison": "unknown option '--verison' (did you mean '--version'",
+    "-- seed=1": "unknown option '--'; headrace --help lists the options\n",
+    "-x seed=1": "unknown option '-x'; headrace --help lists the options\n",
     "-seed=1": "did you mean seed=1?",
     "--lr 0.1": "did you mean optimizer.lr=0.1?",
     f"{REPLAY} --skip-bad": "did you mean source.skip_bad=true?",
@@ -198,3 +203,16 @@ def test_a_mistake_is_refused_with_what_to_type_instead(folder, typed):
     assert done.stderr.startswith("headrace: ")
     python = ("Traceback", "Error", "None", "Errno", "__init__", "<class")
     assert not [word for word in python if word in done.stderr]
+
+
+def test_an_option_in_an_error_is_the_override_that_sets_it():
+    error = BatchError("set {on_incomplete=drop} or {group_size=} or {split/seed=3}{infinite}", group=7)
+    assert text_with_overrides(error).startswith(
+        "set on_incomplete='drop' or group_size or pipeline.stages.spl"
+    )
+    error.stage, error.made_by = "gate", "Gate()"
+    assert text_with_overrides(error) == (
+        "stage 'gate', Gate(): set pipeline.stages.gate.on_incomplete=drop or "
+        "pipeline.stages.gate.group_size or pipeline.stages.split.seed=3"
+    )
+    assert text_with_overrides(ValueError("set {on_incomplete=drop}")) == "set {on_incomplete=drop}"

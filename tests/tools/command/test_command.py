@@ -8,12 +8,17 @@ import signal
 import time
 
 import pytest
+import torch
 from command import QUICK, Started, headrace, headrace_here
+from composed import configure
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
+from headrace.pipeline import ConfigError
 from headrace.pipeline.main import main
-from headrace.pipeline.tools.command.process import paragraph_of, remove_unused
+from headrace.pipeline.tools.command.job import check_settings, choose_device
+from headrace.pipeline.tools.command.process import fail, paragraph_of, remove_unused
+from headrace.pipeline.wording import printable
 
 pytestmark = pytest.mark.slow
 
@@ -208,3 +213,82 @@ def test_an_output_folder_is_removed_only_if_the_command_wrote_nothing(
         (output / name).write_text(text)
     remove_unused(output)
     assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == left
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "said", "status"),
+    [
+        (ValueError("as\x1bit is\n:100:"), True, "as\\x1bit is\n:100:", 2),
+        (KeyError("x"), False, "KeyError('x')", 1),
+        (RuntimeError("plain"), False, "plain", 1),
+    ],
+)
+def test_an_error_ends_the_command_with_its_text_and_its_status(
+    error, expected, said, status, monkeypatch, capsys
+):
+    """In a sweep the next job begins. With the traceback, the error itself is raised."""
+    if not expected:
+        said += (
+            "\nThis error was not expected; HYDRA_FULL_ERROR=1 before the command shows where it comes from."
+        )
+    monkeypatch.setenv("HEADRACE_TRACE", "0")
+    with pytest.raises(SystemExit) as ended:
+        fail(error, expected=expected)
+    assert (ended.value.code, *capsys.readouterr()) == (status, "", f"headrace: {said}\n")
+    assert printable(fail(error, expected=expected, go_on=True), keep="\n") == said
+    assert capsys.readouterr().err == f"headrace: {said}\n"
+    monkeypatch.setenv("HEADRACE_TRACE", "1")
+    with pytest.raises(type(error)) as raised:
+        fail(error, expected=expected, go_on=True)
+    assert raised.value is error
+
+
+@pytest.mark.parametrize(
+    ("ends", "status"),
+    [(0, 0), (1, 1), (KeyboardInterrupt(), 130), (ValueError(), 2), (KeyError(), 1)],
+    ids=repr,
+)
+def test_the_status_of_the_command_says_how_it_ended(ends, status, monkeypatch, tmp_path):
+    def answers(_):
+        if isinstance(ends, BaseException):
+            raise ends
+        return ends
+
+    monkeypatch.setattr("headrace.pipeline.tools.command.process.answer", answers)
+    assert headrace_here(tmp_path, check=False).returncode == status
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("train.steps=0", "train.steps must be an integer ≥ 1; got 0"),
+        ("train.epochs=0", "train.epochs must be an integer ≥ 1; got 0"),
+        ("threads=0", "threads must be an integer ≥ 1; got 0"),
+        ("train.max_grad_norm=0", "train.max_grad_norm must be > 0 or null; got 0"),
+        ("train.max_grad_norm=-1.5", "train.max_grad_norm must be > 0 or null; got -1.5"),
+        *((word, None) for word in ("train.steps=1", "train.epochs=1", "threads=1", "threads=null")),
+        *((word, None) for word in ("train.max_grad_norm=0.5", "train.max_grad_norm=null")),
+    ],
+)
+def test_counts_of_a_training_are_at_least_1(word, said):
+    config = configure("config", word)
+    if said is None:
+        check_settings(config)
+        return
+    with pytest.raises(ConfigError, match=f"^{said}$"):
+        check_settings(config)
+
+
+def test_a_training_runs_on_a_device_of_the_machine(monkeypatch):
+    assert choose_device("cpu") == torch.device("cpu")
+    for there, listed in (((), "auto, cpu"), (("cuda", "mps"), "auto, cpu, cuda, mps")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: "cuda" in there)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda there=there: "mps" in there)
+        with pytest.raises(ConfigError, match=f"^device=none is not available; choose from {listed}$"):
+            choose_device("none")
+    made = []
+    monkeypatch.setattr(torch, "empty", lambda *_, device: made.append(device) or torch.zeros(0))
+    choose_device("auto")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    choose_device("auto")
+    assert made == ["cuda", "cpu"]

@@ -59,6 +59,22 @@ def test_the_tested_versions_are_those_of_the_constraints():
         ),
         ({"tested": lambda: {"torch": "0.1"}}, f"note torch {torch.__version__}; all tests ran with 0.1"),
         (
+            {
+                "version_of": lambda name: None,
+                "refuses": lambda name, version: "trainer 2.0 requires another",
+            },
+            "note extra torchrl is not installed, and cannot be here: trainer 2.0 requires another\n",
+        ),
+        (
+            {"version_of": lambda name: None, "refuses": lambda name, version: ""},
+            "note extra torchrl is not installed: pip install 'headrace[torchrl]' if you need it\n",
+        ),
+        ({"tested": lambda: Path("/no/such/file").read_text()}, f"ok   torch {torch.__version__}\n"),
+        (
+            {"tested": lambda: {"ray": "7"}, "version_of": lambda name: "7+cu"},
+            "ray: ray 7+cu, the tested version\n",
+        ),
+        (
             {"tested": lambda: {"ray": "0.1"}, "version_of": lambda name: "7"},
             "note extra ray: ray 7; all tests ran with 0.1",
         ),
@@ -89,21 +105,24 @@ def test_each_gpu_has_a_line_with_its_memory_and_runs_the_batch(monkeypatch):
         "cuda:1: GPU 1, 2.0 of 80.0 GiB free",
         [],
     ]
-    found = {"cpu": doctor.GOLDEN, "cuda": [value + 2 * doctor.TOLERANCE for value in doctor.GOLDEN]}
-    monkeypatch.setattr(doctor, "run_golden", found.get)
-    assert [(each.state, each.what[:12]) for each in doctor.golden_runs()] == [
-        ("ok", "grpo on cpu:"),
-        ("bad", "grpo on cuda"),
-    ]
+    near, far = ([value + share * doctor.TOLERANCE for value in doctor.GOLDEN] for share in (-0.9, 2))
+    for found, states in (
+        ({"cpu": near, "cuda": far}, [("ok", "grpo on cpu:"), ("bad", "grpo on cuda")]),
+        ({"cuda": near}, [("bad", "grpo on cpu "), ("ok", "grpo on cuda")]),
+    ):
+        monkeypatch.setattr(doctor, "run_golden", found.__getitem__)
+        assert [(each.state, each.what[:12]) for each in doctor.golden_runs()] == states
 
 
 def test_a_torch_for_cuda_that_finds_no_device_is_a_note(monkeypatch):
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: False, device_count=lambda: 0))
     for built, said in ((None, ("ok", "no CUDA")), ("13.0", ("note", "torch is built for CUDA 13.0"))):
         monkeypatch.setattr(torch.version, "cuda", built)
-        found = [(each.state, each.what) for each in doctor.devices()][1]
-        assert found[0] == said[0]
-        assert found[1].startswith(said[1])
+        for more in ([], ["mps is there; headrace is not tested on it (device=mps)"]):
+            monkeypatch.setattr(torch.backends.mps, "is_available", lambda more=more: bool(more))
+            _, found, *others = doctor.devices()
+            assert (found.state, found.what[: len(said[1])]) == said
+            assert [each.what for each in others] == more
 
 
 def test_without_torch_the_other_checks_still_run(examine, monkeypatch):

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from headrace.pipeline import ConfigError, Pipeline, make_report, write_dump
 from headrace.pipeline.tools.command.arguments import hydra_arguments
-from headrace.pipeline.tools.command.sweep import FILE, record_job, show_sweep
+from headrace.pipeline.tools.command.sweep import FILE, SweepTable, record_job, show_sweep
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +36,30 @@ def test_the_numbers_of_a_training_are_those_of_its_file(tmp_path):
     record_job(tmp_path, began=0.0, **said)
     found = json.loads((tmp_path / FILE).read_text())
     assert (found["steps"], found["rewards"], found["trained"]) == (1, [], None)
+
+
+def test_the_jobs_of_a_sweep_are_shown_by_number_without_those_of_an_earlier_one(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "100")
+    config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}})
+    sweep, said = SweepTable(), {"task": "replay", "number": 1.0}
+    sweep.on_multirun_start(config)
+    for number in (1, 0, 2):
+        record_job(tmp_path / str(number), began=time.time(), job=number, overrides=[], failure="", **said)
+    earlier = tmp_path / "2" / FILE
+    earlier.write_text(json.dumps(json.loads(earlier.read_text()) | {"ended": sweep.began - 1}))
+    sweep.on_multirun_end(config)
+    shown = capsys.readouterr().out
+    assert "a sweep of 2 jobs" in shown
+    assert [line.split()[0] for line in shown.splitlines() if line.split()[:1] in (["0"], ["1"], ["2"])] == [
+        "0",
+        "1",
+    ]
+    record_job(tmp_path / "3", began=time.time(), job=3, overrides=[], failure="bad", **said)
+    with pytest.raises(SystemExit) as ended:
+        sweep.on_multirun_end(config)
+    assert ended.value.code == 2
 
 
 def table(done):

@@ -430,6 +430,22 @@ def test_errors_name_the_columns_and_keywords_of_the_caller(columns, options, sa
         assert word not in str(caught.value)
 
 
+def test_values_that_no_recipe_takes_are_refused_before_it_runs():
+    columns = {"group_id": [0, 0], "rollout_id": [0, 1], "reward": [1.0, 0.0]}
+    with pytest.raises(BatchError, match=r"columns must not be None; found status, tokens\. Leave them out"):
+        decide({**columns, "status": None, "tokens": None})
+    for seed in (1.5, None, "1"):
+        with pytest.raises(ValueError, match=rf"^seed must be an integer; got {seed!r}$"):
+            decide(columns, seed=seed)
+    for word in ({"group_size": 2}, {"minibatches": 1}):
+        with pytest.raises(
+            ValueError,
+            match=rf"^options must not be given with a pipeline; got {[*word]!r}".replace("[", r"\["),
+        ):
+            Decider(load_pipeline("grpo"), **word)
+    assert repr(Decider("grpo")) == "Decider(gate, collapse, filter, advantage, split, weight)"
+
+
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [
@@ -441,6 +457,8 @@ def test_errors_name_the_columns_and_keywords_of_the_caller(columns, options, sa
         (["grpo"], "'grpo'"),
         ([{"reward": [1.0]}, [0]], "columns, then whole numbers"),
         ([{"reward": [1.0]}, Pipeline({})], "columns, then a Pipeline"),
+        ([[[1.0], [1.0, 2.0]], (True, False)], "a list, then a tuple"),
+        ([[1.0], "grpo", ["a"]], "numbers like rewards, then texts like ids"),
     ],
 )
 def test_an_error_describes_arguments_that_are_in_another_order(arguments, found):
