@@ -138,8 +138,8 @@ def _read(message: Mapping[str, Any]) -> tuple[list[Part], Thoughts, Calls]:
     """
     _refuse_unknown(message)
     content = list(_content(message.get("content"), sampled=message.get("role") == "assistant"))
-    texts = "".join(part.texts[0] for part in content if part.kind == "text")
-    parts = [part.texts[0] for part in content if part.kind == "reasoning"]
+    texts = "".join(text for part in content if part.kind == "text" for text in part.texts)
+    parts = [text for part in content if part.kind == "reasoning" for text in part.texts]
     known = {_bare(text) for text in (*parts, "".join(parts))}
     in_text = set(map(_bare, _thoughts_of(texts)))
     thoughts: Thoughts = {}

@@ -8,6 +8,7 @@ import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from live_bytes import LiveBytes, bytes_of
 from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline, Run, StageError
+from headrace.pipeline.account_keys import KEYS, Keys
 from headrace.transforms import (
     BatchError,
     BatchTransform,
@@ -28,6 +30,7 @@ from headrace.transforms import (
     SampleFilter,
     ShuffleSplit,
 )
+from headrace.transforms.table import label_key
 
 REWARD = ("next", "reward")
 THREADS, BATCHES = 3, 20
@@ -130,6 +133,39 @@ def test_a_gate_in_two_pipelines_has_separate_metrics(make_batch):
     assert alone.ledger.names[1:3] == ["gate/incomplete", "gate/failed"]
     assert first.ledger.names[1:3] == ["first/incomplete", "first/failed"]
     assert (len(alone.ledger.reason), len(first.ledger.reason)) == (9, 3)
+
+
+def test_the_columns_of_a_report_are_those_that_a_stage_writes_or_else_the_first_that_a_stage_reads():
+    """Two stages compare rollouts, and the first compares other rows than the groups of the pipeline."""
+    first = {
+        "advantage_key": "read",
+        "status_key": "s0",
+        "group_key": "a",
+        "advantage_by_row": 0,
+        "weights": [9],
+    }
+    second = {"advantage_key": "written", "status_key": "s1", "weight_key": "w", "out_keys": ["written", "w"]}
+    third = {
+        "group_key": "b",
+        "advantage_by_row": 0,
+        "weights": [0.5, 2.0],
+        "out_keys": [("headrace", "reward")],
+    }
+    stages = [SimpleNamespace(in_keys=[], **each) for each in (first, second, third)]
+    keys = Keys.of(stages, "mask", None, {"rollouts": "rid", "groups": None}, {"prompt": ["next", "p"]})
+    assert keys.units == {"rollouts": "rid"}
+    assert {name: key for name, key in keys.found.items() if key != KEYS.get(name)} == {
+        **{"advantage": ("written",), "status": ("s0",), "loss_weight": ("w",), "peers": ("a",)},
+        **{"prompt": (("next", "p"),), "rollout_label": (label_key("rid"),)},
+    }
+    assert (keys.weight, keys.reward_weights, keys.weight_is_written({"third": stages[2]})) == (
+        "w",
+        [0.5, 2.0],
+        False,
+    )
+    assert keys.weight_is_written({"third": stages[2], "second": stages[1]})
+    assert "peers" not in Keys.of(stages, "mask", None, {"rollouts": None, "groups": "a"}, {}).found
+    assert Keys.of(stages[:1], "mask", None, {}, {}).weight == "loss_weight"
 
 
 def test_each_row_is_shown_at_its_place_in_the_last_epoch_that_trains_it():

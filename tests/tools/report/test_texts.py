@@ -23,6 +23,7 @@ from headrace.pipeline.conversations import (
     message_lines,
     message_parts,
     message_text,
+    sampled_once,
 )
 from headrace.pipeline.tools.report import decoder_of, last_user_turn, render_page
 from headrace.pipeline.tools.report.loggers import rollout_rows
@@ -136,6 +137,61 @@ def test_the_text_of_a_message_has_each_part_between_its_marks():
         message_lines([{"role": "user", "content": "?"}, shown]) == f"user: ?\nassistant: {shown['content']}"
     )
     assert message_lines([{"role": "model"}]) == "model: {'role': 'model'}"
+
+
+def called(arguments, name="say"):
+    """A call as a server copies it from the text."""
+    return {"name": name, "input": arguments}
+
+
+@pytest.mark.parametrize(
+    ("content", "call", "is_copy"),
+    [
+        ('[TOOL_CALLS]say{"it": "ö \\"b\\""}', called({"it": 'ö "b"'}), True),
+        ("<tool_call>say it a", called({"it": "a"}), True),
+        ("<tool_call>ay it a", called({"it": "a"}), False),
+        ("<tool_call>says it a", called({"it": "a"}), False),
+        ("<tool_call>say it aa", called({"it": "a"}), False),
+        ("<tool_call>say it", called({"it": "a"}), False),
+        ("<tool_call>say it", called({"it": ["", {}]}), True),
+        ("<tool_call>say it a", called({"it": ["a", {"b": None}]}), True),  # servers add keys with null
+        ("<tool_call>say it a", called({"it": ["a", {"b": ""}]}), False),
+        ("<tool_call>say it a", called({"it": ["a", None]}), False),
+        ("<tool_call>say it a c 1", called({"it": ["a", {"c": 1.0}]}), True),
+        ("<tool_call>say it c 2", called({"it": [{"c": 1.0}]}), False),
+        ("<tool_call>say now", called("now"), True),  # arguments that are no JSON
+        ("<tool_call>say now", called("then"), False),
+        ("<tool_call>say", called(""), True),
+        ('<tool_call>{"name": "say", "args": {"n": [1.0, true, null]}}', called('{"n": [1, true]}'), False),
+        ('<tool_call>{"name": "say", "arguments": {"n": [1.0, true]}}', called('{"n": [1, true]}'), True),
+        ('<tool_call>{"name": "say", "arguments": {"n": 1.5}}', called({"n": 1}), False),
+        ("I say it a", called({"it": "a"}), False),  # nothing marks a call
+        ("[say(it='a')]", called({"it": "a"}), True),
+        ("so [say(it='a')]", called({"it": "a"}), False),
+    ],
+)  # fmt: skip
+def test_a_call_is_a_copy_of_the_text_if_the_text_has_its_name_its_keys_and_its_values(
+    content, call, is_copy
+):
+    message = {"role": "assistant", "content": content, "tool_calls": [call]}
+    kinds = [part.kind for part in message_parts(message)]
+    assert kinds == ["text"] if is_copy else ["text", "call"]
+    assert ("tool_calls" in sampled_once(message)) == (not is_copy)
+
+
+def test_each_call_of_the_text_has_one_copy():
+    """The third call is not in the text, and stays. An old call is a single one."""
+    calls = [called({"a": at}) for at in (1, 2, 2)]
+    message = {"role": "assistant", "content": "<tool_call>say a 2<tool_call>say a 1", "tool_calls": calls}
+    assert [str(part) for part in message_parts(message)][1:] == ['<tool_call>\nsay({"a": 2})\n</tool_call>']
+    assert sampled_once(message) == message | {"tool_calls": calls[2:]}
+    old = {"role": "assistant", "content": "<tool_call>say a 1", "function_call": calls[0]}
+    assert sampled_once(old) == {"role": "assistant", "content": "<tool_call>say a 1"}
+    assert sampled_once(old | {"content": "so"}) == old | {"content": "so"}
+    typed = [{"type": "tool_use", **calls[0]}, {"type": "text", "text": "so"}]
+    both = {"role": "assistant", "content": typed, "tool_calls": calls[:2]}
+    assert [part.texts for part in message_parts(both)] == [("say", '{"a": 1}'), ("so",), ("say", '{"a": 2}')]
+    assert sampled_once(both) == both
 
 
 @pytest.mark.parametrize(
