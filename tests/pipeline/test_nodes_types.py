@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+from argparse import Namespace
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, Literal
 
 import pytest
 import torch
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from recipes import CHAINS
 from tensordict.utils import NestedKey
 
 from headrace.pipeline import ConfigError
 from headrace.pipeline.composing.compose import TASKS, compose_config, leaves
-from headrace.pipeline.composing.nodes import build_node, misfit
+from headrace.pipeline.composing.nodes import build_node, misfit, resolved
 from headrace.pipeline.tools.command.perform import TYPES, check_types
 from headrace.transforms import CompletenessGate, Status
 from headrace.transforms.table.annotations import annotations_of
@@ -71,6 +74,77 @@ def test_an_unresolved_annotation_is_any():
     def of_others(count: int, thing: NotImported) -> None: ...  # noqa: F821
 
     assert annotations_of(of_others)["thing"] is Any
+
+
+MADE = {"_target_": "argparse.Namespace"}
+
+
+@pytest.mark.parametrize(
+    ("node", "made"),
+    [
+        (
+            {**MADE, "a": 1, "b": MADE, "c": [MADE, {"d": MADE}], "e": {"_target": 2}},
+            Namespace(a=1, b=Namespace(), c=[Namespace(), {"d": Namespace()}], e={"_target": 2}),
+        ),
+        ({**MADE, "_recursive_": False, "b": MADE}, Namespace(b=MADE)),
+        ({**MADE, "_recursive_": True, "_convert_": "all", "b": MADE}, Namespace(b=Namespace())),
+        ({"_target_": "fractions.Fraction", "_args_": [1, 3]}, Fraction(1, 3)),
+        ({"_target_": "fractions.Fraction", "_args_": [1], "denominator": 3}, Fraction(1, 3)),
+    ],
+)
+def test_a_node_is_the_object_that_its_target_makes(node, made):
+    assert build_node(OmegaConf.create(node), "x") == made
+
+
+def test_a_partial_node_takes_further_arguments_and_given_ones_replace_options():
+    partial = build_node(OmegaConf.create({**MADE, "_partial_": True, "a": 1, "b": 2}), "x", b=3)
+    assert partial(c=4) == Namespace(a=1, b=3, c=4)
+    assert build_node(OmegaConf.create({**MADE, "a": 1}), "x", a=5) == Namespace(a=5)
+
+
+@pytest.mark.parametrize(
+    ("node", "said"),
+    [
+        (3, "x must be a node with a _target_; got 3"),
+        ({"a": 1}, "x must be a node with a _target_; got {'a': 1}"),
+        (
+            {"_target_": "fractions.Fraction", "numerator": 1, "denominator": 0},
+            "x.denominator=0: Fraction(1, 0)",
+        ),
+        (
+            {"_target_": "fractions.Fraction", "numerator": "1/2", "denominator": 1},
+            "x.numerator='1/2' or x.denominator=1: both arguments should be Rational instances",
+        ),
+        (
+            {**MADE, "b": [{"_target_": "fractions.Fraction", "numerator": "a"}]},
+            "x.b.0.numerator='a': Invalid literal",
+        ),
+        ({"_target_": "fractions.Fraction", "numbr": 1}, "x (fractions.Fraction) has no option 'numbr'"),
+    ],
+)  # fmt: skip
+def test_an_error_of_a_target_names_the_options_without_which_it_does_not_occur(node, said):
+    with pytest.raises(ConfigError) as refused:
+        build_node(OmegaConf.create(node) if isinstance(node, dict) else node, "x")
+    assert str(refused.value).startswith(said)
+
+
+def test_interpolations_are_resolved_as_omegaconf_resolves_them():
+    """They refer to values, nodes, lists and other references, by relative and absolute paths, and in texts."""
+    text = {
+        "of": "${.name}",
+        "name": "a",
+        "twice": "${.of}-${..low}",
+        "list": [1, "${..name}", {"in": "${...name}"}],
+    }
+    root = {"high": {"own": 7, "node": {"b": 2}}, "here": {"low": 3, "text": text, "null": None}}
+    root["here"] |= {"far": "${..high.own}", "all": "${high.node}", "as": "${.text.list}", "deep": "${.far}"}
+    config = OmegaConf.create(root)
+    assert resolved(config.here) == OmegaConf.to_container(config.here, resolve=True)
+    assert resolved(config.here)["deep"] == 7
+    for wrong in ("${.nothing}", "${.text.nothing}", "${.null.nothing}", "${.wrong}", "${....high}", "???"):
+        node = OmegaConf.create(root | {"here": {**root["here"], "wrong": wrong}}).here
+        with pytest.raises((OmegaConfBaseException, RecursionError)):
+            resolved(node)
 
 
 def test_every_option_takes_its_type_or_raises_by_name_without_python_terms():

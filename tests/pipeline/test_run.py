@@ -205,6 +205,8 @@ def test_a_run_without_rows_has_all_results_and_all_are_empty():
     assert empty.ledger.rows("trained") == [*empty.minibatches()] == empty.places == []
     assert empty.ledger.ids.keys() == full.ledger.ids.keys()
     assert empty.report().numbers == {**empty.metrics}
+    with pytest.raises(RuntimeError, match="the batch of this run had no rows, so there is no table"):
+        empty.of_rank(torch.zeros(0))
     assert (len(empty.batch), repr(empty), "</table>" in empty._repr_html_()) == (0, "Run(Ledger())", True)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from busy import keep_positive
+from tensordict import lazy_stack
 from torch import nn
 
 from headrace.pipeline import Pipeline, StageError
+from headrace.pipeline.account_keys import OF_TOKENS
 from headrace.transforms import (
     BatchError,
     BatchTransform,
@@ -52,9 +55,82 @@ def test_rows_dropped_by_any_transform_are_recorded(make_batch):
     assert pipeline.metrics["rows/trained"] == 2
 
 
-def test_a_stage_that_repeats_rows_is_refused(make_batch):
-    with pytest.raises(BatchError, match=r"stage 'twice'.*not repeat them; it repeated rows 0"):
-        Pipeline({"twice": lambda batch: batch[[0, 0, 1]]})(make_batch([1.0, 2, 3], [0, 0, 0]))
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([0, 0, 1, 2, 2], "may drop rows but not repeat them; it repeated rows 0, 2$"),
+        ([1, 0, 2], "must keep the order of the rows: .* returned rows .*1, 0, 2"),
+    ],
+)
+def test_a_stage_that_repeats_or_permutes_rows_is_refused(rows, said, make_batch):
+    with pytest.raises(BatchError, match=f"stage 'odd'.*{said}"):
+        Pipeline({"odd": lambda batch: batch[rows]})(make_batch([1.0, 2, 3], [0, 0, 0]))
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "is_change"),
+    [([1.0, NAN, 3.0], False), ([1.0, NAN, 2.0], True), ([1.0, 0.0, 3.0], True), ([NAN, NAN, 3.0], True)],
+)
+def test_rewards_of_rows_are_final_when_rollouts_have_theirs(rewards, is_change, make_batch):
+    """Before the collapse, each change counts. A missing reward that stays missing is no change."""
+
+    def gives(batch):
+        return batch.clone().set(("next", "reward"), torch.tensor(rewards).unsqueeze(1))
+
+    collapse, batch = FanOutCollapse(missing="skip"), make_batch([1.0, NAN, 3.0], [0, 0, 0])
+    found = Pipeline({"mine": gives, "collapse": collapse}).run(batch)
+    assert found.rows.table.columns["headrace", "reward"].nan_to_num(7.0).tolist() == [
+        7.0 if reward != reward else reward for reward in rewards
+    ]
+    late = Pipeline({"collapse": collapse, "mine": gives})
+    if not is_change:
+        assert len(late(batch)) == 3
+        return
+    with pytest.raises(
+        BatchError, match=r"changes \('next', 'reward'\) after the rewards .* were made from it"
+    ):
+        late(batch)
+
+
+def test_values_that_a_stage_leaves_alone_keep_the_precision_of_the_table(make_batch):
+    """The table has float64, and a batch float32. The stage doubles the advantage of row 1."""
+
+    def doubles(batch):
+        batch = batch.clone()
+        batch["advantage"][1] *= 2
+        return batch
+
+    stages = {"advantage": GroupRelativeAdvantage(scale="none"), "doubles": doubles}
+    run = Pipeline(stages).run(make_batch([1.0, 0, 0], [0, 0, 0]))
+    rounded = float(torch.tensor(-1 / 3, dtype=torch.float32))
+    assert run.rows.table.columns["advantage"].tolist() == [1 - 1 / 3, 2 * rounded, -1 / 3]
+    without = Pipeline(stages | {"doubles": lambda batch: batch.exclude("advantage")}).run(
+        run.batch.exclude("headrace")
+    )
+    assert "advantage" not in without.batch.keys()
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_the_advantage_of_a_rows_tokens_is_measured_within_the_loss_mask(ragged, make_batch):
+    """By hand: the mean over tokens in the loss, 0 without any, and the sum of absolute values."""
+    batch = make_batch([1.0, 2, 3], [0, 0, 0])
+    of_tokens = torch.tensor([[1.0, -2, 4], [8, 8, 8], [0.5, 0.5, 16]]).unsqueeze(-1)
+    mask = torch.tensor([[True, True, False], [False] * 3, [True, True, True]])
+    batch = batch.select("group_id", "rollout_id", ("next", "reward"))
+    rows = [row.set(MASK, own) for row, own in zip(batch.unbind(0), mask, strict=True)]
+
+    def gives(rows):
+        if not ragged:
+            return rows.copy().set("advantage", of_tokens)
+        return lazy_stack(
+            [row.copy().set("advantage", own) for row, own in zip(rows.unbind(0), of_tokens, strict=True)]
+        )
+
+    run = Pipeline({"mine": gives}).run(lazy_stack(rows) if ragged else torch.stack(rows))
+    assert run.rows.table.columns[OF_TOKENS].tolist() == [[-0.5, 3.0], [0.0, 0.0], [17 / 3, 17.0]]
 
 
 def test_a_stage_that_raises_is_named(make_batch):
