@@ -129,7 +129,7 @@ def test_an_error_of_a_target_names_the_options_without_which_it_does_not_occur(
 
 
 def test_interpolations_are_resolved_as_omegaconf_resolves_them():
-    """They refer to values, nodes, lists and other references, by relative and absolute paths, and in texts."""
+    """References to values, nodes, lists and other references: relative, absolute, and within a text."""
     text = {
         "of": "${.name}",
         "name": "a",
