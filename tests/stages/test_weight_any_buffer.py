@@ -12,7 +12,7 @@ from gradients import SumOfWeights
 from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline, optimise
-from headrace.transforms import BatchError, FanOutCollapse, ProcessedTwiceError
+from headrace.transforms import BatchError, FanOutCollapse, ProcessedTwiceError, ShuffleSplit
 
 if TYPE_CHECKING:
     from torchrl.data import ReplayBuffer
@@ -135,3 +135,15 @@ def test_halves_take_each_row_once_and_in_order():
         second(second(first(collected())))
     with pytest.raises(ValueError, match="needs a pipeline with a ShuffleSplit, and not a half"):
         Pipeline({"collapse": FanOutCollapse()}).halves()
+
+
+def test_halves_have_the_options_of_the_pipeline():
+    keys = ("group_key", "rollout_key", "loss_mask_key", "log_prob_key", "votes_only_key")
+    options = {name: f"my_{name}" for name in keys} | {"report_keys": {"prompt": "asked"}, "empty": "count"}
+    options |= {"masked_log_prob": "keep"}
+    split = ShuffleSplit(minibatches=1, log_prob_key="my_log_prob_key")
+    whole = Pipeline({"split": split}, patience=3.0, shared_ids="same", **options)
+    for half, names in zip(whole.halves(), ([], ["split"]), strict=True):
+        assert half.order == names
+        assert {name: getattr(half, name) for name in options} == options
+        assert (half.rank_options.patience, half.rank_options.shared_ids) == (3.0, "same")

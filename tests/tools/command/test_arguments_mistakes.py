@@ -45,6 +45,10 @@ MISTAKES = {
     "audit new.jsonl pipeline=rloo": "did you mean headrace task=audit source.path=new.jsonl pipeline=rloo?",
     "compare dump": "did you mean headrace task=compare source.path=dump 'pipelines=[as/verl,grpo]'?",
     "compare dump dump": "did you mean headrace view dump dump, for two runs, or headrace task=compare",
+    "replay dump file.txt": "got 'replay' (did you mean task=replay?)\n",
+    "compare dump pipelines=[rloo,grpo]": (
+        "(did you mean headrace task=compare source.path=dump 'pipelines=[rloo,grpo]'?)\n"
+    ),
     "doctr": "did you mean headrace doctor?)",
     "demo rloo": "did you mean headrace pipeline=rloo, or for the demo headrace alone?",
     "plot": "did you mean headrace view FOLDER?",
@@ -64,6 +68,9 @@ MISTAKES = {
     "-x seed=1": "unknown option '-x'; headrace --help lists the options\n",
     "-seed=1": "did you mean seed=1?",
     "--lr 0.1": "did you mean optimizer.lr=0.1?",
+    "--lr": "unknown option '--lr' (did you mean optimizer.lr=VALUE?); headrace --help",
+    "--lr seed=1": "unknown option '--lr' (did you mean optimizer.lr=VALUE?); headrace --help",
+    "--lr=2 3": "unknown option '--lr' (did you mean optimizer.lr=2?); headrace --help",
     f"{REPLAY} --skip-bad": "did you mean source.skip_bad=true?",
     "-m --cfg job seed=1,2": "use one of the two",
     # -- names of options

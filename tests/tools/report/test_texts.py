@@ -25,6 +25,7 @@ from headrace.pipeline.conversations import (
     message_text,
     sampled_once,
 )
+from headrace.pipeline.report_notes import texts_with_carried
 from headrace.pipeline.tools.report import decoder_of, last_user_turn, render_page
 from headrace.pipeline.tools.report.loggers import rollout_rows
 from headrace.pipeline.tools.report.page_contents import CHARACTERS, PAGE_TEXTS, cut_text, cut_tokens
@@ -265,6 +266,16 @@ def test_messages_of_a_batch_are_in_its_report():
     report = make_report(Pipeline({}).run(batch))
     assert report.texts["prompt"] == ["user: 0?", "user: 1?\nuser: 1?"]
     assert [report.asked(row) for row in range(2)] == ["0?", "1?"]
+
+
+def test_texts_of_carried_rows_follow_those_of_new_rows():
+    """A column that only one of both has, or that is no text, is left out."""
+    keys = Pipeline({}).run(TensorDict({"rollout_id": [4, 5]}, batch_size=[2])).keys
+    carried = TensorDict({"rollout_id": [7]}, batch_size=[1])
+    carried["prompt_text"], carried["ground_truth"] = as_texts(["c"]), as_texts(["d"])
+    texts = {"prompt": ["a", "b"], "response": ["e", "f"], "ground_truth": [1, 2]}
+    assert texts_with_carried(texts, carried, keys) == {"prompt": ["a", "b", "c"]}
+    assert texts_with_carried(texts, None, keys) == {"prompt": ["a", "b"], "response": ["e", "f"]}
 
 
 def test_a_torchrl_history_is_used_if_there_is_no_other_text():
