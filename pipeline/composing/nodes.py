@@ -196,8 +196,9 @@ def stages_by_column(pipeline: DictConfig) -> dict[str, Any]:
         ConfigError: one of the two options is missing, or `values` does not map values to options.
     """
     found: dict[str, Any] = {}
-    nodes = pipeline.get("stages")
-    for name, node in nodes.items() if isinstance(nodes, DictConfig) else ():
+    known: Any = pipeline.get("stages")
+    nodes: Any = known if isinstance(known, DictConfig) else {}
+    for name, node in nodes.items():
         if not isinstance(node, DictConfig) or not {"by_column", "values"} & set(node):
             continue
         column, values, path = node.get("by_column"), node.get("values"), f"pipeline.stages.{name}"
