@@ -352,6 +352,22 @@ def test_an_order_with_a_stage_that_is_null_is_refused(overrides, options):
         load_pipeline("gdpo", *overrides, **options)
 
 
+@pytest.mark.parametrize(
+    ("words", "stages"),
+    [(["~pipeline.stages.filter"], {}), (["pipeline.stages.filter=null"], {}), ([], {"filter": None})],
+)
+def test_an_order_may_name_a_stage_that_the_caller_removes(words, stages):
+    order = ["gate", "collapse", "filter", "advantage", "split", "weight"]
+    found = load_pipeline("grpo", *words, stages=stages, order=order)
+    assert found.order == [name for name in order if name != "filter"]
+    with pytest.raises(ConfigError) as refused:
+        load_pipeline("gdpo", stages={"whitening": None}, order=[*order, "whitening"])
+    assert str(refused.value) == (
+        "pipeline.order names 'filter', which the recipe has set to null. To add the usual stage: "
+        "stages={'filter': {}}"
+    )
+
+
 def test_errors_name_the_place_of_a_pipeline_in_another_configuration():
     config = OmegaConf.create({"algo": {"rl": compose_config("load", "pipeline=grpo").pipeline}})
     for path, value, said in (
