@@ -56,6 +56,7 @@ def test_the_options_in_the_help_of_a_task_compose(task, tmp_path):
     assert shown.startswith(f"headrace task={task}\n")
     assert headrace_here(tmp_path, "--help", task).stdout == shown
     assert max(map(len, shown.splitlines())) <= 110
+    assert not re.search(r"\$\{|^  task=", shown, re.M), "what another option decides is no option"
     reads = task in ("replay", "compare", "plan", "audit")
     for option in ("path", "group_by", "group_size", "tokenizer", "skip_bad"):
         assert (f"\n  source.{option}=" in shown) == reads
