@@ -23,6 +23,7 @@ from headrace.pipeline.ledger import Ledger
 from headrace.pipeline.tools.report import make_report
 from headrace.transforms import LossWeight, SampleFilter, ShuffleSplit
 from headrace.transforms.table.schema import MINIBATCH
+from headrace.transforms.table.tensordicts import as_texts
 
 MASK, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
 
@@ -259,6 +260,27 @@ def test_a_row_keeps_its_first_reason_in_each_batch_that_carries_it(
             if (part[row][MASK] & part[row][LOG_PROBS].isfinite()).any()
         ]
         assert found == [line.rollout for line in trains]
+
+
+def test_carried_rows_have_the_texts_the_rewards_and_the_tokens_with_which_they_arrived():
+    """The first two of three rows are a minibatch. The third, with one token less, joins the next batch."""
+    split = ShuffleSplit(minibatch_size=2, unit="sample", remainder="carry", shuffle=False)
+    pipeline = Pipeline({"split": split})
+    for rewards, first, texts, carried in (([1.0, 2, 3], 0, "abc", []), ([9.0], 3, "d", ["c"])):
+        rollouts = [first + row for row in range(len(rewards))]
+        batch = batch_of(rewards, [first] * len(rewards), rollouts, tokens=4)
+        batch[MASK][:] = True
+        batch[MASK][2:, 0] = False
+        batch["prompt_text"] = as_texts([*texts])
+        run = pipeline.run(batch)
+        assert make_report(run).texts["prompt"] == [*texts, *carried]
+    collected = {
+        name: run.of_rank(run.rows.table.columns[f"collected {name}"]) for name in ("reward", "tokens")
+    }
+    assert {name: values.flatten().tolist() for name, values in collected.items()} == {
+        "reward": [9.0, 3.0],
+        "tokens": [4, 3],
+    }
 
 
 def test_a_run_that_drops_all_rows_lists_the_same_reasons(make_batch):

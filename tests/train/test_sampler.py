@@ -200,6 +200,7 @@ def test_epochs_and_seeds_have_different_orders():
         ({"prompts_per_batch": 0}, "prompts_per_batch must be an integer ≥ 1; got 0"),
         ({"repeats": 0}, "repeats must be an integer ≥ 1; got 0"),
         ({"prompts_per_batch": 13, "remainder": "drop"}, "at least prompts_per_batch=13 prompts; got 12$"),
+        ({"remainder": "carry"}, "remainder must be one of 'raise', 'drop', 'uneven'; got 'carry'"),
         ({"rank": 2, "ranks": 2}, "rank must be from 0 to ranks - 1; got rank=2, ranks=2"),
         ({"rank": -1, "ranks": 2}, "rank must be from 0 to ranks - 1; got rank=-1, ranks=2"),
         ({"prompts_per_batch": 3, "ranks": 2}, "must have at least 2; got 3$"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import inspect
 import re
 import shlex
@@ -9,7 +10,8 @@ import subprocess
 import sys
 from contextlib import redirect_stdout
 from io import StringIO
-from itertools import takewhile
+from itertools import count, takewhile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -310,12 +312,21 @@ def test_an_unexpected_error_says_how_to_get_its_traceback(tmp_path, monkeypatch
 
 
 @pytest.mark.torchrl
-def test_overrides_reach_the_task_as_typed(tmp_path):
+def test_overrides_reach_the_task_as_typed_and_its_times_are_recorded(tmp_path, monkeypatch):
+    """The clock of the task goes on by a quarter of a second each time that it is read."""
+    clock = SimpleNamespace(perf_counter=count(100, 0.25).__next__)
+    monkeypatch.setattr("headrace.pipeline.tools.command.job.time", clock)
     words = [*QUICK, "train.steps=1", "hydra.run.dir=out", "sampler.prompts_per_batch=${group_size}"]
     printed = headrace_here(tmp_path, *words).stdout
     assert "trained" in printed
     assert f"the page: {(tmp_path / 'out' / 'report.html').as_uri()}" in printed
     assert '"title":"grpo, 1 step"' in (tmp_path / "out" / "report.html").read_text()
+    with (tmp_path / "out" / "metrics.csv").open() as file:
+        (step,) = csv.DictReader(file)
+    assert float(step["seconds/headrace"]) == 0.25
+    # A batch is collected and graded in another quarter. The environment measures the time for rewards.
+    assert float(step["seconds/reward"]) > 0
+    assert float(step["seconds/collect"]) + float(step["seconds/reward"]) == pytest.approx(0.25)
 
 
 @pytest.mark.torchrl
