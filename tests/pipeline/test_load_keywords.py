@@ -481,7 +481,7 @@ def test_a_part_takes_no_option_from_the_part_that_it_replaces():
 
 
 def test_errors_about_the_path_of_a_class_say_what_is_wrong(tmp_path, monkeypatch):
-    (tmp_path / "own_bonus.py").write_text("class LengthBonus:\n    pass\n")
+    (tmp_path / "own_bonus.py").write_text("class LengthBonus:\n    pass\n\n\nLengthBonuses = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     for stage, meant in (
         ("own_bonus.LengthBonu", "own_bonus has no LengthBonu (did you mean 'LengthBonus'?)"),

@@ -166,6 +166,10 @@ def test_arrays_may_be_read_only_masked_or_of_a_data_frame():
             {"mine": np.ma.array([1, 2], mask=[False, True])},
             "mine must have a value .* masked ones at rows 1$",
         ),
+        (
+            {"mine": np.ma.array([[1, 2], [3, 4]], mask=[[False] * 2, [False, True]])},
+            "masked ones at rows 1$",
+        ),
         ({"status": ["complete", "truncated"]}, r"found complete\. Give 'completed' for 'complete'$"),
         ({"status": ["zzz", "truncated"]}, r"found zzz$"),
     ):
