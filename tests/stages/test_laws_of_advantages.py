@@ -24,6 +24,7 @@ from headrace.transforms import (
     GroupRelativeAdvantage,
     LogRatio,
     LossWeight,
+    OptimalTokenBaseline,
     RewardsToGo,
     RolloutCorrection,
     RunningBaseline,
@@ -31,6 +32,7 @@ from headrace.transforms import (
     StalenessWeight,
     StateAdvantage,
     TokenAdvantage,
+    TokenFilter,
     TopShare,
     TreeAdvantage,
     TurnAdvantage,
@@ -40,9 +42,12 @@ from headrace.transforms import (
 from headrace.transforms.table.schema import COUNTED, RETURN, REWARD
 
 TEACHER, ENTROPY = ("teacher_log_probs", "full"), ("entropy", "full")
+SQUARES = ("sum_pi_squared", "full")
 TOKENS, REAL = ("tokens", "full"), ("masks", "all_attention_mask")
-BY_TOKEN = (MASK, REAL, TOKENS, OLD, SAMPLER, TEACHER, ENTROPY, "version", "turn_index", "turn_reward")
-FLOATS = (OLD, SAMPLER, TEACHER, ENTROPY, "turn_reward", "advantage", REWARD, RETURN, ("next", "reward"))
+BY_TOKEN = (MASK, REAL, TOKENS, OLD, SAMPLER, TEACHER, ENTROPY, SQUARES)
+BY_TOKEN += ("version", "turn_index", "turn_reward")
+FLOATS = (OLD, SAMPLER, TEACHER, ENTROPY, SQUARES, "turn_reward", "advantage", REWARD, RETURN)
+FLOATS += (("next", "reward"),)
 FIRST = {
     "group": GroupRelativeAdvantage,
     "others": lambda: GroupRelativeAdvantage(baseline="leave_one_out", scale="none"),
@@ -72,6 +77,7 @@ SECOND = {  # these change an existing advantage
     "directed": lambda: TokenAdvantage(term=DirectedWeight(clip=0.1), factor=0.5, how="multiply"),
     "top": lambda: TokenAdvantage(term=TopShare(share=0.3), how="multiply"),
     "share": lambda: TokenAdvantage(term=EntropyShare(), factor=0.4, how="multiply"),
+    "token baseline": lambda: TokenAdvantage(term=OptimalTokenBaseline(), factor=0.5),
     "stale": lambda: TokenAdvantage(
         term=StalenessWeight(current=9, decay=0.5, version_key="version"), how="multiply"
     ),
@@ -308,3 +314,33 @@ def test_a_function_and_its_stage_have_the_same_defaults(function, stage):
         shared -= {"level"}
     assert shared
     assert {name: of_function[name] for name in shared} == {name: of_stage[name] for name in shared}
+
+
+IDS, TURN = "rollout_id", "turn_index"
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "keys"),
+    [
+        (BatchWhitening, {"per": "token"}, {MASK}),
+        (BatchWhitening, {"per": "sample"}, set()),
+        (BatchWhitening, {"per": "rollout"}, {IDS}),
+        (Diverged, {"high": 2.0}, {MASK}),
+        (Diverged, {"high": 2.0, "unit": "rollout"}, {MASK, IDS}),
+        (Diverged, {"high": 2.0, "judges": "negative"}, {MASK, "advantage"}),
+        (GAE, {"unit": "token"}, {MASK, IDS}),
+        (GAE, {"unit": "turn"}, {MASK, IDS, TURN}),
+        (GroupRelativeAdvantage, {}, {IDS}),
+        (GroupRelativeAdvantage, {"baseline": "length_weighted"}, {IDS, MASK}),
+        (LossWeight, {"fold": "none"}, set()),
+        (LossWeight, {"unit": "rollout", "fold": "sum"}, {IDS, "advantage"}),
+        (LossWeight, {"unit": "turn", "turn_index_key": TURN}, {TURN}),
+        (RolloutCorrection, {}, {MASK, "advantage"}),
+        (RolloutCorrection, {"unit": "rollout"}, {MASK, "advantage", IDS}),
+        (TokenFilter, {"criterion": abs}, {MASK}),
+        (TokenFilter, {"criterion": abs, "denominator": "all"}, {MASK, "advantage"}),
+    ],
+)
+def test_a_stage_reads_a_column_only_if_its_options_need_it(stage, options, keys):
+    changes = {"advantage"} if stage is BatchWhitening else set()
+    assert {MASK, IDS, TURN, "advantage"} & set(stage(**options).in_keys) == keys | changes
