@@ -73,14 +73,14 @@ def test_an_unclear_format_is_named_with_what_was_found(tmp_path):
 
 def test_files_come_by_the_numbers_in_their_paths(tmp_path):
     """Numbers of any length are compared as numbers, and texts as texts. A file counts once."""
-    names = ["b10/2", "a9/10", "b9/10", "b9/9", "b9/x", f"b{10**40}/1", "1/1"]
+    names = ["b10/2", "a9/10", "b9/10", "b9/9", "b9/x", f"b{10**40}/1", "1/1", "c/d/1"]
     for name in names:
         write_lines(tmp_path / f"{name}.jsonl", [verl_row("a_0_0", 1.0)])
     (tmp_path / "b9" / "7.jsonl").mkdir()  # a folder is not a file of the dump
-    expected = ["1/1", "a9/10", "b9/9", "b9/10", "b9/x", "b10/2", f"b{10**40}/1"]
+    expected = ["1/1", "a9/10", "b9/9", "b9/10", "b9/x", "b10/2", f"b{10**40}/1", "c/d/1"]
     source = open_dump(f"{tmp_path}/**/*.jsonl", "verl")
     assert [str(file.relative_to(tmp_path))[: -len(".jsonl")] for file in source.files] == expected
-    assert repr(source) == f"Source(verl: {tmp_path}/1/1.jsonl and 6 more)"
+    assert repr(source) == f"Source(verl: {tmp_path}/1/1.jsonl and 7 more)"
     assert repr(open_dump(tmp_path / "1", "verl")) == f"Source(verl: {tmp_path}/1/1.jsonl)"
     pair = open_dump(f"{tmp_path}/b9/[9x].jsonl", "verl")
     assert repr(pair) == f"Source(verl: {tmp_path}/b9/9.jsonl and 1 more)"

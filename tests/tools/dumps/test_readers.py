@@ -82,16 +82,19 @@ ATROPOS = {
     "advantages": [0.5, [9.0, 9.0, -0.5, 9.0]],
     "inference_logprobs": [[-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0, -4.0]],
     "messages": [[ASKED, ANSWERED], [ASKED, {"role": "user", "content": "now"}, ANSWERED, ASKED]],
-    "overrides": [None, {"set_advantage_to_zero": False}],
+    "overrides": [None, {}],
     "more": 3,
 }
 EPISODE = episode("g", "a", {"r": {"score": 2, "weight": 0.25}}, more=True)
 EPISODE["traces"] = [{**EPISODE["traces"][0], "agent": {"trainable": False}}, *EPISODE["traces"]]
+EPISODE["traces"][1]["agent"] = {}  # it is trainable
 EPISODE["traces"][1]["calls"] = [
     {"finish_reason": "stop"},
     {"finish_reason": "length"},
     {"finish_reason": "stop", "error": "no answer"},  # it gave no message
 ]
+SLIME = slime_sample(4, 9, 0.5, rollout_id=8, loss_mask=[0, 1], weight_versions=["5", 4], status="pending")
+del SLIME["remove_sample"]
 # For each format: the record, the options to read it, its step, and all columns. Labels stand for the ids.
 WHOLE = {
     "atropos": (
@@ -270,7 +273,7 @@ WHOLE = {
         },
     ),
     "slime": (
-        slime_sample(4, 9, 0.5, rollout_id=8, loss_mask=[0, 1], weight_versions=["5", 4], status="pending"),
+        SLIME,
         {},
         5,
         {
@@ -319,7 +322,6 @@ def test_a_record_of_each_format_gives_these_columns_and_no_others(name, tmp_pat
     ("name", "place", "required"),
     [
         ("atropos", (), "tokens masks scores"),
-        ("atropos", ("overrides", 1), ""),
         ("nemo_gym", (), "responses_create_params response reward _ng_task_index _ng_rollout_index"),
         ("nemo_gym", ("response",), "output"),
         ("nemo_gym", ("responses_create_params",), "input"),
@@ -331,7 +333,6 @@ def test_a_record_of_each_format_gives_these_columns_and_no_others(name, tmp_pat
         ("prime_rl", ("run", "work"), "step"),
         ("prime_rl", ("run", "work", "policy"), "start"),
         ("prime_rl", ("traces", 1), "agent rewards"),
-        ("prime_rl", ("traces", 1, "agent"), ""),
         ("prime_rl", ("traces", 1, "rewards", "r"), "score"),
         ("prime_rl", ("traces", 1, "nodes", 1), "message token_ids mask"),
         ("prime_rl", ("traces", 1, "calls", 1), ""),
@@ -600,6 +601,7 @@ def test_prime_rl_paths_without_tokens_are_skipped_if_others_have_some(tmp_path)
     assert len(only(open_dump(write_lines(tmp_path / "traces.jsonl", rows)))[1]) == 1
     for row in (text := [node(None, "user", [], []), nodes[2]]):
         row["logprobs"] = []
+    del text[0]["sampled"]  # then it was not sampled
     rows = [episode("g", "a", {"r": {"score": 1.0}}, trace={"nodes": text})]
     batch = only(open_dump(write_lines(tmp_path / "traces.jsonl", rows)))[1]
     assert MASK not in batch.keys(True)
