@@ -322,6 +322,21 @@ def test_a_group_has_zero_variance_only_if_none_of_its_rewards_varies(make_batch
     assert report_of(batch).groups["zero_variance"].tolist() == [False, True]
 
 
+@pytest.mark.parametrize(("weights", "sums"), [([1.0, 0.5], [2.0, 2.0, 3.0]), (None, [3.0, 4.0, 3.0])])
+def test_several_rewards_are_added_up_with_the_weights_of_the_recipe(make_batch, weights, sums):
+    """Group 1 leaves before its rewards are added up, and its reward is added up all the same."""
+    batch = make_batch([0.0] * 3, [0, 0, 1])
+    batch["next", "reward"] = torch.tensor([[1.0, 2.0], [0.0, 4.0], [3.0, 0.0]])
+    gate = CompletenessGate(group_size=2, on_incomplete="drop")
+    collapse = FanOutCollapse(columns=2, weights=weights)
+    advantage = GroupRelativeAdvantage(scale="none")
+    report = report_of(batch, gate=gate, collapse=collapse, advantage=advantage)
+    for name in ("collected_reward", "reward"):
+        assert report.columns[name].tolist() == sums
+    assert report.columns["rewards"].tolist() == batch["next", "reward"].tolist()
+    assert report.columns["reason"].tolist()[:2] == [0, 0]
+
+
 def test_a_group_without_rewards_has_no_spread(make_batch):
     groups = report_of(make_batch([0.0] * 3, [0, 0, 1], status=[3, 3, 0])).groups
     assert np.isnan(groups["reward_std"]).tolist() == [True, True]
