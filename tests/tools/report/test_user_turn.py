@@ -72,6 +72,10 @@ def test_a_llama_2_system_prompt_in_the_first_turn_is_left_out():
         ("", ""),
         ("Repeat: user: hello", "Repeat: user: hello"),
         ("My friend said\nuser: hello", "My friend said\nuser: hello"),  # a chat would begin with a role
+        # Lines with only a role are a chat if the first line has a role and the assistant has a turn.
+        ("Complete:\nuser\nhello\nassistant\n", "Complete:\nuser\nhello\nassistant\n"),
+        ("user\nhello", "user\nhello"),
+        ("user: 2?\nassistant\nuser: 3?", "3?"),
         (
             "<|im_start|>system\nOnly this<|im_end|>",
             "<|im_start|>system\nOnly this<|im_end|>",
