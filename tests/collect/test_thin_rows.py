@@ -198,6 +198,29 @@ def test_rows_masked_for_staleness_have_no_tokens_to_count(name):
     assert numbers[:, 0].tolist() == plain.take()[MASK].sum(1).tolist() == [0, 8]
 
 
+@pytest.mark.parametrize("kept", ["nan", "keep"])
+def test_a_rank_masks_the_tokens_that_the_pipeline_masks(kept, name):
+    """Group 0 has equal rewards, so it is out of the loss. One token of group 1 has no finite probability."""
+    rows = rows_of([Line(g, 2 * g + r, 0, True) for g in (0, 1) for r in (0, 1)], 0)
+    rows["next", "reward"] = torch.tensor([[1.0], [1.0], [0.0], [1.0]])
+    rows[MASK][:, :4], rows[LOG_PROB] = True, rows[LOG_PROB].nan_to_num(-1)
+    rows[LOG_PROB][2, 1] = float("nan")
+    words = ("pipeline=grpo", f"{SPLIT}minibatches=1", f"pipeline.masked_log_prob={kept}")
+    whole, pipeline = composed(*words), composed(*words)
+    source = RolloutQueue(name, decided_by=[pipeline])
+    source.put(rows)
+    steps = StepQueue(f"{name}/steps", ranks=1, rollouts=name)
+    assert steps.put(pipeline.minibatches(next(iter(source)))) == 1
+    (expected,) = whole.minibatches(rows)
+    found = next(steps.minibatches(0))
+    same_rows(found, expected)
+    masks = dict(zip(found["rollout_id"].tolist(), found[MASK].any(1).tolist(), strict=True))
+    assert masks == {0: False, 1: False, 2: True, 3: True}
+    lacks = found["rollout_id"] == 2
+    assert found[MASK][lacks][0, 1] == (kept == "nan")  # a loss that keeps finite numbers cannot train it
+    assert bool(found[LOG_PROB].isfinite().all()) == (kept == "keep")
+
+
 # -- packed columns ---------------------------------------------------------------------------------------
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
