@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable
+from inspect import getsourcelines
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -275,7 +276,10 @@ def test_a_warning_names_the_line_of_the_program_that_called(call):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", StreamWarning)
         call()
-    assert [each.filename for each in caught] == [__file__]
+    lines, first = getsourcelines(call)
+    ((file, line),) = ((each.filename, each.lineno) for each in caught)
+    assert file == __file__
+    assert first < line < first + len(lines)
 
 
 # -- options that depend on one another -------------------------------------------------------------------

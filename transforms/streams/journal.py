@@ -315,7 +315,7 @@ class Journal:
             f"the journal {self.path} ends with {lost} bytes of an incomplete event, which are cut off. A "
             "crash during a write leaves such bytes. The event had not taken effect",
             StreamWarning,
-            stacklevel=6,
+            stacklevel=5,  # the caller of GroupAssembler()
         )
         os.ftruncate(self._descriptor, at)
         self._end = at
