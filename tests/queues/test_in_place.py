@@ -290,6 +290,16 @@ def test_rows_have_ids_ends_and_versions_of_their_keys():
     assert (source.keys, source.groups) == ({}, {})
 
 
+def test_a_group_with_enough_rollouts_of_other_numbers_lacks_none():
+    submit("a")
+    for session in (3, 1):
+        run_session("a", session, 1.0)
+    finish("a")
+    rows = QueuedGroups.of("verl", group_size=2).read()
+    assert (rows["rollout_id"] % 2**16).tolist() == [1, 3]
+    assert rows["next", "status"].tolist() == [0, 0]
+
+
 # -- NeMo RL, as TQReplayBuffer.commit writes by pack_payload (7ea279ab) -------------------------------------
 
 
