@@ -162,7 +162,7 @@ def test_an_invalid_option_of_an_assembler_in_an_actor_is_refused(call, message)
 
 
 @pytest.mark.parametrize(
-    ("options", "most"), [({"groups": 2}, 4), ({"groups": 2, "max_ready": 1}, 1), ({}, 99)]
+    ("options", "most"), [({"groups": 2}, 4), ({"groups": 2, "max_ready": 1}, 1), ({}, 20)]
 )
 def test_twice_the_groups_of_a_batch_may_be_ready_by_default(options, most):
     assembler, put = RayAssembler(group_size=1, **options), 0
