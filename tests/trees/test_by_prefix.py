@@ -180,17 +180,17 @@ def origin_by_loops(paths, sources, row, place):
     return origin_by_loops(paths, sources, parent, place)
 
 
-@given(
-    st.integers(0, 4),
-    st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=4), st.integers(0, 8)), max_size=9),
-    st.randoms(),
-)
+FORK = st.tuples(st.integers(0, 8), st.integers(0, 4), st.lists(st.integers(0, 1), max_size=4))
+
+
+@given(st.integers(0, 4), st.lists(FORK, max_size=9), st.randoms())
 def test_each_token_has_the_row_in_which_it_was_first_generated(width, drawn, random):
-    """A row is forked from any row before it or is its own parent; then the rows are shuffled."""
+    """A row is forked from a row before it, and begins with some of its tokens. Then rows are shuffled."""
     place = random.sample(range(len(drawn)), len(drawn))
     paths, sources = [[] for _ in drawn], [0] * len(drawn)
-    for number, (path, parent) in enumerate(drawn):
-        paths[place[number]], sources[place[number]] = path[:width], place[min(parent, number)]
+    for number, (parent, inherited, own) in enumerate(drawn):
+        row, source = place[number], place[min(parent, number)]
+        paths[row], sources[row] = [*paths[source][:inherited], *own][:width], source
     labels = torch.full((len(drawn), width), END)
     for row, path in enumerate(paths):
         labels[row, : len(path)] = torch.tensor(path, dtype=torch.int64)

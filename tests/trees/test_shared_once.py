@@ -10,7 +10,7 @@ from alone import said_by
 from any_rank import trained_once_of_rank
 from composed import composed
 from gradients import distance
-from rank_threads import results_in_threads
+from rank_threads import on_ranks, results_in_threads
 from tensordict import TensorDict, lazy_stack
 from tries import ATTENTION, FULL, LOG_PROBS, LOSS, dense, ragged
 
@@ -232,6 +232,23 @@ def test_rows_of_a_rollout_on_two_ranks_train_a_shared_token_once():
             masks, counts = zip(*(of_rank[case][how] for of_rank in found), strict=True)
             assert torch.equal(torch.cat(masks), alone.ungathered[LOSS]), (seed, how)
             assert set(counts) == {alone.metrics["once/shared_tokens"]} != {0.0}
+
+
+@pytest.mark.parametrize(("rollouts", "sent"), [([0, 0, 1, 1], 0), ([0, 1, 0, 1], 1)])
+def test_ranks_exchange_tokens_only_if_a_rollout_has_rows_on_both(rollouts, sent):
+    batch = dense([[*range(1, 41)]] * 4)  # more numbers than the table has for a row
+    batch["rollout_id"] = torch.tensor(rollouts)
+
+    def run(group):
+        exchanged, exchange = [], group.exchange
+        group.exchange = lambda value: exchanged.append(value) or exchange(value)
+        stages = {"once": TrainSharedOnce()}
+        run = Pipeline(stages, process_group=group, shared_ids="same").run(batch[2 * group.rank :][:2])
+        wide = [each for each in exchanged if isinstance(each, torch.Tensor) and each.shape[-1] >= 40]
+        return run.metrics["once/shared_tokens"], len(wide)
+
+    shared = float(2 * int(batch[LOSS][0].sum()))
+    assert on_ranks(run, 2) == [(shared, sent)] * 2
 
 
 def test_padding_in_the_loss_mask_is_refused():
