@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import types
+from random import Random
 
 import pytest
 import torch
 from any_rank import group_of_one
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
@@ -183,6 +184,7 @@ def origin_by_loops(paths, sources, row, place):
 FORK = st.tuples(st.integers(0, 8), st.integers(0, 4), st.lists(st.integers(0, 1), max_size=4))
 
 
+@example(1, [(0, 0, [1]), *((parent, 1, []) for parent in range(6))], Random(0))  # a chain of forks
 @given(st.integers(0, 4), st.lists(FORK, max_size=9), st.randoms())
 def test_each_token_has_the_row_in_which_it_was_first_generated(width, drawn, random):
     """A row is forked from a row before it, and begins with some of its tokens. Then rows are shuffled."""
