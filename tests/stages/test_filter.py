@@ -102,6 +102,19 @@ def test_a_unit_is_kept_or_removed_with_all_its_rows(make_batch, unit, kept):
     assert stage(batch)["row"].tolist() == kept
 
 
+@pytest.mark.parametrize(("words", "said"), [(("no score",), "no score"), ((), "")])
+@pytest.mark.parametrize("collapsed", [False, True])
+def test_a_function_that_misses_a_column_is_told_where_the_reward_is(make_batch, words, said, collapsed):
+    def scored(batch):
+        raise KeyError(*words)
+
+    batch = make_batch([1.0, 2], [0, 0])
+    key = "('headrace', 'reward')" if collapsed else "('next', 'reward')"
+    with pytest.raises(BatchError) as refused:
+        SampleFilter(criterion=scored)(FanOutCollapse()(batch) if collapsed else batch)
+    assert str(refused.value) == f"a function gets the batch, where the reward is {key}; {said}"
+
+
 @pytest.mark.parametrize(("rewards", "kept"), [([1.0], 1), ([8.0], 0), ([8.0, 1, 1, 1, 8], 3)])
 def test_the_metrics_count_the_rows_that_stay(make_batch, rewards, kept):
     batch = make_batch(rewards, [0] * len(rewards))
