@@ -203,6 +203,12 @@ def test_each_token_has_the_row_in_which_it_was_first_generated(width, drawn, ra
     assert origin_of(labels, torch.tensor(sources, dtype=torch.int64)).tolist() == expected
 
 
+def test_the_parents_are_read_only_if_forks_are_given_by_them():
+    by_prefix, by_parent = (TreeAdvantage(forks=forks).in_keys for forks in ("prefix", "parent"))
+    assert {*by_parent} - {*by_prefix} == {"parent_id"}
+    assert {*by_prefix} < {*by_parent}
+
+
 def test_a_rollout_without_a_reward_needs_no_group_if_it_is_skipped():
     rewards = [1.0, 3.0, math.nan]
     batch = leaves([[5, 1, 1], [5, 1, 2], [5, 2, 2]], [0, 0, -1], rewards, parent_id=[-1, 10, -1])
