@@ -257,6 +257,12 @@ def test_long_rows_cost_the_square_of_their_length_under_attention():
         assert min(apart.values()) > 2e-2
 
 
+def test_tokens_are_counted_only_if_an_option_needs_lengths():
+    for option in ({}, {"microbatches": 2}, {"max_tokens": 9}, {"balance": "tokens"}, {"tree": "group"}):
+        counted = ShuffleSplit(minibatches=1, length_key="mine", **option).tokens_counted
+        assert counted == ([] if option.keys() <= {"microbatches"} else [("mine", None)])
+
+
 def test_padding_costs_nothing():
     split = ShuffleSplit(minibatches=1, ranks=2, balance="tokens", remainder="pad")
     outcome = cut_alone(split, batch_of([2, 2, 2]))
