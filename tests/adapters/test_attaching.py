@@ -207,6 +207,19 @@ def test_a_group_size_that_is_not_num_generations_is_refused():
         trainer.pipeline = load_pipeline("grpo", group_size=8)
 
 
+@pytest.mark.parametrize(
+    ("weights", "listed"), [([2.0], "2"), ([0.5], "0.5"), ([1.0, 0.25, 3.0], "1,0.25,3")]
+)
+def test_reward_weights_of_the_trainer_are_refused_with_the_option_in_their_place(weights, listed):
+    trainer = trainer_of(reward_weights=torch.tensor(weights))
+    with pytest.raises(ValueError, match="the recipe weighs rewards") as refused:
+        attach(trainer, "grpo")
+    assert str(refused.value) == (
+        "the recipe weighs rewards: remove reward_weights from the trainer, and give attach "
+        f"'pipeline.stages.collapse.columns={len(weights)}', 'pipeline.stages.collapse.weights=[{listed}]'"
+    )
+
+
 def test_a_recipe_that_is_set_later_is_checked_and_a_refused_one_changes_nothing():
     trainer = attach(trainer_of(), "grpo")
     before = trainer.pipeline

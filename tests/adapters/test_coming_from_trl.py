@@ -166,13 +166,6 @@ def test_the_first_step_without_a_training_row_is_a_warning(make_trainer):
     assert len([each for each in found if each.category is FewerRowsWarning]) == 1  # of two steps
 
 
-def test_reward_weights_are_set_in_one_option(make_trainer):
-    with pytest.raises(
-        ValueError, match=r"remove reward_weights .*collapse\.columns=2., .*collapse\.weights=\[1,0\.5\]"
-    ):
-        make_trainer("pipeline=as/trl", rewards=(ones, short_or_none), reward_weights=[1.0, 0.5])
-
-
 def test_each_reward_function_is_a_column(make_trainer, theirs):
     run = make_trainer(
         "pipeline=as/trl", "pipeline.stages.collapse.columns=2", rewards=(ones, one_each), steps=1
