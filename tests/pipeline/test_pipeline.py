@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from itertools import count
 
 import numpy as np
 import pytest
@@ -108,6 +109,19 @@ def test_minibatches_have_the_processed_rows_in_one_order_per_epoch(make_batch):
     assert twice[0] + twice[1] != twice[2] + twice[3]
     assert pipeline.metrics["rows/trained"] == 3
     assert pipeline.metrics["out/split/remainder"] == 0
+
+
+def test_the_time_of_a_stage_is_that_of_all_its_epochs(make_batch, monkeypatch):
+    """The clock goes on by a quarter of a second each time that it is read."""
+    monkeypatch.setattr("headrace.pipeline.pipeline.perf_counter", count(100, 0.25).__next__)
+    pipeline = Pipeline(
+        {"collapse": FanOutCollapse(), "split": ShuffleSplit(minibatches=1), "weight": LossWeight()}
+    )
+    metrics = pipeline.run(make_batch([1.0, 3], [0, 0]), epochs=3).metrics
+    assert {name: value for name, value in metrics.items() if name.startswith("time/")} == {
+        "time/collapse": 0.25,
+        "time/weight": 0.75,
+    }
 
 
 def test_a_processed_row_among_new_rows_is_refused(make_batch):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from any_rank import group_of_one
 from tensordict import TensorDict
 from torch import nn
 
-from headrace.pipeline import optimise, total_loss
+from headrace.pipeline import OptimiserRecord, optimise, total_loss
 from headrace.pipeline.train.optimiser_steps import Averaging, check_gradients, noting
 from headrace.transforms import BatchError
 from headrace.transforms.table.schema import RANK, ROW, STEP_WEIGHT
@@ -101,6 +103,20 @@ def test_a_group_sums_the_gradients_of_all_parameters_that_train():
     # The mean over tokens is (3 · 1 + 2 + 2 · 4) / 6. Two of the rows have (3 · 1 + 2) / 6 of it.
     assert -float(alone.w.detach()) == pytest.approx(13 / 6)
     assert -float(shared.w.detach()) == pytest.approx(13 / 6 + 5 / 6)
+
+
+def test_a_record_has_the_numbers_of_the_steps_and_their_time(monkeypatch):
+    """The clock goes on by a quarter of a second each time that it is read. The loss is 0 where w is 0."""
+    clock = SimpleNamespace(perf_counter=count(100, 0.25).__next__)
+    monkeypatch.setattr("headrace.pipeline.train.optimiser_steps.time", clock)
+    loss, record = Linear(), OptimiserRecord()
+    groups = [{"params": [loss.w], "lr": 0.5}, {"params": [loss.unread], "lr": 2.0}]
+    optimise([step()], loss, torch.optim.SGD(groups), log_prob_key=None, record=record, max_grad_norm=2.0)
+    numbers = {name: pytest.approx(value) for name, value in record.numbers.items()}
+    assert numbers == {
+        **{"optimiser/steps": 1.0, "optimiser/lr": 2.0, "optimiser/loss": 0.0, "optimiser/grad_norm": 13 / 6},
+        **{"optimiser/clipped": 1.0, "seconds/optimise": 0.25, "optimiser/tokens_per_second": 24.0},
+    }
 
 
 class DistributedDataParallel(nn.Linear):
