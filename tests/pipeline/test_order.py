@@ -121,13 +121,18 @@ def test_a_pipeline_inserts_a_stage_before_another():
 
 
 def test_a_stage_without_a_place_is_refused_with_the_options_that_place_it():
-    """Of several stages, all are listed, and a place is advised for the first."""
-    given = {"first": print, "advantage": print, "b": print, "a": print}
+    """Of several stages, all are listed, and a place is advised for the first. The other one fits nowhere."""
+    given = {
+        "collapse": FanOutCollapse(),
+        "advantage": GroupRelativeAdvantage(),
+        "b": print,
+        "a": ten_times(),
+    }
     with pytest.raises(ValueError) as refused:
-        arrange(given, ["first", "advantage"])
+        arrange(given, ["collapse", "advantage"])
     assert str(refused.value) == (
         "order must name each stage once; it lacks 'b', 'a'. Place it, as in pipeline.after.b=advantage (in "
-        "Python after={'b': 'advantage'}), or add it to pipeline.order=[first,advantage]"
+        "Python after={'b': 'advantage'}), or add it to pipeline.order=[collapse,advantage]"
     )
     with pytest.raises(ValueError, match=r"it lacks 'advntage', 'x' \(did you mean 'advantage'\?\)"):
         arrange({"advantage": print, "advntage": print, "x": print}, ["advantage"])
