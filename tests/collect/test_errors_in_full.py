@@ -30,6 +30,8 @@ from headrace.pipeline.collect.workers import WorkerWatch
 from headrace.transforms import BatchError, CompletenessGate, GroupAssembler, StalledError
 from headrace.transforms.table.schema import ORIGIN
 
+pytestmark = pytest.mark.torchrl
+
 CHECK = (
     "Check that all rollouts of a group are put into this assembler, with done=True on their last rows. To "
     "continue without missing rollouts, set timeout or max_pending_groups"
