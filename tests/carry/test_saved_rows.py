@@ -36,6 +36,9 @@ def batches() -> dict[str, TensorDict]:
         "ragged": lazy_stack([row(1), row(4)]),
         "of a class": dense.clone().set("turn", Turn(torch.arange(2), "a", batch_size=[2])),
         "of two dtypes": lazy_stack([row(1, more=torch.ones(1)), row(2, more=torch.ones(1).long())]),
+        "of two kinds": lazy_stack(
+            [row(1, more=TensorDict({"y": torch.ones(1)}, [])), row(2, more=torch.ones(1))]
+        ),
         "of other columns": lazy_stack([row(1), row(4, more=torch.ones(2))]),
     }
 

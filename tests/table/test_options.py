@@ -11,6 +11,7 @@ import re
 import types
 from typing import Any, Literal, Union, get_args, get_origin
 
+import numpy as np
 import pytest
 import torch
 from public import public
@@ -351,6 +352,25 @@ def test_only_options_that_differ_from_their_defaults_are_shown():
     assert describe_options(stage) == "minibatches=2, unit='sample', seed=3"
     assert describe_options(stage, leave_out=("seed", "unit")) == "minibatches=2"
     assert {"minibatches", "seed", "rollout_key"} <= {*table_options.options_of(ShuffleSplit)}
+
+
+class Compares:
+    """A value that cannot be compared."""
+
+    def __ne__(self, other):
+        raise TypeError
+
+    def __repr__(self):
+        return "Compares()"
+
+
+def test_a_value_that_cannot_be_compared_with_the_default_is_shown():
+    class Holder:
+        def __init__(self, a=1, b=1, c=1, d=1):
+            self.a, self.b, self.c, self.d = a, b, c, d
+
+    shown = describe_options(Holder(np.ones(2), torch.ones(2), Compares()))
+    assert shown == "a=array([1., 1.]), b=tensor([1., 1.]), c=Compares()"
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,13 @@ def test_a_view_has_the_values_of_its_rows(drawn):
     assert seen.from_batch(torch.tensor(here)).tolist() == here
 
 
+def test_the_first_row_of_a_rollout_that_counts_is_found_again_once_rows_are_excluded():
+    rows = rows_of([5, 5, 6])
+    assert rows.voters["x"].tolist() == [0, 2]
+    rows.leave(torch.tensor([True, False, False]), "out", "excluded", mask_tokens=False)
+    assert rows.voters["x"].tolist() == [1, 2]
+
+
 # A column of the batch that was read (or None), and what is written to rows 0 and 2 of 3 with these options;
 # then the column of the new batch, its dtype and its number of dimensions.
 F32, F64, I64, I32 = torch.float32, torch.float64, torch.int64, torch.int32
