@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline
-from headrace.transforms import BatchError, FanOutCollapse, Rows, SampleFilter, ShuffleSplit
+from headrace.transforms import BatchError, FanOutCollapse, Rows, ShuffleSplit
+from headrace.transforms.carry.resume import KnownBatch, SplitState
 from headrace.transforms.table import Alone
 
 
@@ -201,14 +202,12 @@ def test_a_batch_is_skipped_if_all_ranks_with_rows_hold_their_rows_again(own, ot
 
 
 def test_a_batch_of_which_no_row_was_left_is_not_one_that_was_trained():
-    drop = SampleFilter(criterion=lambda batch: batch["rollout_id"] < 0, unit="sample", action="drop")
-    chains = [Pipeline({"drop": drop, "split": ShuffleSplit(minibatches=1, unit="sample")}) for _ in range(2)]
-    first, restored = chains
-    first.run(numbered(0, 3))
-    restored.load_state_dict(first.state_dict())
-    counts = restored.run(numbered(0, 3)).ledger.counts()
-    assert [count for name, count in counts.items() if name.startswith("drop/")] == [3]
-    assert counts.get("split/trained_before", 0) == 0
+    split = ShuffleSplit(minibatches=1, unit="sample")
+    split.memory.state, split.memory.restored = SplitState(trained=KnownBatch(0, {})), True
+    rows = Rows.read(numbered(0, 2))
+    rows.leave(torch.ones(2, dtype=torch.bool), "gone", "dropped")
+    assert split.memory.cut(split, rows.seen_by(split)).permuted is not None
+    assert rows.table.fates.reasons_of(torch.arange(2)) == ["gone", "gone"]
 
 
 def test_the_second_half_trains_rows_that_a_buffer_repeats():
