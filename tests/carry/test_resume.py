@@ -211,6 +211,7 @@ def test_a_batch_is_known_by_its_rewards_and_by_one_integer_per_row(ragged, read
     assert {name: column.flatten().tolist() for name, column in found.items()} == expected
     assert {column.dtype for name, column in found.items() if name != "reward"} == {torch.int64}
     assert found["reward"].dtype is torch.float64
+    assert {tuple(column.shape) for column in found.values()} == {(2,)}
     every = identifying_columns(rows.table, torch.arange(3), "reward")
     assert every["id"].tolist() == [7, 8, 9]
     batch["id"] += 1  # a collector writes its next batch into the same memory

@@ -160,6 +160,7 @@ class WithHint:
         (Many, ("a", "up"), {}, "Many takes its options by name: Many(sort='up')"),
         (Many, ("a", "upp"), {}, "Many takes its options by name: Many(sort='upp') (did you mean 'up'?)"),
         (Many, ("a", 5), {"size": 1}, "Many takes its options by name: sort"),
+        (Many, ("a", "upp", 5), {}, "Many takes its options by name: Many(sort='upp') (did you mean 'up'?)"),
         (Many, ("a", Low()), {}, "Many takes its parts by name: Many(low=…)"),
         (of_any, (1, Low()), {}, "of_any takes its options by name: of_any(thing=Low())"),
         (Many, (), {}, "Many needs name: Many(name)"),

@@ -55,6 +55,9 @@ def test_a_view_has_the_values_of_its_rows(drawn):
         assert view.to_voters(values).tolist() == [10 * row + 1 for row in sorted(first.values())]
         spread = [10 * first[ids[row]] + 1 if row in counts else 0 for row in some]
         assert view.from_voters(view.to_voters(values)).tolist() == spread
+        wide = torch.stack([values, -values], 1)
+        assert view.from_voters(view.to_voters(wide)).tolist() == [[each, -each] for each in spread]
+        assert view.to_arrival(wide)[:, 1].tolist() == view.to_arrival(-values).tolist()
         assert view.to_arrival(values).tolist() == [
             10 * row + 1 if row in some else 0 for row in range(count)
         ]
