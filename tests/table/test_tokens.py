@@ -362,6 +362,9 @@ def test_a_batch_has_a_version_per_row_or_per_token():
     ):
         assert has_versions_of_tokens(of(column), "v") == tokens
     assert not has_versions_of_tokens(of_widths(1, 1), "x")
+    assert not has_versions_of_tokens(
+        lazy_stack([TensorDict({"x": torch.ones(size)}) for size in ((), 1)]), "x"
+    )
     assert has_versions_of_tokens(of_widths(1, 2), "x")
     assert has_versions_of_tokens(of_widths(2, 1), "x")
     mask = torch.tensor([[True, False, True], [False, False, False]])
