@@ -190,6 +190,7 @@ def test_a_batch_is_skipped_if_all_ranks_with_rows_hold_their_rows_again(own, ot
         return
     cut = memory.cut(split, rows.seen_by(split, "split"))
     assert (cut.permuted is None) == skipped
+    assert (cut.state is None) if skipped else (cut.state.calls == 2)  # one pass of each batch
     if skipped:
         said = (
             "this batch of 7 rows was trained before the state was saved, so it is skipped. Give it once "
