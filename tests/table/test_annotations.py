@@ -144,7 +144,9 @@ ANNOTATED = [
 ]
 
 
-@pytest.mark.parametrize(("hint", "said", "fit", "others"), ANNOTATED, ids=lambda each: str(each)[:30])
+@pytest.mark.parametrize(
+    ("hint", "said", "fit", "others"), ANNOTATED, ids=[str(each[0]) for each in ANNOTATED]
+)
 def test_a_value_fits_its_annotation_or_does_not(hint, said, fit, others):
     """A node with a ``_target_`` fits any annotation, and an object any but a number, a word or a bool."""
     assert [fits(value, hint) for value in fit] == [True] * len(fit)
