@@ -52,8 +52,8 @@ def whiten(
         add       (A_i − μ) / (σ + ε)
         clamp     (A_i − μ) / max(σ, ε)
 
-    If all values are equal the result is exactly 0. Statistics are float64. Sums do not depend on the row
-    order.
+    If all values are equal the result is exactly 0. If the sum of squares is not finite, the results are NaN.
+    Statistics are float64. Sums do not depend on the row order.
 
     Args:
         values: (N,) float, one per row.
@@ -78,6 +78,7 @@ def whiten(
     variance = batch.sum(w * deviation.square()) / (total - 1).clamp_min(1)
     divisor = divisor_of(variance, eps, eps_mode)
     is_zero = (batch.max(x) == batch.min(x)) | (w == 0) | (divisor == 0)
+    divisor = divisor.where(divisor.isfinite(), torch.nan)  # else all results would be 0
     return torch.where(is_zero, 0.0, deviation / divisor).to(values.dtype)
 
 
