@@ -175,7 +175,7 @@ ERRORS: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
     "a task to watch is what .remote() of Ray or submit() of an executor returned; got <built-in function "
     "print>. Run a function in a thread with ThreadPoolExecutor().submit(function)": (
         TypeError,
-        lambda: two_prompts().watch(print),
+        lambda: two_prompts().watch(len),
     ),
     f"1 of 3 writers lost: writer 1 (OSError: gone). Begin again. {NOTHING}": (
         StalledError,
