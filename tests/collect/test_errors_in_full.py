@@ -173,7 +173,7 @@ ERRORS: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
         lambda: setattr(two_prompts(), "verison", 3),
     ),
     "a task to watch is what .remote() of Ray or submit() of an executor returned; got <built-in function "
-    "print>. Run a function in a thread with ThreadPoolExecutor().submit(function)": (
+    "len>. Run a function in a thread with ThreadPoolExecutor().submit(function)": (
         TypeError,
         lambda: two_prompts().watch(len),
     ),
