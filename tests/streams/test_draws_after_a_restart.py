@@ -261,3 +261,24 @@ def test_a_step_with_rejected_groups_is_one_step_after_a_restart(tmp_path):
     assert again.capacity() == 0
     again.version = 1
     assert again.capacity() == 2
+
+
+@pytest.mark.parametrize("ids", [[[8, 9], [3, 4]], [["h", "i"], ["c", "d"]]], ids=["numbers", "texts"])
+def test_announced_rollouts_of_each_prompt_in_a_row_of_its_own_come_back_as_rows(ids, tmp_path):
+    """Draws may have the shape (prompts, rollouts)."""
+    draws = TensorDict({"group_id": [[4, 4], [7, 7]], "prompt": [[1, 1], [2, 2]]}, batch_size=[2, 2])
+    draws["rollout_id"] = ids if isinstance(ids[0][0], str) else torch.tensor(ids)
+    for journal in (None, tmp_path / "journal"):
+        first = GroupAssembler(group_size=2, journal=journal)
+        first.announce(draws)
+        assert first.pending == 2
+        state = first.state_dict() if journal is None else None
+        del first
+        again = GroupAssembler(group_size=2, journal=journal)
+        if journal is None:
+            again.load_state_dict(state)
+        (lost,) = again.unfinished()
+        assert lost.batch_size == (4,)
+        assert [lost[key].tolist() for key in ("group_id", "prompt")] == [[4, 4, 7, 7], [1, 1, 2, 2]]
+        found = lost["rollout_id"]
+        assert (found if isinstance(found, list) else found.tolist()) == [*ids[0], *ids[1]]

@@ -130,14 +130,15 @@ def test_the_proposed_group_size_is_the_most_frequent_one_of_the_first_step(tmp_
 def test_a_replay_replaces_the_rows_of_a_replay_in_which_every_step_failed(tmp_path):
     """The rows of a replay without failed steps are not replaced."""
     rows = [dumps.slime_sample(0, i, 1.0 - i % 2) for i in range(3)]
-    for step in (5, 6):
+    for step in (4, 5, 6):
         (tmp_path / "dump").mkdir(exist_ok=True)
         dumps.slime_dump(tmp_path / "dump" / f"{step}.pt", step, samples=rows)
     words = ["task=replay", f"source.path={tmp_path / 'dump'}"]
     with pytest.raises(BatchError, match="group 0 has 3 of 4"):
         told(replayed, configure("config", *words, "source.group_size=4"), tmp_path / "out")
-    assert len(list((tmp_path / "out" / "rollouts").glob("step_*"))) == 2
-    (tmp_path / "dump" / "6.pt").unlink()
+    assert len(list((tmp_path / "out" / "rollouts").glob("step_*"))) == 3
+    for step in (4, 6):
+        (tmp_path / "dump" / f"{step}.pt").unlink()
     trained, _ = told(replayed, configure("config", *words, "source.group_size=3"), tmp_path / "out")
     assert trained == 3
     assert [each.name for each in (tmp_path / "out" / "rollouts").glob("step_*")] == ["step_00000005.parquet"]
