@@ -165,7 +165,7 @@ class WithHint:
         (of_any, (1, Low()), {}, "of_any takes its options by name: of_any(thing=Low())"),
         (Many, (), {}, "Many needs name: Many(name)"),
         (WithHint.__init__, (WithHint.__new__(WithHint), 1, 2), {}, "write class Mine(WithHint)"),
-        (of_two, (1, 2, "x" * 99), {"size": 3}, "of_two takes its options by name: "),
+        (of_two, (1, 2, "x" * 99), {"size": 3}, "of_two takes 2 arguments without a name: one, two"),
     ],
 )
 def test_a_call_is_compared_with_the_signature(thing, args, kwargs, meant):

@@ -54,13 +54,15 @@ def call_meant(thing: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     hints = dict.fromkeys(parameters, Any) | annotations_of(thing)
     if more := args[len(by_place) :]:
         free = [each for each in options if each not in kwargs]
+        takes_any_name = any(it.kind is it.VAR_KEYWORD for it in parameters.values())
+        if not free and not takes_any_name:
+            return f"{name} takes {len(by_place)} arguments without a name: {', '.join(by_place)}"
         of_text = [each for each in free if not ANY_TEXT.isdisjoint(union_parts(hints[each]))]
         fit = [each for each in free if fits(more[0], hints[each])]
         near = [each for each in free if value_meant(more[0], hints[each])]
         fit = [*(each for each in fit if each not in of_text), *near, *fit]
         said = repr(more[0]).partition("\n")[0]
         call = f"{name}({fit[0]}={said:.60})" if fit else ", ".join(free)
-        takes_any_name = any(it.kind is it.VAR_KEYWORD for it in parameters.values())
         if not isinstance(more[0], PLAIN) and takes_any_name:
             return f"{name} takes its parts by name: {name}({type(more[0]).__name__.lower()}=…)"
         call += value_meant(more[0], hints[fit[0]]) if fit and not fits(more[0], hints[fit[0]]) else ""

@@ -107,3 +107,16 @@ def test_a_batch_of_two_dimensions_is_refused():
     batch = rows(9).reshape(5, 4)
     with pytest.raises(BatchError, match=r"a batch of shape \[N\] is required; got \[5, 4\]"):
         advantages_of(of_four("grpo"), batch)
+
+
+def test_wrong_arguments_are_answered_with_the_call():
+    pipeline, batch = Pipeline({}), rows(8)
+    said = r"^advantages_of needs batch: advantages_of\(pipeline, batch\)$"
+    with pytest.raises(TypeError, match=said):
+        advantages_of(pipeline)
+    with pytest.raises(TypeError, match=r"^advantages_of takes 2 arguments without a name: pipeline, batch$"):
+        advantages_of(pipeline, batch, 3)
+    with pytest.raises(
+        ValueError, match=r"pipeline must be a Pipeline; got a TensorDict: .*advantages_of\(load_"
+    ):
+        advantages_of(batch, pipeline)
