@@ -80,6 +80,16 @@ def test_a_rollout_that_is_excluded_or_has_no_reward_counts_as_absent():
                 assert kept(name, unscored, rollout) == expected, "without a reward"
 
 
+def test_every_criterion_of_headrace_compares_rows_within_groups_only():
+    """Each group alone keeps the rows that it keeps in the batch. The attribute says so."""
+    full = batch()
+    for name, make in CRITERIA.items():
+        together = kept(name, full, -1)
+        alone = [row for group in (0, 1, 2) for row in kept(name, full[full["group_id"] == group], -1)]
+        with of(name):
+            assert (sorted(alone), make().within_groups) == (sorted(together), True)
+
+
 def test_more_rows_of_a_rollout_change_no_other_rollout():
     """A rollout of a batch with any rewards gets up to nine more rows, without tokens in the loss."""
     draw = random.Random(0)

@@ -168,6 +168,16 @@ def test_older_steps_are_kept_and_loaded_on_request(tmp_path):
     assert checkpoint.load() == 6  # the later step is of an earlier run, which this one replaces
 
 
+def test_one_rank_may_keep_one_step_and_several_ranks_two(tmp_path):
+    checkpoint = Checkpoint(tmp_path, keep=1, policy=Weights())
+    for step in (1, 2):
+        checkpoint.save(step)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_0000000002.rank0of1.pt"]
+    Checkpoint(tmp_path, keep=2, rank=1, ranks=2, policy=Weights())
+    with pytest.raises(ValueError, match="several ranks need keep ≥ 2"):
+        Checkpoint(tmp_path, keep=1, rank=1, ranks=2, policy=Weights())
+
+
 def test_a_save_before_the_steps_of_an_earlier_run_are_loaded_is_refused(tmp_path):
     """The newest files are kept, so an earlier run with higher steps would replace what is saved."""
     for step in (4, 5):
