@@ -201,3 +201,37 @@ def test_the_rank_with_an_error_raises_it_and_the_others_name_the_rank():
         else f"OtherRankError: rank {first}: no reward on {first}"
         for rank in range(3)
     ]
+
+
+def test_rank_0_stays_until_all_ranks_that_came_have_read_the_error():
+    """Its process may hold the store, which the others still read."""
+    left = []
+
+    class SlowStore:
+        """The store of a rank that needs a while to leave."""
+
+        def __init__(self, store):
+            self.store = store
+
+        def __getattr__(self, name):
+            return getattr(self.store, name)
+
+        def add(self, key, number):
+            if key.endswith("/left"):
+                time.sleep(0.1)
+                left.append(key)
+            return self.store.add(key, number)
+
+    def meet(group):
+        store, error = group.get_group_store(), ValueError("mine")
+        if group.rank:
+            group.get_group_store = lambda: SlowStore(store)
+        else:
+            while not store.check(["headrace/1", "headrace/2"]):  # the others have come
+                time.sleep(0.005)
+        text = said(Barrier(group, 9.0).meet, "a batch", None if group.rank else error)
+        return text, len(left)
+
+    found = on_ranks(meet, 3)
+    assert [text for text, _ in found] == ["rank 0: mine"] * 3
+    assert found[0][1] == 2
