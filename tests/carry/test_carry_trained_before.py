@@ -113,6 +113,17 @@ def test_a_repeated_batch_with_several_integer_rewards_is_recognised():
     assert again == [0, 0, 30, 30]
 
 
+def test_a_batch_whose_rows_all_wait_is_known_when_it_has_run():
+    """No minibatch is left to take, so the rows are not carried again after a restart."""
+    pipeline, restored = make("carry"), make("carry")
+    trained(pipeline.minibatches(numbered(0, 3)))
+    pipeline.run(numbered(1, 2))
+    restored.load_state_dict(pipeline.state_dict())
+    assert trained(restored.minibatches(numbered(1, 2))) == []
+    rows = [row for part in trained(restored.minibatches(numbered(2, 4))) for row in part]
+    assert sorted(rows) == [100, 101, 200, 201, 202, 203]
+
+
 def test_a_discarded_batch_is_not_trained_again():
     pipeline, batch = make(), numbered(0, 7)
     next(pipeline.minibatches(batch))

@@ -17,6 +17,7 @@ from headrace.transforms import (
     BatchTransform,
     FanOutCollapse,
     GroupRelativeAdvantage,
+    OverlongPunishment,
     RelativeLength,
     RewardShaping,
     RewardWithin,
@@ -306,3 +307,11 @@ def test_excluded_rollouts_are_not_in_length_statistics():
     out = SampleFilter(criterion=lambda batch: batch["rollout_id"] < 2, action="exclude")
     shaped = RelativeLength(coefficient=1.0)(FanOutCollapse()(out(batch)))[REWARD].tolist()
     assert shaped[:2] == pytest.approx([1 + 1 / 3, 1.0])  # lengths 2 and 4, with mean 3
+
+
+@pytest.mark.parametrize("cache", [-1, 0, 11])
+def test_the_cache_of_an_overlong_punishment_is_above_0_and_at_most_the_length(cache):
+    for fits in (1, 10):
+        OverlongPunishment(max_length=10, cache=fits)
+    with pytest.raises(ValueError, match=rf"cache must be in \(0, max_length\]; got {cache} and 10$"):
+        OverlongPunishment(max_length=10, cache=cache)

@@ -220,14 +220,14 @@ segments of the rollout    one    two  rows
 shares by tokens
 tokens of the row, at most    one    two   rows
 ───────────────────────────────────────────────
-1                           10.0%  20.0%  1,000
-2                           11.0%  20.0%  1,001
-4                           12.0%  20.0%  1,002
-8                           10.0%  20.0%  1,003
-16                          14.0%  20.0%  1,004
-32                          15.0%  20.0%  1,005
-64                          16.0%  20.0%  1,006
-128                         17.0%  20.0%  1,007
+4                           17.0%  20.0%  1,002
+8                           16.0%  20.0%  1,003
+16                          15.0%  20.0%  1,004
+32                          14.0%  20.0%  1,005
+64                          10.0%  20.0%  1,006
+128                         12.0%  20.0%  1,007
+256                         11.0%  20.0%  1,008
+512                         10.0%  20.0%  1,009
 
 A row's share of a step's gradient is |advantage| × loss weight × tokens in the loss, over the sum of all
 rows. Tables have means over the steps at which the recipe has a gradient.
@@ -281,7 +281,7 @@ SAME = "one and two give the same advantage: it is equal in all 8 rows.\n"
 
 def test_a_comparison_is_printed_as_by_hand():
     """A table has the eight lines that differ most. A line that shows equal shares is left out."""
-    tokens = {str(2**k): np.array([0.2 + 0.02 * k * (k != 3), 0.2, 1000.0 + k]) for k in range(10)}
+    tokens = {str(2**k): np.array([0.2 + 0.02 * (9 - k) * (k != 6), 0.2, 1000.0 + k]) for k in range(10)}
     segments = {"1": np.array([1.0, 0.75, 6]), "2": np.array([1.0, 0.25, 2]), "3": np.array([0.0, 0.0, 1])}
     two_steps = {
         "steps": 2,
