@@ -280,6 +280,12 @@ def test_a_stage_without_options_needs_a_place_in_the_order():
     assert load_pipeline("gdpo", stages={"filter": {}}, after={"filter": "collapse"}).order == ORDER
 
 
+@pytest.mark.parametrize("value", [{"negative": 0.5}, None])
+def test_a_stage_that_the_recipe_lacks_is_not_changed_or_removed(value):
+    with pytest.raises(ConfigError, match=r"pipeline\.stages\.signs.*: the recipe has no stage 'signs'"):
+        load_pipeline("grpo", stages={"signs": value})
+
+
 MINE = "{_target_: headrace.transforms.SignFactors, negative: 0.5}"
 PLACE = "pipeline.after.mine=advantage"
 WITH_MINE = ["gate", "collapse", "filter", "advantage", "mine", "split", "weight"]

@@ -309,6 +309,13 @@ def test_a_decision_has_the_micro_batches_of_the_pipeline(options):
     assert decide({name: values[:0] for name, values in columns.items()}, **words).microbatches == []
 
 
+def test_without_a_split_all_rows_that_train_are_one_micro_batch():
+    columns = read_by("grpo", columns_of(2))
+    found = decide(columns, "grpo", group_size=4, stages={"split": None, "weight": None})
+    trains = [row for row, in_loss in enumerate(found.in_loss.tolist()) if in_loss]
+    assert [[part.tolist() for part in step] for step in found.microbatches] == [[trains]] != [[[]]]
+
+
 @pytest.mark.parametrize(
     ("recipe", "change", "error", "says"),
     [
