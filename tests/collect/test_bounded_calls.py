@@ -190,9 +190,16 @@ def test_an_error_of_a_closed_pipe_waits_a_second_for_the_exit_of_its_worker(
     error, ends_after, named, monkeypatch
 ):
     """Worker 0 was ended by the collector, worker 1 runs, and workers 2 and 3 fail."""
-    clock = [100.0]
+    clock, mine, sleep = [100.0], threading.get_ident(), time.sleep
+
+    def pass_time(seconds: float) -> None:  # other threads, such as those of Ray, sleep as ever
+        if threading.get_ident() != mine:
+            return sleep(seconds)
+        clock[0] += seconds
+        return None
+
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    monkeypatch.setattr("time.sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr("time.sleep", pass_time)
 
     class Process:
         def __init__(self, code: int | None):
