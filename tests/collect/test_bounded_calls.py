@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from clocks import Clock
 from processes import quick_starts
 from ray_here import Stored, ray_here
 
@@ -190,16 +191,7 @@ def test_an_error_of_a_closed_pipe_waits_a_second_for_the_exit_of_its_worker(
     error, ends_after, named, monkeypatch
 ):
     """Worker 0 was ended by the collector, worker 1 runs, and workers 2 and 3 fail."""
-    clock, mine, sleep = [100.0], threading.get_ident(), time.sleep
-
-    def pass_time(seconds: float) -> None:  # other threads, such as those of Ray, sleep as ever
-        if threading.get_ident() != mine:
-            return sleep(seconds)
-        clock[0] += seconds
-        return None
-
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    monkeypatch.setattr("time.sleep", pass_time)
+    clock = Clock(monkeypatch, 100.0)
 
     class Process:
         def __init__(self, code: int | None):
@@ -207,7 +199,7 @@ def test_an_error_of_a_closed_pipe_waits_a_second_for_the_exit_of_its_worker(
 
         @property
         def exitcode(self) -> int | None:
-            return self.code if clock[0] >= 100.0 + ends_after else None
+            return self.code if clock.now >= 100.0 + ends_after else None
 
     def update() -> None:
         raise error
@@ -224,7 +216,7 @@ def test_an_error_of_a_closed_pipe_waits_a_second_for_the_exit_of_its_worker(
             "At least one process failed: worker 2 (exit code 3), worker 3 (exit code -9)"
         )
         assert caught.value.__cause__ is error
-    assert clock[0] - 100.0 <= 1.05
+    assert clock.now - 100.0 <= 1.05
 
 
 def test_an_error_of_a_call_has_all_its_words():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
-import time
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from assembly import Line, batch_of_lines, same_rows
+from clocks import Clock
 from queue_here import QueueHere
 from saving import as_saved
 from tensordict import TensorDict, TensorDictBase, lazy_stack
@@ -24,35 +23,9 @@ RANK, ELSEWHERE = ("headrace", "rank"), ("headrace", "elsewhere")
 MASK, IN_LOSS, PADDING = ("masks", "all_assistant_mask"), ("headrace", "in_loss"), ("headrace", "padding")
 
 
-MONOTONIC, SLEEP = time.monotonic, time.sleep
-
-
-class Clock:
-    """The time of a run that only passes while it sleeps. For other threads, real time goes on."""
-
-    def __init__(self) -> None:
-        self.thread = threading.get_ident()
-        self.now, self.after = 0.0, dict[float, Callable[[], Any]]()
-        """`after` has what others do once so many seconds have passed."""
-
-    def monotonic(self) -> float:
-        return self.now if threading.get_ident() == self.thread else MONOTONIC()
-
-    def sleep(self, seconds: float) -> None:
-        if threading.get_ident() != self.thread:  # a thread of Ray, for example
-            return SLEEP(seconds)
-        self.now = round(self.now + seconds, 6)  # twenty waits of 0.05 s are one second
-        for when in sorted(when for when in self.after if when <= self.now):
-            self.after.pop(when)()
-        return None
-
-
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
-    made = Clock()
-    for name in ("monotonic", "sleep"):
-        monkeypatch.setattr(f"time.{name}", getattr(made, name))
-    return made
+    return Clock(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
