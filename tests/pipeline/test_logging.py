@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-import types
 
 import pytest
 from batches import batch_of
@@ -15,7 +14,6 @@ from fake_device import FakeDevice
 
 from headrace.pipeline import load_pipeline
 from headrace.transforms import BatchError
-from headrace.transforms.ranks import barrier
 
 pytestmark = pytest.mark.slow
 
@@ -62,23 +60,6 @@ def test_logging_reads_no_device(caplog):
             pipeline.run(there)
             reads[level] = len(fake.reads)
     assert reads["WARNING"] == reads["INFO"] == reads["DEBUG"]
-
-
-def test_a_waiting_rank_names_the_others_before_the_timeout(caplog, monkeypatch):
-    monkeypatch.setattr(barrier, "LONG", 0.01)
-    here = {0: 3, 1: 2, 2: 3, 3: 2}  # number of barriers that each rank has reached
-    decided: list[str] = []
-    ranks = barrier.Barrier.__new__(barrier.Barrier)
-    ranks.size, ranks.rank, ranks.patience = 4, 0, 0.1
-    ranks._store = types.SimpleNamespace(
-        check=lambda keys: bool(decided), add=lambda key, _: here[int(key.rpartition("/")[2])]
-    )
-    monkeypatch.setattr(ranks, "_decide", lambda barrier, words: decided.append(words))
-    ranks._wait("headrace/3", 3, "a batch")
-    (level, text), = messages(caplog)  # fmt: skip
-    assert level == "WARNING"
-    assert text.startswith("rank 0 has waited 0 s for rank 1, rank 3 to come to a batch; patience is 0.1 s")
-    assert decided[0].startswith("rank 1, rank 3 did not come to a batch within 0.1 s")
 
 
 def test_the_library_prints_nothing_by_itself():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -122,35 +125,53 @@ def test_ranks_that_are_about_to_do_different_things_are_all_refused_and_then_go
     assert [after for _, after in on_ranks(meet, 3)] == [""] * 3
 
 
+class InStep:
+    """Each rank's own clock. Before the first decision, a sleep ends when all of `count` ranks sleep."""
+
+    def __init__(self, count: int):
+        self._asleep, self._own = threading.Barrier(count), threading.local()
+        self.is_decided: Callable[[], bool]
+
+    def monotonic(self) -> float:
+        return getattr(self._own, "now", 0.0)
+
+    def sleep(self, seconds: float) -> None:
+        self._own.now = self.monotonic() + seconds
+        if self.is_decided():
+            time.sleep(seconds)
+        else:
+            self._asleep.wait(20.0)
+
+
 @pytest.mark.parametrize(("late", "absent"), [((2,), "rank 2"), ((0,), "rank 0"), ((1, 2), "rank 1, rank 2")])
 def test_a_rank_that_comes_too_late_is_named_and_finds_the_decision(late, absent, caplog, monkeypatch):
     """The others leave after their patience, and no later. They log once that they wait."""
-    monkeypatch.setattr(barrier, "LONG", 0.03)
+    clock = InStep(3 - len(late))
+    monkeypatch.setattr(barrier, "time", clock)
 
     def meet(group):
-        own = Barrier(group, 0.1)
-        if group.rank in late:
-            while not group.get_group_store().check(["headrace/1/decision"]):
-                time.sleep(0.005)
-        start = time.monotonic()
-        texts = said(own.meet, "a batch\nx"), time.monotonic() - start
-        return *texts, said(own.meet, "the next\nx")
+        clock.is_decided = functools.partial(group.get_group_store().check, ["headrace/1/decision"])
+        while group.rank in late and not clock.is_decided():
+            time.sleep(0.001)
+        own = Barrier(group, 90.0)
+        text, waited = said(own.meet, "a batch\nx"), clock.monotonic()
+        return text, waited, said(own.meet, "the next\nx")
 
     found = on_ranks(meet, 3)
     assert [text for text, *_ in found] == [
-        f"{absent} did not come to a batch within 0.1 s (pipeline.patience). Check for a rank that hangs or "
+        f"{absent} did not come to a batch within 90 s (pipeline.patience). Check for a rank that hangs or "
         "has fewer batches. All ranks discard this batch"
     ] * 3
     for rank, (_, seconds, after) in enumerate(found):
-        assert seconds < barrier.LAST
-        assert (seconds >= 0.1) == (rank not in late)
+        assert seconds < barrier.LAST if rank in late else 90 < seconds < 90.2 + barrier.LAST
         assert not after
     waited = [
-        f"rank {rank} has waited 0 s for {absent} to come to a batch; patience is 0.1 s"
+        f"rank {rank} has waited 30 s for {absent} to come to a batch; patience is 90 s"
         for rank in range(3)
         if rank not in late
     ]
     assert sorted(caplog.messages) == waited
+    assert {each.levelname for each in caplog.records} == {"WARNING"}
 
 
 def test_the_error_of_one_rank_is_raised_on_all_and_is_no_longer_than_the_limit():
