@@ -1,15 +1,15 @@
-"""Bins keep the budget and the number of items, and are as even as those of Karmarkar and Karp."""
+"""Bins are those of plain loops, and as even as those of Karmarkar and Karp."""
 
 from __future__ import annotations
 
 import math
+import re
 from itertools import product
+from random import Random
 
 import pytest
 import torch
 from first_fits import plain_first_fit
-from hypothesis import given
-from hypothesis import strategies as st
 from karmarkar_karp import imbalance, largest_differencing, lengths_of
 
 from headrace.transforms import BatchError
@@ -18,85 +18,262 @@ from headrace.transforms.split.bins import (
     balance_within,
     bins_within,
     even_out,
-    first_fit,
     lightest_first,
-    one_more_for_empty,
+    swap_until_close,
 )
-
-COSTS = st.one_of(
-    st.lists(st.integers(0, 2**62), max_size=60),
-    st.lists(st.integers(0, 5), max_size=60),
-    st.lists(st.just(0), max_size=20),
-)
-LENGTHS = st.lists(st.integers(0, 30), max_size=60)
 
 
 def column(values, dtype=torch.int64):
     return torch.tensor(values, dtype=dtype)
 
 
-def loads(costs, found, bins):
-    total = [0] * bins
-    for cost, number in zip(costs, found.tolist(), strict=True):
-        total[number] += cost
-    return total
+def sums(held, values):
+    return [sum(values[item] for item in items) for items in held]
 
 
-@given(COSTS, st.integers(1, 20))
-def test_numbers_of_items_per_bin_differ_by_at_most_one(costs, bins):
-    found = balance_evenly(column(costs), bins)
-    assert found.shape == (len(costs),)
-    assert found.dtype is torch.int64
-    counts = torch.bincount(found, minlength=bins)
-    assert len(counts) == bins
-    assert counts.max() - counts.min() <= 1
-    assert torch.equal(counts.sort(descending=True).values, counts) or len(costs) >= bins
+def items_of(bin_of, bins):
+    """The items of each bin, ascending."""
+    return [[item for item, number in enumerate(bin_of.tolist()) if number == each] for each in range(bins)]
 
 
-@given(COSTS, st.integers(1, 20))
-def test_swaps_never_make_the_heaviest_bin_heavier(costs, bins):
-    assigned = [0] * bins
-    for place, cost in enumerate(sorted(costs, reverse=True)):
-        turn, seat = divmod(place, bins)
-        assigned[bins - 1 - seat if turn % 2 else seat] += cost
-    limit = max(assigned) * (1 + 1e-12)  # float64 sums are rounded
-    assert max(loads(costs, balance_evenly(column(costs), bins), bins)) <= limit
+def drawn(random, count, giants):
+    """Different numbers with exact sums, so that no two swaps are equally good. Giants outweigh a bin."""
+    if not giants:
+        return random.sample(range(2**16, 2**22), count)
+    return [int(2 ** (20 * random.random())) * 2**10 + number for number in range(count)]
 
 
-@given(LENGTHS, st.integers(1, 40), st.integers(1, 5), st.data())
-def test_balance_within_keeps_the_budget_and_the_number_of_bins(lengths, budget, multiple, data):
-    size = len(lengths)
-    costs = data.draw(
-        st.one_of(st.none(), st.lists(st.integers(0, 2**62), min_size=size, max_size=size)), label="costs"
+# -- bins of equal counts ---------------------------------------------------------------------------------
+
+
+def in_snake_order(order, bins):
+    held = [[] for _ in range(bins)]
+    for place, item in enumerate(order):
+        row, seat = divmod(place, bins)
+        held[bins - 1 - seat if row % 2 else seat].append(item)
+    return held
+
+
+def swap_by_loops(held, cost, goal, partners=1):
+    """The rounds of swaps. Each item of a heavy bin is compared with each item of a light bin."""
+    bins, step, tried = len(held), max(1, max(map(len, held)) // 64), 0
+    for number in range(256):
+        load = sums(held, cost)
+        ranked = sorted(range(bins), key=load.__getitem__)
+        pairs = min(bins // 2, sum(each > goal for each in load))
+        if pairs == 0:
+            break
+        swaps = []
+        for pair in range(min(pairs, bins - pairs - tried)):
+            heavy, light = ranked[-1 - pair], ranked[tried + pair]
+            half = (load[heavy] - load[light]) / 2
+            misses = [
+                (abs(cost[held[heavy][x]] - cost[held[light][y]] - half), x, y)
+                for x in range(number % step, len(held[heavy]), step)
+                for y in range(number % step, len(held[light]), step)
+            ]
+            miss, x, y = min(misses, default=(half, 0, 0))
+            swaps.append((heavy, x, light, y) if miss < half else None)
+        if swaps[0] is not None:
+            tried = 0
+        elif step > 1:  # of the items compared so far, none helps the heaviest bin
+            step = 1
+            continue
+        elif (tried := tried + 1) == min(partners, bins // 2):
+            break
+        for heavy, x, light, y in filter(None, swaps):
+            held[heavy][x], held[light][y] = held[light][y], held[heavy][x]
+
+
+SIZES = [(0, 3), (2, 3), (3, 3), (7, 1), (9, 3), (23, 5), (40, 4), (97, 12), (150, 2), (261, 2)]
+
+
+@pytest.mark.parametrize("giants", [False, True])
+def test_bins_of_equal_counts_are_those_of_loops(giants):
+    for count, bins in SIZES:
+        costs = drawn(Random(count), count, giants)
+        held = in_snake_order(sorted(range(count), key=lambda item: -costs[item]), bins)
+        swap_by_loops(held, costs, sum(costs) / bins * (1 + 5e-4))
+        for dtype in (torch.int64, torch.float64):
+            found = balance_evenly(column(costs, dtype), bins)
+            assert items_of(found, bins) == [sorted(items) for items in held], (count, bins)
+
+
+@pytest.mark.parametrize("partners", [1, 2, 3, 8])
+def test_the_heaviest_bin_tries_as_many_light_bins_as_allowed(partners):
+    """The largest accepted cost is one that a bin has, or below the mean, which no swap reaches."""
+    for seed, bins in product(range(6), (1, 2, 5, 8)):
+        random = Random(seed)
+        count = random.randint(2 * bins, 4 * bins)
+        costs = drawn(random, count, seed % 2)
+        held = in_snake_order(random.sample(range(count), count), bins)
+        goal = sorted(sums(held, costs))[bins // 2] if seed < 3 else 0.0
+        most = max(map(len, held))
+        seats = column([[*items, *[count] * (most - len(items))] for items in held])
+        swap_until_close(seats, column([*costs, 0], torch.float64), goal, partners)
+        swap_by_loops(held, costs, goal, partners)
+        assert [[item for item in items if item < count] for items in seats.tolist()] == held, (seed, bins)
+
+
+def test_a_search_ends_after_256_rounds():
+    """Each round swaps an item of cost 1 with an item of cost 0. 599 such swaps would be possible."""
+    cost = column([5000, *[1] * 599, 600, 600, *[0] * 598, 0], torch.float64)
+    seats = torch.arange(1200).view(2, 600)
+    swap_until_close(seats, cost)
+    assert cost[seats].sum(1).tolist() == [5000 + 599 - 256, 1200 + 256]
+
+
+@pytest.mark.slow
+def test_bins_of_equal_counts_are_as_even_as_karmarkar_and_karp():
+    for kind, bins, large in product(("lognormal", "bimodal", "uniform"), (2, 8, 64), (False, True)):
+        costs = lengths_of(kind, 8192 if large else 32 * bins, bins)
+        ours = imbalance(costs, balance_evenly(costs, bins), bins)
+        oracle = column(largest_differencing(costs.tolist(), bins, equal_count=True))
+        assert ours <= 1e-3
+        assert ours <= imbalance(costs, oracle, bins) + 1e-3
+
+
+# -- bins under a budget ----------------------------------------------------------------------------------
+
+
+def first_fit_by_loops(order, length, budget):
+    held = []
+    for item in order:
+        room = (items for items in held if sums([items], length)[0] + length[item] <= budget)
+        items = next(room, None)
+        if items is None:
+            held.append(items := [])
+        items.append(item)
+    return held
+
+
+def lightest_by_loops(order, length, cost, bins, budget):
+    """The cheapest bin with room takes the item: of equally cheap ones, that with the fewest items."""
+    held = [[] for _ in range(bins)]
+    for item in order:
+        room = [items for items in held if sums([items], length)[0] + length[item] <= budget]
+        if not room:
+            return None
+        min(room, key=lambda items: (sums([items], cost), len(items))).append(item)
+    return held
+
+
+def even_out_by_loops(held, length, cost, budget, close):
+    """Exchange an item of the heaviest bin for an item of a light bin, or for nothing (None)."""
+    cost, length = {None: 0} | dict(enumerate(cost)), {None: 0} | dict(enumerate(length))
+    for _ in range(16 * len(held)):
+        load, used = sums(held, cost), sums(held, length)
+        heavy = load.index(max(load))
+        if load[heavy] <= sum(load) / len(load) * (1 + close):
+            return
+        for light in sorted(range(len(held)), key=load.__getitem__)[:8]:
+            gap, best = load[heavy] - load[light], []
+            others = [*held[light], *([None] if len(held[heavy]) > 1 else [])]
+            for x in sorted(held[heavy], key=cost.get):
+                wanted = cost[x] - gap / 2
+                below = [y for y in others if cost[y] < wanted]
+                above = [y for y in others if cost[y] >= wanted]
+                nearest = [max(below, key=cost.get)] if below else []
+                nearest += [min(above, key=cost.get)] if above else []
+                best += [
+                    (abs(2 * (cost[x] - cost[y]) - gap), x, y)
+                    for y in nearest
+                    if used[light] + length[x] - length[y] <= budget
+                    if used[heavy] - length[x] + length[y] <= budget
+                ]
+            miss, x, y = min(best, key=lambda each: each[0], default=(gap, None, None))
+            if miss < gap:
+                break
+        else:
+            return
+        held[heavy].remove(x)
+        held[light].append(x)
+        if y is not None:
+            held[light].remove(y)
+            held[heavy].append(y)
+
+
+def within_by_loops(length, budget, multiple, cost):
+    """The bins of `balance_within`: their number, and then their items, step by step."""
+    rest, over = (
+        [item for item, each in enumerate(length) if (each > budget) == long] for long in (False, True)
     )
-    found = balance_within(
-        column(lengths), budget, multiple_of=multiple, costs=None if costs is None else column(costs)
-    )
-    assert found.shape == (size,)
-    bins = bins_within(column(lengths), budget, multiple_of=multiple)
-    counts = torch.bincount(found, minlength=bins).tolist()
-    assert len(counts) == bins
-    if size < bins:
-        assert counts == [1] * size + [0] * (bins - size)
-    else:
-        assert min(counts, default=1) >= 1
-    for number, used in enumerate(loads(lengths, found, bins)):
-        assert used <= budget or counts[number] == 1
+    own, price = [length[item] for item in rest], [cost[item] for item in rest]
+    # 1. First fit, by descending length or as given, or fewer bins that swaps find for many items.
+    least = max(math.ceil(sum(own) / budget), sum(2 * each > budget for each in own), min(1, len(own)))
+    least += -(least + len(over)) % multiple
+    held = None
+    if len(own) > 256:
+        orders = sorted(range(len(own)), key=lambda item: -own[item]), range(len(own))
+        mean = sum(own) / least
+        goal, tries = min(max(mean * (1 + 5e-4), math.ceil(mean)), budget), []
+        for order in orders:
+            tries.append(in_snake_order(order, least))
+            swap_by_loops(tries[-1], own, goal, 8)
+            if max(sums(tries[-1], own)) <= goal:
+                break
+        held = min(tries, key=lambda each: max(sums(each, own)))
+    if held is None or max(sums(held, own)) > budget:
+        by_length = sorted(range(len(own)), key=lambda item: -own[item])
+        held = [first_fit_by_loops(order, own, budget) for order in (by_length, range(len(own)))]
+        held = min(held, key=len)
+        count = len(held) + -(len(held) + len(over)) % multiple
+        if count >= len(own):
+            return [[item] for item in range(len(length))]
+        while len(held) < count:
+            items = max((items for items in held if len(items) > 1), key=lambda items: sums([items], own))
+            held.append([items.pop(items.index(max(items, key=own.__getitem__)))])
+    # 2. Bins with about equal costs stay. Of many items, so do bins that no swap can improve.
+    mean, most = sum(price) / len(held), max(sums(held, price))
+    apart = [b - a for a, b in zip(sorted({*price}), sorted({*price})[1:], strict=False)]
+    if most > mean * (1 + 5e-4) and (len(own) <= 256 or most >= mean + min(apart, default=0)):
+        # 3. Each item goes to the cheapest bin with room. 4. The heaviest bin exchanges items.
+        by_length = sorted(range(len(own)), key=lambda item: -own[item])
+        for order in (sorted(by_length, key=lambda item: -price[item]), by_length):
+            if (found := lightest_by_loops(order, own, price, len(held), budget)) is not None:
+                held = found
+                break
+        even_out_by_loops(held, own, price, budget, 5e-4)
+    return [*([item] for item in over), *(sorted(rest[item] for item in items) for items in held)]
 
 
-@given(
-    st.integers(1, 400).flatmap(
-        lambda longest: (
-            st.lists(st.integers(longest // 2, longest), max_size=80) | st.lists(st.integers(0, longest))
+@pytest.mark.parametrize("priced", [False, True])
+@pytest.mark.parametrize("giants", [False, True])
+def test_bins_within_a_budget_are_those_of_loops(giants, priced):
+    for seed in range(60):
+        random = Random(seed)
+        length = drawn(random, random.randint(0, 24), giants)
+        cost = drawn(random, len(length), random.random() < 0.5) if priced else length
+        budget = int(max(length, default=1) * random.choice((0.3, 0.8, 1, 1.5, 3)))
+        multiple = random.randint(1, 4)
+        expected = within_by_loops(length, budget, multiple, cost)
+        found = balance_within(
+            column(length), budget, multiple_of=multiple, costs=column(cost) if priced else None
         )
-    ),
-    st.integers(1, 2000),
-    st.integers(1, 5),
+        assert items_of(found, len(expected)) == expected, seed
+
+
+@pytest.mark.parametrize(
+    ("kind", "bins", "multiple"),
+    [("level", 12, 1), ("giants", 9, 4), ("two", 40, 1), ("alike", 30, 3), ("long", 257, 1), ("none", 1, 2)],
 )
-def test_first_fit_never_needs_fewer_bins_than_bins_within(lengths, budget, multiple):
-    for order in (lengths, sorted(lengths, reverse=True)):
-        needed = math.ceil(len(plain_first_fit(order, budget)) / multiple) * multiple
-        assert bins_within(column(lengths), budget, multiple_of=multiple) <= needed
+def test_many_items_are_in_the_bins_of_loops(kind, bins, multiple):
+    """Up to 256 items are packed one by one. More items are swapped, if this keeps the budget."""
+    for count in (256, 257):
+        random = Random(count)
+        length = {
+            "level": drawn(random, count, False),
+            "giants": drawn(random, count, True),
+            "two": [(3, 5)[random.random() < 0.3] * 2**17 + number for number in range(count)],
+            "alike": [7] * count,
+            "long": [random.randint(60, 100) for _ in range(count)],
+            "none": [0] * count,
+        }[kind]
+        budget = max(math.ceil(sum(length) / bins), 1)
+        expected = within_by_loops(length, budget, multiple, length)
+        found = balance_within(column(length), budget, multiple_of=multiple)
+        assert items_of(found, len(expected)) == expected, count
+        assert bins_within(column(length), budget, multiple_of=multiple) == len(expected)
 
 
 def test_first_fit_in_the_given_order_counts_where_it_needs_fewer_bins_than_decreasing():
@@ -112,134 +289,20 @@ def test_many_items_need_the_fewest_bins_possible_where_first_fit_needs_more(fal
     lengths = sorted([4] * 200 + [3] * 400, reverse=falling)
     assert len(plain_first_fit(lengths, 10)) > 200
     assert bins_within(column(lengths), 10) == 200
-    assert loads(lengths, balance_within(column(lengths), 10), 200) == [10] * 200
+    assert sums(items_of(balance_within(column(lengths), 10), 200), lengths) == [10] * 200
 
 
-@pytest.mark.parametrize("falling", [True, False])
-def test_many_items_of_three_lengths_need_the_fewest_bins_possible_in_any_order(falling):
-    """Some bins have four items and others five. First fit needs at least one bin more."""
-    lengths = sorted([16] * 121 + [13] * 119 + [4] * 111, reverse=falling)
-    least = math.ceil(sum(lengths) / 53)
-    assert len(plain_first_fit(lengths, 53)) > least
-    assert bins_within(column(lengths), 53) == least
+@pytest.mark.parametrize(("pairs", "found"), [(13, True), (14, False)])
+def test_bins_are_set_aside_as_often_as_two_times_the_items_and_the_bins(pairs, found):
+    """A long item sets six bins with room for 2 aside. After it, a short item brings them back.
 
-
-def lightest_by_loops(lengths, costs, budget, count):
-    """The largest cost if each item goes into the cheapest bin with room, or None if one finds no room.
-
-    Items are in descending order of their cost or, if one finds no room, of their length.
+    With 13 pairs, 6 · 13 = 2 · (7 + 2 · 13 − 1 + 7).
     """
-    by_length = sorted(range(len(lengths)), key=lambda item: -lengths[item])
-    for order in (sorted(by_length, key=lambda item: -costs[item]), by_length):
-        room, load, items = [budget] * count, [0] * count, [0] * count
-        for item in order:
-            free = [number for number in range(count) if room[number] >= lengths[item]]
-            if not free:
-                break
-            number = min(free, key=lambda each: (load[each], items[each]))
-            room[number] -= lengths[item]
-            load[number] += costs[item]
-            items[number] += 1
-        else:
-            return max(load)
-    return None
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 12), st.integers(0, 40)), min_size=1, max_size=16),
-    st.integers(12, 20),
-    st.integers(1, 3),
-)
-def test_the_heaviest_bin_within_a_budget_is_no_heavier_than_by_loops(items, budget, multiple):
-    lengths, costs = map(list, zip(*items, strict=True))
-    found = balance_within(column(lengths), budget, multiple_of=multiple, costs=column(costs)).tolist()
-    bins = [[item for item, at in enumerate(found) if at == number] for number in range(max(found) + 1)]
-    heaviest = max(sum(costs[item] for item in each) for each in bins)
-    if len(bins) < len(items):  # otherwise each item has a bin of its own
-        limit = lightest_by_loops(lengths, costs, budget, len(bins))
-        assert limit is None or heaviest <= limit
-
-
-@given(LENGTHS, st.integers(1, 40))
-def test_the_number_of_bins_is_within_its_bounds(lengths, budget):
-    lengths = [length for length in lengths if length <= budget]
-    bins = int(balance_within(column(lengths), budget).max()) + 1 if lengths else 0
-    at_least = math.ceil(sum(lengths) / budget)
-    halves = sum(length > budget / 2 for length in lengths)
-    assert bins >= max(at_least, halves, min(1, len(lengths)))
-    # The optimum is unknown. But any two neighbouring bins exceed the budget, which bounds their number.
-    assert bins <= max(1, 2 * sum(lengths) / budget + 1) or not lengths
-
-
-@given(st.lists(st.integers(0, 30), max_size=40), st.integers(30, 60))
-def test_first_fit_takes_the_first_bin_with_capacity(lengths, budget):
-    bins: list[list[int]] = []
-    for item, length in enumerate(lengths):
-        for items in bins:
-            if sum(lengths[i] for i in items) + length <= budget:
-                items.append(item)
-                break
-        else:
-            bins.append([item])
-    assert first_fit(range(len(lengths)), lengths, budget) == bins
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9).map(lambda cost: cost * 2.0**-60)), max_size=30),
-    st.integers(1, 9),
-    st.integers(30, 40),
-)
-def test_an_item_goes_into_the_cheapest_bin_with_room_for_it(items, count, budget):
-    """Of equally cheap bins, the bin with the fewest items takes the item. The longest items come first."""
-    items = sorted(items, reverse=True)
-    bins: list[list[tuple[int, int]]] | None = [[] for _ in range(count)]
-    for length, cost in items:
-        room = [each for each in bins if sum(other for other, _ in each) + length <= budget]
-        if not room:
-            bins = None
-            break
-        min(room, key=lambda each: (sum(other for _, other in each), len(each))).append((length, cost))
-    found = lightest_first(range(len(items)), *zip(*items, strict=True) if items else ((), ()), count, budget)
-    assert (None if found is None else [[items[at] for at in each] for each in found]) == bins
-
-
-@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1, max_size=6), st.data())
-def test_each_further_bin_gets_the_costliest_item_of_the_heaviest_bin_of_several_items(held, data):
-    count = data.draw(st.integers(len(held), sum(map(len, held))), label="count")
-    cost = [each for items in held for each in items]
-    numbers = iter(range(len(cost)))
-    bins = [[next(numbers) for _ in items] for items in held]
-    one_more_for_empty(bins, cost, count)
-    while len(held) < count:
-        heaviest = max((items for items in held if len(items) > 1), key=sum)
-        costliest = max(heaviest)
-        heaviest.remove(costliest)
-        held.append([costliest])
-    loads = [sum(cost[item] for item in items) for items in bins]
-    assert loads == [sum(items) for items in held]
-
-
-@pytest.mark.slow
-def test_bins_of_equal_counts_are_as_even_as_karmarkar_and_karp():
-    for kind, bins, large in product(("lognormal", "bimodal", "uniform"), (2, 8, 64), (False, True)):
-        costs = lengths_of(kind, 8192 if large else 32 * bins, bins)
-        ours = imbalance(costs, balance_evenly(costs, bins), bins)
-        oracle = column(largest_differencing(costs.tolist(), bins, equal_count=True))
-        assert ours <= 1e-3
-        assert ours <= imbalance(costs, oracle, bins) + 1e-3
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=24))
-def test_balancing_keeps_budget_and_items_and_empties_no_bin(items):
-    length, cost, place = zip(*items, strict=True)
-    bins = [[item for item, at in enumerate(place) if at == number] for number in sorted(set(place))]
-    budget = max(sum(length[item] for item in members) for members in bins)
-    before = max(sum(cost[item] for item in members) for members in bins)
-    even_out(bins, length, cost, budget, 1e-4)
-    assert sorted(item for members in bins for item in members) == list(range(len(items)))
-    assert all(bins)
-    assert max(sum(length[item] for item in members) for members in bins) <= budget
-    assert max(sum(cost[item] for item in members) for members in bins) <= before
+    length = [*[98] * 6, 0, *[3, 0] * (pairs - 1), 3]
+    cost = [*[1] * 6, 100, *[0] * (2 * pairs - 1)]
+    held = lightest_first(range(len(length)), length, cost, 7, 100)
+    assert (held is not None) == found
+    assert held == (lightest_by_loops(range(len(length)), length, cost, 7, 100) if found else None)
 
 
 def test_bins_that_are_close_enough_stay_as_they_are():
@@ -250,20 +313,15 @@ def test_bins_that_are_close_enough_stay_as_they_are():
         assert ({*bins[0]} == {0, 1}) == stays
 
 
-FEW = st.lists(st.integers(1, 30), min_size=6, max_size=9)
+def test_a_balance_ends_after_16_exchanges_per_bin():
+    """Each exchange moves one of 200 equal items to the other bin."""
+    bins = [[*range(200)], [200]]
+    even_out(bins, [1] * 201, [1] * 201, 300, 0.0)
+    assert [*map(len, bins)] == [200 - 32, 1 + 32]
 
 
-@given(FEW, FEW)
-def test_bins_that_one_swap_makes_equal_are_equal_after_one_swap(left, right):
-    """Two bins are made equal by one more item; then their first items are swapped."""
-    gap = sum(left) - sum(right)
-    left, right = [*left, max(-gap, 0)], [*right, max(gap, 0)]
-    cost, start = [*left, *right], len(left)
-    bins = [[start, *range(1, start)], [0, *range(start + 1, len(cost))]]
-    before = [{*items} for items in bins]
-    even_out(bins, [1] * len(cost), cost, 100, 0.0)
-    assert sum(cost[item] for item in bins[0]) == sum(left)
-    assert len({*bins[0]} ^ before[0]) <= 2
+ASKED = "costs must be (n,) torch.int64 or torch.float64 on the CPU; got shape"
+FINITE = "costs must be finite and at least 0; got"
 
 
 @pytest.mark.parametrize(
@@ -272,17 +330,26 @@ def test_bins_that_one_swap_makes_equal_are_equal_after_one_swap(left, right):
         (lambda: balance_evenly(column([1]), 0), "bins must be an integer ≥ 1; got 0"),
         (lambda: balance_within(column([1]), 0), "budget must be an integer ≥ 1; got 0"),
         (lambda: balance_within(column([1]), 1, multiple_of=0), "multiple_of must be an integer ≥ 1; got 0"),
-        (lambda: balance_evenly(column([3, -1]), 2), "costs must be finite and at least 0; got -1 at 1"),
-        (lambda: balance_evenly(column([math.nan], torch.float64), 2), "got nan at 0"),
-        (lambda: balance_evenly(column([[1]]), 2), r"costs must be \(n,\).*got shape \(1, 1\)"),
+        (lambda: balance_evenly(column([3, -1, 0, -2]), 2), f"{FINITE} -1 at 1, -2 at 3"),
+        (
+            lambda: balance_evenly(column([math.nan, 2, math.inf], torch.float64), 2),
+            f"{FINITE} nan at 0, inf at 2",
+        ),
+        (lambda: balance_evenly(column([[1]]), 2), f"{ASKED} (1, 1), torch.int64 on cpu"),
+        (lambda: balance_evenly(column([1, 2], torch.int32), 2), f"{ASKED} (2,), torch.int32 on cpu"),
+        (lambda: balance_evenly(column([1]).to("meta"), 2), f"{ASKED} (1,), torch.int64 on meta"),
         (
             lambda: balance_within(column([1.0], torch.float64), 2),
-            "lengths must be .* torch.int64 on the CPU",
+            "lengths must be (n,) torch.int64 on the CPU; got shape (1,), torch.float64 on cpu",
         ),
-        (lambda: balance_within(column([1]), 2, costs=column([])), "every item needs a cost; got 0 for 1"),
+        (lambda: balance_within(column([1]), 2, costs=column([-1])), f"{FINITE} -1 at 0"),
+        (
+            lambda: balance_within(column([1]), 2, costs=column([])),
+            "every item needs a cost; got 0 for 1 lengths",
+        ),
     ],
 )
 def test_invalid_arguments_are_named(call, message):
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$") as caught:
         call()
-    assert isinstance(caught.value, BatchError) or "integer ≥ 1" in message
+    assert isinstance(caught.value, BatchError) == ("integer ≥ 1" not in message)

@@ -27,7 +27,6 @@ COMPARED = 64  # items per bin that a round compares; comparing more does not im
 ROUNDS = 256  # limit of rounds, reached if a giant item fills a bin; measured batches need less than a tenth
 PARTNERS = 8  # light bins that the heaviest bin tries before the search ends
 FEW = 256  # up to this number of items, packing them one by one is faster than tensors
-EXACT = 2**53  # below this, float64 sums of integers are exact
 
 
 @takes_options
@@ -144,20 +143,15 @@ def _few_bins(length: Tensor, budget: int, alone: int, multiple_of: int) -> tupl
     def rounded(bins: int) -> int:
         return -(-(alone + bins) // multiple_of) * multiple_of - alone
 
-    total, least = float(length.double().sum()), 0
-    if total < EXACT:
-        half = int((length > budget // 2).sum())  # no two of these fit into one bin
-        least = rounded(max(math.ceil(total / budget), half, min(1, len(length))))
-        if len(length) <= least:
-            return least, torch.arange(len(length))
-        if len(length) > FEW:
-            bin_of = _assign_within(length, least, budget)
-            if _heaviest(bin_of, length) <= budget:
-                return least, bin_of
+    half = int((length > budget // 2).sum())  # no two of these fit into one bin
+    least = rounded(max(-(-int(length.sum()) // budget), half, min(1, len(length))))
+    if len(length) > max(FEW, least):
+        bin_of = _assign_within(length, least, budget)
+        if _heaviest(bin_of, length) <= budget:
+            return least, bin_of
     items = length.tolist()
-    packed = first_fit(stable_order(-length).tolist(), items, budget)
-    if rounded(len(packed)) > least:
-        packed = min(packed, first_fit(range(len(items)), items, budget), key=len)
+    orders = stable_order(-length).tolist(), range(len(items))
+    packed = min((first_fit(order, items, budget) for order in orders), key=len)
     bins = rounded(len(packed))
     if len(items) <= bins:
         return bins, torch.arange(len(items))
@@ -173,8 +167,10 @@ def _heaviest(bin_of: Tensor, costs: Tensor) -> float:
 def _is_level(bin_of: Tensor, costs: Tensor, bins: int) -> bool:
     """Whether the heaviest bin is close to the mean or, for many items, could not be improved by a swap."""
     mean, heaviest = float(costs.double().sum()) / bins, _heaviest(bin_of, costs)
-    if heaviest <= mean * (1 + CLOSE) or len(costs) <= FEW:
-        return heaviest <= mean * (1 + CLOSE)
+    if heaviest <= mean * (1 + CLOSE):
+        return True
+    if len(costs) <= FEW:
+        return False
     differences = costs.unique().diff()
     return len(differences) > 0 and heaviest < mean + float(differences.amin())
 
@@ -237,7 +233,7 @@ def swap_until_close(seats: Tensor, cost: Tensor, goal: float | None = None, par
     for number in range(ROUNDS):
         loads, ranked = load.sort(stable=True)
         pairs = min(bins // 2, bins - int(torch.searchsorted(loads, goal, right=True)))
-        if pairs == 0 or per_bin < 2:
+        if pairs == 0:
             return
         pairs = min(pairs, bins - pairs - tried)  # so that no bin is in two pairs
         light, heavy = ranked[tried : tried + pairs], ranked[bins - pairs :].flip(0)

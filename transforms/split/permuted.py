@@ -69,7 +69,7 @@ class Permuted:
         """
         table = self.rows.table
         ranks = table.ranks
-        if not self.split.options.pads or ranks.size == 1:
+        if not self.split.options.pads:
             return batch
         own = table.rows_of_ranks()
         if all(map(len, own)) or not any(map(len, own)):
