@@ -109,6 +109,7 @@ def numbered(first: int, count: int) -> TensorDict:
         "rollout_id": ids,
         "group_id": ids,
         "x": ids.float(),
+        "pair": torch.stack([ids, -ids], 1),
         LOSS: torch.ones(count, 3, dtype=torch.bool),
     }
     return TensorDict(given, batch_size=[count])
@@ -124,7 +125,7 @@ def test_taken_rows_are_joined_with_their_decisions_and_columns():
     assert waits[REASON] == ["low", "out"]
     assert (waits["x"].tolist(), waits["y"].tolist()) == ([1.0, 2.0], [1.0, 2.0])
 
-    later = Rows.read(numbered(10, 2), keys=["x"])
+    later = Rows.read(numbered(10, 2), keys=["x", "pair"])
     later["y"] = torch.tensor([7.0, 8.0])
     later.when_gathered(
         lambda some, numbers: some.set("x", some["x"] * numbers["by"]), ["x"], by=torch.ones(2) * 3
@@ -132,6 +133,7 @@ def test_taken_rows_are_joined_with_their_decisions_and_columns():
     join(later, waits)
     assert (later["x"].tolist(), later.table.carried.tolist()) == ([30.0, 33.0, 1.0, 2.0], [2, 3])
     assert later["y"].tolist() == [7.0, 8.0, 1.0, 2.0]
+    assert later["pair"].tolist() == [[10, -10], [11, -11], [1, -1], [2, -2]]
     fates = later.table.fates
     assert fates.reasons_of(torch.arange(4)) == ["trained", "trained", "low", "out"]
     assert (fates.in_loss.tolist(), fates.counts.tolist()) == (

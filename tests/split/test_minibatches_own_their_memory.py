@@ -8,7 +8,8 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
-from headrace.pipeline import load_pipeline
+from headrace.pipeline import Pipeline, load_pipeline
+from headrace.transforms import ShuffleSplit
 from headrace.transforms.split.gather import SMALL
 
 MASK = ("masks", "all_assistant_mask")
@@ -16,7 +17,7 @@ MASK = ("masks", "all_assistant_mask")
 
 def rows(kind: str) -> TensorDictBase:
     """Groups of four. A large batch is gathered one minibatch at a time, and a small batch at once."""
-    tokens = SMALL // 8 if kind == "large" else 4
+    tokens = SMALL // 64 if kind == "large" else 4
     ids = torch.arange(16)
     generator = torch.Generator().manual_seed(0)
     columns = {
@@ -64,3 +65,13 @@ def test_an_edit_in_place_changes_nothing_else(kind, shuffle, minibatches):
     for now, before in zip(found, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(now, before, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(tensors(batch), tensors(rows(kind)), strict=True))
+
+
+def test_a_batch_below_the_limit_is_gathered_at_once_and_a_larger_one_by_minibatch():
+    """Then minibatches are parts of one tensor, or each has its own."""
+    half = torch.zeros(16, SMALL // 32, dtype=torch.uint8)
+    for width, rows in ((SMALL // 32 - 1, 16), (SMALL // 32, 4)):
+        batch = TensorDict({"x": half, "a": {"b": half[:, :width].clone()}}, batch_size=[16])
+        pipeline = Pipeline({"split": ShuffleSplit(minibatches=4, unit="sample")})
+        for part in pipeline.minibatches(batch):
+            assert part["x"].untyped_storage().nbytes() == rows * SMALL // 32

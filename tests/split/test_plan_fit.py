@@ -79,17 +79,6 @@ def test_a_minibatch_without_rows_makes_no_optimiser_step():
     assert out[MINIBATCH].tolist() == [0, 0]
 
 
-def test_a_split_without_any_optimiser_step_is_refused_with_its_numbers():
-    batch = batch_of([(0, 4), (0, 4), (1, 4)])
-    with pytest.raises(BatchError, match=r"2 units are too few for 3 minibatches.*no optimiser step is left"):
-        ShuffleSplit(minibatches=3, remainder="drop")(batch)
-    with pytest.raises(
-        BatchError, match=r"2 units are too few for a minibatch of 5 units.*no optimiser step is left"
-    ):
-        ShuffleSplit(minibatch_size=5, remainder="drop")(batch)
-    assert len(ShuffleSplit(minibatch_size=5, remainder="carry")(batch)) == 0
-
-
 def test_ranks_with_own_rows_agree_on_dropped_units():
     first, second = results_in_threads(run_budget, 2)
     for mine, number in ((first, 0), (second, 3)):

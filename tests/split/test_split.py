@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from cutting import cut_alone
@@ -13,10 +15,10 @@ from tensordict import TensorDict
 from headrace.pipeline import Pipeline
 from headrace.transforms import (
     BatchError,
-    MissingKeyError,
     Rows,
     ShuffleSplit,
     shuffle_split,
+    split_microbatches,
     split_minibatches,
 )
 from headrace.transforms.table.schema import MINIBATCH, PADDING, ROW
@@ -99,20 +101,100 @@ def test_views_of_an_ordered_batch_equal_gathered_minibatches(make_batch):
         assert list(view["prompt_text"]) == list(part["prompt_text"])
 
 
-def test_a_remainder_is_refused_by_default(make_batch):
-    batch = make_batch([0.0] * 5, [0, 0, 1, 1, 1], [0, 0, 1, 2, 3])
-    with pytest.raises(
-        BatchError, match=r"5 units cannot be cut into 2 equal minibatches: 1 left over.*'uneven'.*'drop'"
-    ):
-        ShuffleSplit(minibatches=2, unit="sample")(batch)
-    with pytest.raises(BatchError, match="4 units cannot be cut into minibatches of 3 units: 1 left over"):
-        ShuffleSplit(minibatch_size=3, unit="rollout")(batch)
-    batch["row"] = torch.arange(5)
-    stage = ShuffleSplit(minibatch_size=2, unit="sample", remainder="drop")
-    outcome = cut_alone(stage, batch)
-    assert outcome.measured["left"] == 1
-    left = outcome.verdict.nonzero().flatten().tolist()
-    assert sorted(outcome.batch["row"].tolist() + left) == [0, 1, 2, 3, 4]
+LEFT_OVER = (
+    " left over. Set remainder='uneven' to train them in minibatches of different sizes, 'drop', or 'carry' "
+    "to keep them for the next batch, which must have other ids"
+)
+NO_STEP = (
+    ", and remainder='drop' would drop all of them: no optimiser step is left. Give the split more units, "
+    "make minibatches smaller, or set remainder='uneven', or 'carry' if ids are unique over batches"
+)
+ONE_OF = "give exactly one of minibatches and minibatch_size; got "
+MASKED_IN = "padding rows are masked in ('masks', 'all_assistant_mask') (loss_mask_key)"
+NO_COLUMN = ", and the batch has no such column; it has [('masks', 'all_attention_mask'), 'rollout_id']"
+REORDERED = (
+    " needs the rows in the order of ShuffleSplit, and they were reordered since. Take the minibatches "
+    "before a sampler reorders the rows, or remove the split and cut the sampled rows yourself"
+)
+
+
+def rows_of(lengths) -> TensorDict:
+    """Rows of these lengths, each a rollout."""
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    columns = {"rollout_id": torch.arange(len(lengths)), ("masks", "all_attention_mask"): mask}
+    return TensorDict(columns, batch_size=[len(lengths)])
+
+
+def cut_rows(lengths=(2, 2), **options):
+    return ShuffleSplit(**{"minibatches": 1} | options)(rows_of(lengths))
+
+
+def cut_again(split, order=slice(None)):
+    return split(cut_rows([2] * 8, minibatches=4)[order])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: shuffle_split(3), f"{ONE_OF}minibatches=None and minibatch_size=None"),
+        (
+            lambda: shuffle_split(3, minibatches=1, minibatch_size=2),
+            f"{ONE_OF}minibatches=1 and minibatch_size=2",
+        ),
+        (lambda: shuffle_split(3, minibatches=0), "minibatches must be an integer ≥ 1; got 0"),
+        (lambda: shuffle_split(3, minibatch_size=0), "minibatch_size must be an integer ≥ 1; got 0"),
+        (lambda: shuffle_split(3, [0, 1], minibatches=1), "every row needs a unit_id; got 2 for 3 rows"),
+        (
+            lambda: shuffle_split(5, minibatches=3),
+            f"5 units cannot be cut into 3 equal minibatches: 2{LEFT_OVER}",
+        ),
+        (
+            lambda: shuffle_split(6, [0, 0, 1, 1, 4, 3], minibatch_size=3),
+            f"4 units cannot be cut into minibatches of 3 units: 1{LEFT_OVER}",
+        ),
+        (
+            lambda: shuffle_split(2, minibatches=3, remainder="drop"),
+            f"2 units are too few for 3 minibatches{NO_STEP}",
+        ),
+        (
+            lambda: shuffle_split(2, minibatch_size=5, remainder="drop"),
+            f"2 units are too few for a minibatch of 5 units{NO_STEP}",
+        ),
+        (
+            lambda: cut_rows(ranks=3),
+            "minibatch 0 has 2 rows for 3 ranks × 1 micro-batches, and no micro-batch may be empty: set "
+            "remainder='pad', or make minibatches larger",
+        ),
+        (
+            lambda: cut_rows([4] * 3, max_tokens=4, ranks=4, remainder="drop"),
+            "every minibatch has fewer rows than micro-batches, so remainder='drop' would drop all 3 rows: "
+            "raise max_tokens, or set remainder='pad'",
+        ),
+        (
+            lambda: cut_rows(microbatches=3, remainder="pad"),
+            f"{MASKED_IN} or ('log_probs', 'full') (log_prob_key){NO_COLUMN}",
+        ),
+        (
+            lambda: cut_rows(microbatches=3, remainder="pad", log_prob_key=None),
+            f"{MASKED_IN}{NO_COLUMN}",
+        ),
+        (
+            lambda: cut_again(split_microbatches),
+            "split_microbatches needs one minibatch, and this batch holds 4: take one after the other with "
+            "split_minibatches(batch)",
+        ),
+        (lambda: cut_again(split_microbatches, [3, 0]), f"split_microbatches{REORDERED}"),
+        (lambda: cut_again(split_minibatches, [0, 4, 1]), f"split_minibatches{REORDERED}"),
+        (
+            lambda: split_minibatches(rows_of([2])),
+            "split_minibatches needs the column ('headrace', 'minibatch'), written by ShuffleSplit: put "
+            "ShuffleSplit before it",
+        ),
+    ],
+)
+def test_a_batch_or_option_that_makes_no_minibatches_is_refused_with_advice(call, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        call()
 
 
 def test_fewer_units_than_minibatches_make_no_empty_minibatch(make_batch):
@@ -124,11 +206,6 @@ def test_fewer_units_than_minibatches_make_no_empty_minibatch(make_batch):
     outcome = cut_alone(ShuffleSplit(minibatches=5, remainder="carry"), batch)
     assert outcome.batch.shape == (0,)
     assert outcome.measured["left"] == 2
-
-
-def test_an_unsplit_batch_is_refused(make_batch):
-    with pytest.raises(MissingKeyError, match="written by ShuffleSplit"):
-        next(split_minibatches(make_batch([0.0], [0])))
 
 
 def steps_of_rank(group, make_batch, parts, shared_ids, options):
@@ -180,3 +257,52 @@ def test_a_rank_without_rows_pads_with_the_first_row_of_the_first_rank_that_has_
         assert not step["masks", "all_assistant_mask"].any()
         for key in (("tokens", "full"), "group_id", ("stranger", "deep")):
             assert all(row.equal(lent[key][0]) for row in step[key]), key
+
+
+@pytest.mark.parametrize(
+    ("parts", "options", "message"),
+    [
+        (
+            [[0, 1], [2, 3, 4]],
+            {"minibatches": 2},
+            f"3 units cannot be cut into 2 equal minibatches: 1{LEFT_OVER} (These are the rows of rank 1.)",
+        ),
+        (
+            [[0, 1], [2]],
+            {"minibatches": 1, "microbatches": 2},
+            "minibatch 0 has 1 rows for 1 ranks × 2 micro-batches, and no micro-batch may be empty: set "
+            "remainder='pad', or make minibatches larger (These are the rows of rank 1.)",
+        ),
+        (
+            [[], [0, 1, 2, 3], [4, 5], [6, 7]],
+            {"minibatch_size": 2},
+            "all ranks must take the same number of optimiser steps; they have [0, 2, 1, 1] minibatches, by "
+            "rank: give all ranks the same number of units, or set minibatches=K instead of minibatch_size",
+        ),
+    ],
+)
+def test_ranks_whose_rows_make_no_equal_steps_are_refused_with_the_rank(make_batch, parts, options, message):
+    for said in on_ranks(steps_of_rank, len(parts), make_batch, parts, "same", {"unit": "sample"} | options):
+        assert said.endswith(f"): {message}")
+
+
+def test_the_metrics_of_ranks_are_those_of_all_ranks():
+    """In the first minibatch the two ranks have 5 + 1 and 1 + 1 tokens, and in the second 2 + 2 and 7."""
+    lengths = [[5, 1, 2, 2], [1, 1, 7]]
+
+    def run(group):
+        split = ShuffleSplit(minibatches=2, microbatches=2, remainder="pad", balance="tokens", shuffle=False)
+        batch = rows_of(lengths[group.rank])
+        batch["masks", "all_assistant_mask"] = batch["masks", "all_attention_mask"].clone()
+        return Pipeline({"split": split}, process_group=group, shared_ids="different").run(batch).metrics
+
+    for measured in on_ranks(run, 2):
+        of_split = {name: value for name, value in measured.items() if name.startswith("split/")}
+        assert of_split == {
+            "split/minibatches": 2.0,
+            "split/microbatches": 4.0,
+            "split/padded": 1.0,
+            "split/rank_imbalance": 6 / 4 - 1,  # the ranks of the first step have 6 and 2 tokens
+            "split/max_tokens": 7.0,
+            "split/left": 0.0,
+        }
