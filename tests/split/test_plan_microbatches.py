@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import product
+from random import Random
+
 import pytest
 import torch
 from cutting import cut_alone
@@ -21,6 +24,7 @@ from headrace.transforms import (
     assign_rows,
     split_microbatches,
 )
+from headrace.transforms.split.bins import balance_evenly, balance_within
 from headrace.transforms.table.schema import IN_LOSS, MICROBATCH, MINIBATCH, PADDING, RANK, ROW
 
 ATTENTION, LOSS = ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
@@ -199,23 +203,68 @@ def test_too_few_rows_make_fewer_micro_batches_on_every_rank(rows, ranks, each):
         assert outcome.batch[MICROBATCH][held == rank].unique().tolist() == list(range(each))
 
 
-@given(
-    st.lists(st.integers(0, 9), max_size=20),
-    st.integers(1, 3),
-    st.sampled_from([{}, {"microbatches": 3}, {"max_tokens": 9}]),
-    st.sampled_from(["none", "tokens", "attention"]),
-)
-def test_every_rank_has_the_same_number_of_micro_batches(lengths, ranks, cut, balance):
-    assigned = assign_rows(torch.tensor(lengths).long(), ranks=ranks, balance=balance, **cut)
-    (number,) = {len(parts) for parts in assigned}
-    assert len(assigned) == ranks
-    if "max_tokens" in cut and len(lengths) >= ranks * number:
-        assert all(len(part) for parts in assigned for part in parts)
-    assert sorted(torch.cat([part for parts in assigned for part in parts]).tolist()) == list(
-        range(len(lengths))
+def assigned_by_loops(rows, ranks, microbatches, max_tokens, balance):
+    """The rows by rank and micro-batch. A row is a tree, its tokens, and how many another row computes."""
+
+    def cost(tokens):
+        return tokens**2 + 24576 * tokens if balance == "attention" else tokens
+
+    trees = [*dict.fromkeys(tree for tree, *_ in rows)]
+    tokens = [sum(own - shared for tree, own, shared in rows if tree == each) for each in trees]
+    costs = [sum(cost(own) - cost(shared) for tree, own, shared in rows if tree == each) for each in trees]
+    tokens, prices, count = (
+        torch.tensor(tokens).long(),
+        torch.tensor(costs).long(),
+        ranks * (microbatches or 1),
     )
-    if "max_tokens" not in cut:
-        assert number == cut.get("microbatches", 1)
+    if max_tokens is not None:
+        bin_of = balance_within(tokens, max_tokens, multiple_of=ranks, costs=prices).tolist()
+        count = max(-(-(max(bin_of, default=0) + 1) // ranks), 1) * ranks
+    elif balance != "none":
+        bin_of = balance_evenly(prices, count).tolist()
+    else:  # in the order given; the first micro-batches have one tree more
+        bin_of = torch.arange(len(trees)).tensor_split(count)
+        bin_of = [number for number, part in enumerate(bin_of) for _ in part]
+    load = [
+        sum(price for price, at in zip(costs, bin_of, strict=True) if at == each) for each in range(count)
+    ]
+    of_ranks, by_load = [[] for _ in range(ranks)], sorted(range(count), key=lambda each: -load[each])
+    for start in range(0, count, ranks):  # the heaviest goes to the rank with the least cost so far
+        free = sorted(of_ranks, key=lambda bins: sum(load[each] for each in bins))
+        for bins, number in zip(free, by_load[start : start + ranks], strict=True):
+            bins.append(number)
+    if max_tokens is None and balance == "none":
+        of_ranks = torch.arange(count).view(ranks, -1).tolist()
+    home = dict(zip(trees, bin_of, strict=True))
+    return [
+        [[row for row, (tree, *_) in enumerate(rows) if home[tree] == number] for number in bins]
+        for bins in of_ranks
+    ]
+
+
+@pytest.mark.parametrize("balance", ["none", "tokens", "attention"])
+@pytest.mark.parametrize(
+    ("microbatches", "max_tokens"), [(None, None), (1, None), (3, None), (None, 9), (None, 40)]
+)
+def test_rows_and_trees_are_assigned_as_by_loops(balance, microbatches, max_tokens):
+    for seed, ranks in product(range(4), (1, 2, 3)):
+        random = Random(seed)
+        rows = [
+            (row, random.randint(1, 10**4 if seed % 2 else 12), 0) for row in range(random.randint(0, 20))
+        ]
+        options = {"microbatches": microbatches, "max_tokens": max_tokens, "balance": balance}
+        own = torch.tensor([tokens for _, tokens, _ in rows]).long()
+        found = assign_rows(own, ranks=ranks, **options)
+        assert [[part.tolist() for part in parts] for parts in found] == assigned_by_loops(
+            rows, ranks, **options
+        )
+        trees = [(random.randint(0, 6), tokens, random.randint(0, tokens)) for _, tokens, _ in rows]
+        for shares in (False, True):
+            rows = [(tree, tokens, shares * shared) for tree, tokens, shared in trees]
+            tree, _, shared = torch.tensor(rows).long().view(-1, 3).unbind(1)
+            found = assign_rows(own, ranks=ranks, tree=tree, shared=shared if shares else None, **options)
+            expected = assigned_by_loops(rows, ranks, **options)
+            assert [[part.tolist() for part in parts] for parts in found] == expected
 
 
 def test_each_epoch_of_each_batch_has_its_own_order():
@@ -236,32 +285,6 @@ def test_a_row_is_left_over_if_no_epoch_trains_it(epochs):
     trained = {name for part in run.minibatches() for name in part["name"].tolist()}
     assert {row["row"] for row in run.ledger.rows("split/remainder")} == {*range(7)} - trained
     assert run.metrics["split/left"] == 7 - len(trained)
-
-
-def test_costs_are_balanced_over_ranks():
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 4000, (1024,), generator=generator)
-    for balance, cost in (("tokens", lengths), ("attention", lengths**2 + 24576 * lengths)):
-        assigned = assign_rows(lengths, ranks=4, microbatches=8, balance=balance)
-        by_rank = torch.stack([sum(cost[part].sum() for part in mine) for mine in assigned]).double()
-        slots = torch.tensor([[float(cost[part].sum()) for part in mine] for mine in assigned])
-        assert by_rank.max() / by_rank.mean() - 1 < 1e-3
-        assert slots.max() / slots.mean() - 1 < 1e-3
-    assert {len(part) for mine in assigned for part in mine} == {32}
-
-
-def test_long_rows_cost_the_square_of_their_length_under_attention():
-    """Bins of equal squares do not have equal numbers of tokens, and the other way round."""
-    lengths = torch.randint(1, 10**6, (64,), generator=torch.Generator().manual_seed(0))
-    costs = {"tokens": lengths.double(), "attention": lengths.double() ** 2 + 24576 * lengths}
-    for balance in costs:
-        (parts,) = assign_rows(lengths, ranks=1, microbatches=8, balance=balance)
-        apart = {
-            name: float(max(cost[part].sum() for part in parts) / (cost.sum() / 8)) - 1
-            for name, cost in costs.items()
-        }
-        assert apart.pop(balance) < 1e-2
-        assert min(apart.values()) > 2e-2
 
 
 def test_tokens_are_counted_only_if_an_option_needs_lengths():
@@ -404,19 +427,6 @@ def test_padding_that_would_train_is_refused_before_state_changes(make_batch):
         pipeline.run(batch)
     assert pipeline.stages["split"].state.calls == 0
     assert pipeline.ledger is None
-
-
-def test_the_heaviest_microbatches_go_to_the_rank_with_the_fewest_tokens():
-    """The ranks get 9 and 8. Then 7 goes to the rank with 8, and 6 to the rank with 9."""
-    lengths = torch.tensor([6, 9, 7, 8])
-    assigned = assign_rows(lengths, ranks=2, max_tokens=9, balance="tokens")
-    assert [[lengths[rows].tolist() for rows in own] for own in assigned] == [[[9], [6]], [[8], [7]]]
-    lengths = torch.tensor([9, 5, 5, 4, 3, 1])  # after two rounds the ranks have 13 and 10
-    assigned = assign_rows(lengths, ranks=2, microbatches=3, balance="tokens")
-    assert [[lengths[rows].tolist() for rows in own] for own in assigned] == [
-        [[9], [4], [1]],
-        [[5], [5], [3]],
-    ]
 
 
 def test_padding_has_no_row_number_and_is_not_in_the_loss():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from tries import ATTENTION, FULL, Trie, dense
 
-from headrace.transforms import ShuffleSplit, assign_rows, pack, split_microbatches, split_minibatches
+from headrace.transforms import ShuffleSplit, pack, split_microbatches, split_minibatches
 from headrace.transforms.stages.sequences import END
 from headrace.transforms.trees.forest import Forest
 from headrace.transforms.trees.prefixes import prefix_order
@@ -148,22 +148,6 @@ def test_shared_tokens_of_any_rows_equal_those_of_a_loop(seed):
         nodes = len(Trie(own).paths)
         assert sum(map(len, own)) - int(shared[part == number].sum()) == nodes
         assert all(0 <= same <= len(rows[row]) for row, same in zip(chosen, shared.tolist(), strict=True))
-
-
-def test_trees_are_assigned_by_their_shared_cost():
-    lengths, tree = torch.tensor([9, 9, 9, 1]), torch.tensor([0, 0, 0, 1])
-    shared = torch.tensor([0, 8, 8, 0])  # the trees have 11 nodes and 1 node
-    assert len(assign_rows(lengths, max_tokens=12, tree=tree, shared=shared)[0]) == 1
-    assert len(assign_rows(lengths, max_tokens=12, tree=tree)[0]) == 2
-    # A tree of 10 nodes and 30 tokens, and rows of 20, 15 and 5 tokens. By nodes, the tree is with the row of
-    # 15 tokens, and by tokens with the row of 5.
-    lengths, tree = torch.tensor([10, 10, 10, 20, 15, 5]), torch.tensor([0, 0, 0, 1, 2, 3])
-    for balance in ("tokens", "attention"):
-        options = {"microbatches": 2, "balance": balance, "tree": tree}
-        assigned = assign_rows(lengths, shared=torch.tensor([0, 10, 10, 0, 0, 0]), **options)
-        assert sorted(rows.tolist() for rows in assigned[0]) == [[0, 1, 2, 4], [3, 5]]
-        apart = assign_rows(lengths, **options)
-        assert sorted(rows.tolist() for rows in apart[0]) == [[0, 1, 2, 5], [3, 4]]
 
 
 def test_fewer_trees_than_micro_batches_make_no_empty_micro_batch():
