@@ -146,27 +146,29 @@ class InStep:
 @pytest.mark.parametrize(("late", "absent"), [((2,), "rank 2"), ((0,), "rank 0"), ((1, 2), "rank 1, rank 2")])
 def test_a_rank_that_comes_too_late_is_named_and_finds_the_decision(late, absent, caplog, monkeypatch):
     """The others leave after their patience, and no later. They log once that they wait."""
-    clock = InStep(3 - len(late))
+    clock, patience = InStep(3 - len(late)), 0.0
+    while patience < 90:  # in the end, a time at which the others look at the clock
+        patience += min(max(patience / 10, 1e-4), 0.1)
     monkeypatch.setattr(barrier, "time", clock)
 
     def meet(group):
         clock.is_decided = functools.partial(group.get_group_store().check, ["headrace/1/decision"])
         while group.rank in late and not clock.is_decided():
             time.sleep(0.001)
-        own = Barrier(group, 90.0)
+        own = Barrier(group, patience)
         text, waited = said(own.meet, "a batch\nx"), clock.monotonic()
         return text, waited, said(own.meet, "the next\nx")
 
     found = on_ranks(meet, 3)
     assert [text for text, *_ in found] == [
-        f"{absent} did not come to a batch within 90 s (pipeline.patience). Check for a rank that hangs or "
-        "has fewer batches. All ranks discard this batch"
+        f"{absent} did not come to a batch within {patience:g} s (pipeline.patience). Check for a rank that "
+        "hangs or has fewer batches. All ranks discard this batch"
     ] * 3
     for rank, (_, seconds, after) in enumerate(found):
-        assert seconds < barrier.LAST if rank in late else 90 < seconds < 90.2 + barrier.LAST
+        assert seconds < barrier.LAST if rank in late else patience < seconds < patience + 0.2 + barrier.LAST
         assert not after
     waited = [
-        f"rank {rank} has waited 30 s for {absent} to come to a batch; patience is 90 s"
+        f"rank {rank} has waited 30 s for {absent} to come to a batch; patience is {patience:g} s"
         for rank in range(3)
         if rank not in late
     ]
@@ -224,35 +226,81 @@ def test_the_rank_with_an_error_raises_it_and_the_others_name_the_rank():
     ]
 
 
-def test_rank_0_stays_until_all_ranks_that_came_have_read_the_error():
-    """Its process may hold the store, which the others still read."""
-    left = []
+class Leaving:
+    """A store that calls a function before its rank leaves a refused barrier, and another one afterwards."""
 
-    class SlowStore:
-        """The store of a rank that needs a while to leave."""
+    def __init__(self, group, before, after=bool):
+        self.store, self.before, self.after = group.get_group_store(), before, after
+        group.get_group_store = lambda: self
 
-        def __init__(self, store):
-            self.store = store
+    def __getattr__(self, name):
+        return getattr(self.store, name)
 
-        def __getattr__(self, name):
-            return getattr(self.store, name)
+    def add(self, key, number):
+        leaves = key.endswith("/left") and number
+        if leaves:
+            self.before()
+        found = self.store.add(key, number)
+        if leaves:
+            self.after()
+        return found
 
-        def add(self, key, number):
-            if key.endswith("/left"):
-                time.sleep(0.1)
-                left.append(key)
-            return self.store.add(key, number)
+
+class Stopped:
+    """A clock on which no time passes. It knows how long each thread sleeps, and may call a function then."""
+
+    def __init__(self):
+        self.slept, self.called = {}, {}
+
+    def monotonic(self) -> float:
+        return 0.0
+
+    def sleep(self, seconds: float) -> None:
+        own = threading.get_ident()
+        self.slept.setdefault(own, []).append(seconds)
+        self.called.get(own, functools.partial(time.sleep, 0.001))()
+
+
+def test_rank_0_looks_every_hundredth_second_until_all_ranks_that_came_have_read_the_error(monkeypatch):
+    """Its process may hold the store, which the others still read. They leave at its third look."""
+    third, left, clock = threading.Event(), threading.Barrier(3), Stopped()
+    monkeypatch.setattr(barrier, "time", clock)
+
+    def look():
+        if len(clock.slept[threading.get_ident()]) == 3:
+            third.set()
+            left.wait(20.0)
 
     def meet(group):
-        store, error = group.get_group_store(), ValueError("mine")
+        store, own = group.get_group_store(), threading.get_ident()
         if group.rank:
-            group.get_group_store = lambda: SlowStore(store)
+            Leaving(group, lambda: third.wait(20.0), lambda: left.wait(20.0))
         else:
+            clock.called[own] = look
             while not store.check(["headrace/1", "headrace/2"]):  # the others have come
                 time.sleep(0.005)
-        text = said(Barrier(group, 9.0).meet, "a batch", None if group.rank else error)
-        return text, len(left)
+        return said(Barrier(group, 9.0).meet, "a batch", None if group.rank else ValueError("mine")), own
 
     found = on_ranks(meet, 3)
     assert [text for text, _ in found] == ["rank 0: mine"] * 3
-    assert found[0][1] == 2
+    assert clock.slept[found[0][1]] == [0.01] * 3
+
+
+def test_the_other_ranks_leave_a_refused_barrier_at_once(monkeypatch):
+    """Rank 0 leaves after rank 1, which does not wait for it."""
+    gone, clock = threading.Event(), Stopped()
+    monkeypatch.setattr(barrier, "time", clock)
+
+    def meet(group):
+        own = threading.get_ident()
+        clock.called[own] = gone.set if group.rank else functools.partial(time.sleep, 0.001)
+        if group.rank == 0:
+            Leaving(group, lambda: gone.wait(20.0))
+        text = said(Barrier(group, 9.0).meet, "a batch", ValueError("mine") if group.rank else None)
+        if group.rank:
+            gone.set()
+        return text, own
+
+    found = on_ranks(meet, 2)
+    assert [text for text, _ in found] == ["rank 1: mine"] * 2
+    assert found[1][1] not in clock.slept
