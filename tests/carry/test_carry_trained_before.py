@@ -149,20 +149,6 @@ def test_an_interrupted_second_pass_resumes():
     assert trained(restored.minibatches(batch)) == trained(stream)
 
 
-def test_other_batches_and_batches_without_ids_are_trained():
-    """Two batches with equal ids are different batches if their rewards differ."""
-    other = numbered(0, 7)
-    other["next", "reward"][3] = 0.0
-    more = numbered(0, 7).set("prompt", torch.arange(7))
-    pairs = ((numbered(0, 7), other), (numbered(0, 7), numbered(0, 6)), (numbered(0, 7), more), (None, None))
-    for first, second in pairs:
-        nothing = TensorDict({"x": torch.ones(7)}, batch_size=[7])
-        pipeline, restored = make(), make()
-        list(pipeline.minibatches(nothing if first is None else first))
-        restored.load_state_dict(pipeline.state_dict())
-        assert len(list(restored.minibatches(nothing if second is None else second))) >= 2
-
-
 class OfTwo(Alone):
     """One of two ranks. The other one gives an answer about its rows."""
 

@@ -341,19 +341,6 @@ def test_discarded_batches_are_not_trained_and_nothing_is_trained_twice(
     assert [part["name"].tolist() for part in twin.minibatches(batch(3), epochs=epochs)] == after
 
 
-def test_the_error_says_how_to_discard_a_batch():
-    state, _ = left_in_the_middle(sixteen())
-    restored = make()
-    restored.load_state_dict(state)
-    with pytest.raises(
-        BatchError,
-        match=r"discard_batch\(\) of this stage, such as pipeline\.stages\['split'\]\.discard_batch\(\)",
-    ):
-        restored.minibatches(sixteen(start=50))
-    restored.stages["split"].discard_batch()
-    assert len(list(restored.minibatches(sixteen(start=50)))) == 4
-
-
 # -- loops that end early ---------------------------------------------------------------------------------
 
 
@@ -365,14 +352,6 @@ def test_an_unfinished_batch_does_not_block_the_next_batch():
     restored = make()
     restored.load_state_dict(pipeline.state_dict())
     assert restored.stages["split"].state.calls == 2
-
-
-def test_a_batch_without_minibatches_is_finished():
-    pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=20, remainder="carry")})
-    pipeline.run(sixteen())
-    restored = Pipeline({"split": ShuffleSplit(minibatch_size=20, remainder="carry")})
-    restored.load_state_dict(pipeline.state_dict())
-    assert len(restored.stages["split"].state.carried) == ROWS
 
 
 def test_a_state_inside_two_batches_is_refused():

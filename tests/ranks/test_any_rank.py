@@ -59,7 +59,7 @@ def test_carried_rows_are_weighted_on_their_rank_and_counted_by_all():
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_carried_row_trains_once_and_the_oldest_first(world, tmp_path):
     """Each row trains once in each epoch, and no row is carried while a newer row trains."""
-    found = [carry_at_random(0, 1, 60)] if world == 1 else results_of(carry_at_random, world, tmp_path, 20)
+    found = [carry_at_random(0, 1, 20)] if world == 1 else results_of(carry_at_random, world, tmp_path, 8)
     assert found == [[]] * world
 
 

@@ -10,8 +10,7 @@ import torch
 from cutting import cut_alone
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from saving import as_saved
-from tensordict import TensorDict, lazy_stack
+from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline
 from headrace.transforms import (
@@ -293,25 +292,6 @@ def test_tokens_are_counted_only_if_an_option_needs_lengths():
         assert counted == ([] if option.keys() <= {"microbatches"} else [("mine", None)])
 
 
-def test_padding_costs_nothing():
-    split = ShuffleSplit(minibatches=1, ranks=2, balance="tokens", remainder="pad")
-    outcome = cut_alone(split, batch_of([2, 2, 2]))
-    assert int(outcome.batch[PADDING].sum()) == 1
-    assert outcome.measured["rank_imbalance"] == pytest.approx(4 / 3 - 1)  # 4 and 2 tokens, with mean 3
-    three = ShuffleSplit(minibatches=1, ranks=3, balance="tokens", remainder="pad")
-    measured = cut_alone(three, batch_of([1, 1])).measured
-    assert measured["rank_imbalance"] == pytest.approx(1 / 2)  # 1, 1 and 0 tokens, with mean 2 / 3
-
-
-def test_a_row_above_the_budget_is_alone_and_counted():
-    batch = batch_of([3, 20, 3, 3])
-    split = ShuffleSplit(minibatches=1, max_tokens=9)
-    outcome = cut_alone(split, batch)
-    parts = list(split_microbatches(outcome.batch))
-    assert sorted(part[ATTENTION].sum(-1).tolist() for part in parts) == [[3, 3, 3], [20]]
-    assert outcome.measured["oversized"] == 1
-
-
 def test_a_row_as_long_as_the_budget_is_not_above_it():
     batch = batch_of([9, 9, 3])
     assert cut_alone(ShuffleSplit(minibatches=1, max_tokens=9), batch).measured["oversized"] == 0
@@ -324,23 +304,6 @@ def test_a_row_as_long_as_the_budget_is_not_above_it():
 # -- carried rows -----------------------------------------------------------------------------------
 
 
-def test_carried_units_come_first_and_are_in_the_ledger():
-    pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=3, remainder="carry"), "weight": LossWeight()})
-    seen, given_ = [], []
-    for number in range(5):
-        batch = batch_of([2, 3, 4, 5, 6], [0, 0, 1, 2, 3], first_id=10 * number)
-        given_ += batch["name"].tolist()
-        seen += [name for part in pipeline.minibatches(batch, epochs=1) for name in part["name"].tolist()]
-        numbers = pipeline.metrics
-        assert numbers["rows/in"] == numbers["rows/trained"] + numbers["out/split/carried"]
-        assert numbers["rows/in"] == 5 + numbers["split/carried_in"]
-        assert {row["rollout"] % 10 for row in pipeline.ledger.rows("split/carried")} <= {0, 1, 2, 3}
-    waiting = pipeline.stages["split"].state.carried
-    waiting = [] if waiting is None else waiting["name"].tolist()
-    assert sorted(seen + waiting) == sorted(given_)
-    assert len(seen) == len(set(seen))
-
-
 def test_each_epoch_has_the_same_rows_if_others_are_carried():
     pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=2, remainder="carry")})
     batch = batch_of([2] * 5)
@@ -348,32 +311,6 @@ def test_each_epoch_has_the_same_rows_if_others_are_carried():
     first, second = torch.cat(parts[:2]), torch.cat(parts[2:])
     assert torch.equal(first.sort().values, second.sort().values)
     assert not torch.equal(first, second)
-
-
-@pytest.mark.parametrize("kind", ["dense", "ragged"])
-def test_a_state_with_carried_rows_loads_with_weights_only(kind):
-    def rows(first_id):
-        batch = batch_of([2, 2, 2], first_id=first_id)
-        batch["prompt_text"] = [f"prompt {i}" for i in range(3)]
-        return batch if kind == "dense" else lazy_stack(list(batch.unbind(0)))
-
-    first, second = (Pipeline({"split": ShuffleSplit(minibatch_size=2, remainder="carry")}) for _ in "ab")
-    first(rows(0))
-    second.load_state_dict(as_saved(first.state_dict()))
-    ours, theirs = first(rows(10)), second(rows(10))
-    assert torch.equal(ours["name"], theirs["name"])
-    assert list(ours["prompt_text"]) == list(theirs["prompt_text"])
-    assert torch.equal(ours[LOSS], theirs[LOSS])
-
-
-def test_carried_rows_of_another_width_are_refused():
-    split = ShuffleSplit(minibatch_size=3, remainder="carry")
-    split(batch_of([2] * 5))
-    with pytest.raises(BatchError, match="columns of the same width; pad them"):
-        split(batch_of([3] * 5, first_id=10))
-    split(batch_of([2] * 3, first_id=20))
-    with pytest.raises(BatchError, match="only some have more"):
-        split(batch_of([2] * 5, first_id=30).set("more", torch.zeros(5)))
 
 
 def test_a_stage_after_the_split_must_not_move_rows():

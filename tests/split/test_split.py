@@ -3,77 +3,65 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise, product
+from random import Random
 
 import pytest
 import torch
-from cutting import cut_alone
-from hypothesis import given
-from hypothesis import strategies as st
 from rank_threads import on_ranks
 from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline
 from headrace.transforms import (
     BatchError,
-    Rows,
     ShuffleSplit,
     shuffle_split,
     split_microbatches,
     split_minibatches,
 )
-from headrace.transforms.table.schema import MINIBATCH, PADDING, ROW
-
-UNITS = st.one_of(st.none(), st.lists(st.integers(0, 6), min_size=1, max_size=25))
+from headrace.transforms.table.schema import PADDING, ROW
 
 
-@given(
-    UNITS,
-    st.integers(1, 25),
-    st.integers(1, 9),
-    st.booleans(),
-    st.sampled_from(["drop", "uneven"]),
-    st.booleans(),
-)
-def test_each_row_and_each_unit_is_in_one_minibatch(units, rows, number, by_size, remainder, shuffle):
-    rows = rows if units is None else len(units)
-    cut = {"minibatch_size": number} if by_size else {"minibatches": number}
-    ids, total = None if units is None else torch.tensor(units), rows if units is None else len(set(units))
-    if remainder == "drop" and total < number:
-        with pytest.raises(
-            BatchError, match=rf"{total} units are too few for .*{number}.* no optimiser step"
-        ):
-            shuffle_split(rows, ids, remainder=remainder, shuffle=shuffle, **cut)
-        return
-    plan = shuffle_split(rows, ids, remainder=remainder, shuffle=shuffle, **cut)
-    assert sorted([*plan.order.tolist(), *plan.left.tolist()]) == list(range(rows))
-    assert sum(plan.sizes) == len(plan.order)
-    assert 0 not in plan.sizes
-    of = list(range(rows)) if units is None else units
-    parts = [[of[i] for i in part.tolist()] for part in plan.order.split(plan.sizes)] if plan.sizes else []
-    parts.append([of[i] for i in plan.left.tolist()])
-    homes = [set(part) for part in parts]
-    assert sum(len(home) for home in homes) == len(set(of)), "a unit is in two places"
-
-    counts = [len(home) for home in homes[:-1]]
+def counts_by_hand(units, number, by_size, remainder):
+    """The number of units of each minibatch."""
+    each, rest = divmod(units, number)
+    if remainder not in ("uneven", "pad"):
+        return [number] * each if by_size else [each] * number * (each > 0)
     if by_size:
-        assert (
-            counts
-            == [number] * (total // number)
-            + ([total % number] if remainder == "uneven" else [])[: bool(total % number)]
-        )
-    elif remainder == "uneven":
-        assert len(counts) == min(number, total)
-        assert max(counts) - min(counts) <= 1
-    else:
-        assert counts == [total // number] * number
-    assert not plan.left.numel() or remainder == "drop"
+        return [number] * each + [rest] * (rest > 0)
+    return [each + (minibatch < rest) for minibatch in range(min(number, units))]
 
 
-def test_rows_of_a_unit_keep_their_order():
-    units = torch.tensor([4, 2, 4, 2, 4])
-    order = shuffle_split(5, units, minibatches=1).order.tolist()
-    assert [i for i in order if units[i] == 4] == [0, 2, 4]
-    assert [i for i in order if units[i] == 2] == [1, 3]
+@pytest.mark.parametrize("remainder", ["raise", "drop", "carry", "uneven", "pad"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_minibatches_hold_whole_units_in_order_and_the_last_units_are_left_over(remainder, shuffle):
+    """The rows of a unit keep their order. Without a shuffle, units are in the order of their first rows."""
+    for seed, number in product(range(12), (1, 2, 3, 5, 8)):
+        random, by_size = Random(seed), seed % 2 == 1
+        ids = [random.randint(0, 5 + 20 * (seed % 3)) for _ in range(random.randint(1, 14))]
+        units = [*dict.fromkeys(ids)] if seed % 4 else [*range(len(ids))]
+        of = ids if seed % 4 else units  # without ids, each row is a unit
+        counts = counts_by_hand(len(units), number, by_size, remainder)
+        cut = {"minibatch_size" if by_size else "minibatches": number, "remainder": remainder}
+        cut |= {"shuffle": shuffle, "generator": torch.Generator().manual_seed(seed)}
+        if (remainder == "raise" and sum(counts) < len(units)) or (remainder == "drop" and not counts):
+            with pytest.raises(BatchError, match=f"^{len(units)} units "):
+                shuffle_split(len(ids), ids if seed % 4 else None, **cut)
+            continue
+        found = shuffle_split(len(ids), ids if seed % 4 else None, **cut)
+        order = [*found.order.tolist(), *found.left.tolist()]
+        drawn = [*dict.fromkeys(of[row] for row in order)]
+        assert sorted(drawn) == sorted(units)
+        assert shuffle or drawn == units
+        assert order == [row for unit in drawn for row, own in enumerate(of) if own == unit]
+        ends = [sum(counts[:end]) for end in range(len(counts) + 1)]
+        assert found.sizes == [sum(of.count(unit) for unit in drawn[a:b]) for a, b in pairwise(ends)]
+        assert len(found.order) == sum(found.sizes)
+
+
+def test_a_batch_without_rows_has_no_minibatch():
+    found = shuffle_split(0, minibatches=3)
+    assert (found.order.tolist(), found.sizes, found.left.tolist()) == ([], [], [])
 
 
 def test_orders_differ_between_calls_and_from_the_input(make_batch):
@@ -85,20 +73,6 @@ def test_orders_differ_between_calls_and_from_the_input(make_batch):
     assert (
         len({tuple(ShuffleSplit(minibatches=2, seed=s)(batch)["rollout_id"].tolist()) for s in range(5)}) == 5
     )
-
-
-def test_views_of_an_ordered_batch_equal_gathered_minibatches(make_batch):
-    batch = make_batch([float(i) for i in range(7)], [0] * 7)
-    one, two = (ShuffleSplit(minibatches=3, remainder="uneven", seed=1) for _ in "ab")
-    views = list(split_minibatches(one(batch)))
-    rows = Rows.read(batch)
-    drawn = two.permute(rows.seen_by(two))
-    gathered = list(drawn.steps([(rows.table.written_columns(), (), rows.table.batch)]))
-    assert [len(view) for view in views] == [3, 2, 2]
-    for number, (view, part) in enumerate(zip(views, gathered, strict=True)):
-        assert view[MINIBATCH].tolist() == part[MINIBATCH].tolist() == [number] * len(view)
-        assert torch.equal(view["tokens", "full"], part["tokens", "full"])
-        assert list(view["prompt_text"]) == list(part["prompt_text"])
 
 
 LEFT_OVER = (
@@ -195,17 +169,6 @@ def cut_again(split, order=slice(None)):
 def test_a_batch_or_option_that_makes_no_minibatches_is_refused_with_advice(call, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         call()
-
-
-def test_fewer_units_than_minibatches_make_no_empty_minibatch(make_batch):
-    batch = make_batch([0.0] * 2, [0, 1])
-    assert [len(p) for p in split_minibatches(ShuffleSplit(minibatches=5, remainder="uneven")(batch))] == [
-        1,
-        1,
-    ]
-    outcome = cut_alone(ShuffleSplit(minibatches=5, remainder="carry"), batch)
-    assert outcome.batch.shape == (0,)
-    assert outcome.measured["left"] == 2
 
 
 def steps_of_rank(group, make_batch, parts, shared_ids, options):
