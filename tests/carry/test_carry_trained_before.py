@@ -6,9 +6,9 @@ import re
 
 import pytest
 import torch
-from any_rank import results_of
 from hypothesis import given
 from hypothesis import strategies as st
+from rank_threads import results_in_threads
 from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline
@@ -248,8 +248,7 @@ def interrupt_on_ranks(rank: int, world: int) -> dict[str, object]:
     return found
 
 
-@pytest.mark.slow
-def test_ranks_agree_on_what_was_trained(tmp_path):
-    for found in results_of(interrupt_on_ranks, 2, tmp_path):
+def test_ranks_agree_on_what_was_trained():
+    for found in results_in_threads(interrupt_on_ranks, 2):
         assert "ranks [0] hold rows that were trained before" in found.pop("torn")
         assert all(found.values()), [name for name, right in found.items() if not right]

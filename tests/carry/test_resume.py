@@ -118,42 +118,6 @@ def test_epochs_and_rank_are_part_of_the_split():
         restored.minibatches(sixteen(), epochs=2)
 
 
-def reward_of_row_5(batch):
-    batch["next", "reward"][5] = 9.0
-
-
-def groups_swapped(batch):
-    batch["group_id"] = batch["group_id"].flip(0)
-
-
-def other_prompts(batch):
-    batch["prompt"] = batch["prompt"] + 1
-
-
-def no_prompts(batch):
-    del batch["prompt"]
-
-
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (reward_of_row_5, r"\('next', 'reward'\).* was \[2.0\] and is \[9.0\] at rows \[5\]"),
-        (groups_swapped, r"'group_id' was \[0, 0, 0\] and 13 more and is \[3, 3, 3\] and 13 more"),
-        (other_prompts, "'prompt' was"),
-        (no_prompts, "only one of the two batches has column 'prompt'"),
-    ],
-)
-def test_a_different_batch_of_equal_size_and_rollout_ids_is_refused(change, message, ragged):
-    state, rest = left_in_the_middle(sixteen())
-    restored, other = make(), sixteen()
-    restored.load_state_dict(state)
-    change(other)
-    with pytest.raises(BatchError, match=message):
-        restored.minibatches(lazy_stack(list(other.unbind(0))) if ragged else other)
-    assert rows_of(restored.minibatches(sixteen())) == rest
-
-
 @pytest.mark.parametrize("place", [0, 5, ROWS - 1])
 def test_a_column_of_one_row_that_no_stage_reads_does_not_stop_the_run(place):
     """Such a column is not used to recognise the batch, whichever row has it."""

@@ -57,9 +57,9 @@ def test_carried_rows_are_weighted_on_their_rank_and_counted_by_all():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_carried_row_trains_once_and_the_oldest_first(world, tmp_path):
+def test_every_carried_row_trains_once_and_the_oldest_first(world):
     """Each row trains once in each epoch, and no row is carried while a newer row trains."""
-    found = [carry_at_random(0, 1, 20)] if world == 1 else results_of(carry_at_random, world, tmp_path, 8)
+    found = results_in_threads(carry_at_random, world, 20 if world == 1 else 8)
     assert found == [[]] * world
 
 

@@ -118,23 +118,6 @@ def test_a_tree_above_the_budget_is_split_where_the_next_row_does_not_fit(rows, 
         assert length - int(shared[tree == place].sum()) == len(Trie([rows[i] for i in each]).paths)
 
 
-@given(st.lists(ROW_OF, min_size=1, max_size=8), st.sampled_from(["tokens", "attention"]))
-def test_a_tree_costs_the_sum_over_its_nodes(rows, balance):
-    """Here, attention costs n² + 10 n for a row of n tokens, so 2 d + 1 + 10 for a node at depth d."""
-    lengths, number = torch.tensor([len(row) for row in rows]), torch.tensor([row[0] for row in rows])
-    tree, common = forest_of(rows).pieces(torch.arange(len(rows)), None)
-    assert (tree[:, None] == tree).equal(number[:, None] == number)
-    for first in number.unique().tolist():
-        paths = Trie([row for row in rows if row[0] == first]).paths
-        own = number == first
-        found = (lengths - common)[own].sum()
-        expected = len(paths)
-        if balance == "attention":
-            found = (lengths**2 - common**2 + 10 * (lengths - common))[own].sum()
-            expected = sum(2 * len(path) - 1 + 10 for path in paths)
-        assert found == expected
-
-
 @given(st.integers(0, 2**32))
 def test_shared_tokens_of_any_rows_equal_those_of_a_loop(seed):
     """A row may occur twice, like a row that pads a micro-batch."""
