@@ -115,8 +115,8 @@ def test_the_split_keeps_its_documented_promises(lengths, fan_out, options, cut)
     tokens = [int(part[ATTENTION].sum()) for part in real]
     if "max_tokens" in cut:
         assert all(t <= cut["max_tokens"] or len(part) == 1 for t, part in zip(tokens, real, strict=True))
-    elif options["remainder"] == "pad":
-        assert len({len(part) for part in parts}) <= 1
+    full = max([1, *map(len, real)]) if options["remainder"] == "pad" and "max_tokens" not in cut else 1
+    assert [len(part) for part in parts] == [max(len(own), full) for own in real]
     if "microbatches" in cut and options["remainder"] == "pad":
         assert len(parts) == len(out[MINIBATCH].unique()) * options["ranks"] * cut["microbatches"]
 
@@ -290,6 +290,13 @@ def test_tokens_are_counted_only_if_an_option_needs_lengths():
     for option in ({}, {"microbatches": 2}, {"max_tokens": 9}, {"balance": "tokens"}, {"tree": "group"}):
         counted = ShuffleSplit(minibatches=1, length_key="mine", **option).tokens_counted
         assert counted == ([] if option.keys() <= {"microbatches"} else [("mine", None)])
+
+
+def test_minibatches_without_tokens_are_balanced():
+    batch = batch_of([1, 1])
+    batch[ATTENTION] = torch.zeros(2, 1, dtype=torch.bool)
+    measured = cut_alone(ShuffleSplit(minibatches=1, ranks=2, balance="tokens"), batch).measured
+    assert (measured["rank_imbalance"], measured["max_tokens"]) == (0.0, 0.0)
 
 
 def test_a_row_as_long_as_the_budget_is_not_above_it():

@@ -463,16 +463,14 @@ def draw_plans(
             minibatches.
     """
 
-    # 1. The order of each rank and pass. If a rank is alone, its indices are row numbers.
+    # 1. The order of each rank and pass, from indices into its rows to row numbers.
     def cut_of(rank: int, rows: Tensor, units: Ids | None, call: int) -> Cut:
         generator = torch.Generator().manual_seed(stream_seed("split", options.seed, call))
         how = options.minibatches, options.minibatch_size, options.remainder, options.shuffle
         carried = 0 if came is None else int((rows >= came).sum())
         with _rank_in_errors(rank, len(parts)):
             cut = cut_order(len(rows), units, *how, generator, carried)
-        if len(rows) < len(lengths):  # from indices into `rows` to row numbers
-            cut = Cut(rows.index_select(0, cut.order), cut.sizes, rows.index_select(0, cut.left))
-        return cut
+        return Cut(rows.index_select(0, cut.order), cut.sizes, rows.index_select(0, cut.left))
 
     cuts = [[cut_of(rank, *part, calls)] for rank, part in enumerate(parts)]
     if options.remainder == "carry":
@@ -524,8 +522,6 @@ def _first_steps(cut: Cut, steps: int) -> Cut:
 
 def _first_rows(cuts: Sequence[Cut]) -> list[Tensor]:
     """(1,) for each minibatch of a pass: its first row, of the first rank that has one. `cuts`: by rank."""
-    if len(cuts) == 1:  # no minibatch lacks rows
-        return []
     by_rank = [cut.order.split(cut.sizes) if cut.sizes else () for cut in cuts]
     return [torch.cat(rows)[:1] for rows in zip(*by_rank, strict=True)]
 
