@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import types
 from random import Random
 
@@ -297,6 +298,15 @@ def test_a_rollout_that_continues_a_rollout_without_its_first_row_is_refused():
     batch[COUNTED] = torch.tensor([True, False, True])
     with pytest.raises(BatchError, match=r"in the same group; found parent 10 of rollout 11 \(row 2\)"):
         Pipeline({"drop": DropsFirst(), "tree": TreeAdvantage(forks="parent")})(batch)
+
+
+@pytest.mark.parametrize(("rows", "mask"), [(2, (2, 3)), (4, None), (3, (3, 2)), (3, (3, 4)), (3, (2, 3))])
+def test_tokens_and_masks_of_other_shapes_are_refused(rows, mask):
+    reward, tokens = torch.zeros(3), torch.zeros(rows, 3).long()
+    present = None if mask is None else torch.ones(mask, dtype=torch.bool)
+    said = f"tokens and mask must be (N, T), for 3 rewards; found {(rows, 3)} and {mask or (rows, 3)}"
+    with pytest.raises(BatchError, match=f"^{re.escape(said)}$"):
+        tree_advantage(reward, tokens, torch.zeros(3).long(), present)
 
 
 @pytest.mark.parametrize(
