@@ -64,7 +64,9 @@ class Forest:
         if part is not None:
             sorted_part = part.index_select(0, order)
             common = torch.where(sorted_part[1:] == sorted_part[:-1], common, 0)
-        return torch.zeros_like(rows).index_copy_(0, order[1:], common)
+        found = torch.zeros_like(rows)
+        found[order[1:]] = common
+        return found
 
     def pieces(self, rows: Tensor, budget: int | None) -> tuple[Tensor, Tensor]:
         """Divide the rows of a minibatch into trees. Cut trees above the budget into pieces.
