@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+import re
+import statistics
 
 import pytest
 import torch
-from alone import said_by
 from batches import batch_of
 
 from headrace.pipeline import Pipeline
@@ -21,7 +22,6 @@ from headrace.transforms import (
     SampleFilter,
     SignFactors,
     TurnDiscount,
-    difficulty_weight,
 )
 
 
@@ -53,86 +53,85 @@ def test_stages_change_an_advantage_per_token_like_an_advantage_per_row():
     torch.testing.assert_close(by_token["advantage"], of_rows.expand(5, 4, 1))
 
 
-def test_a_group_is_weighted_by_its_difficulty():
-    """The weight of MGPO, arXiv:2511.06221, is exp(−KL((p, 1 − p) ‖ (½, ½))), with the group mean p."""
-    for successes in range(5):  # rewards of exactly 0 and 1 are allowed
-        batch = batch_of([1.0] * successes + [0.0] * (4 - successes), [0] * 4)
-        batch = GroupRelativeAdvantage(scale="none")(FanOutCollapse()(batch))
-        p = successes / 4
-        weight = math.exp(-sum(x * math.log(2 * x) for x in (p, 1 - p) if x))
-        said = said_by(DifficultyWeight(), batch)
-        torch.testing.assert_close(said.batch["advantage"], batch["advantage"] * weight)
-        assert said.metrics == {"mean": pytest.approx(weight)}
-        assert float(difficulty_weight(torch.tensor([p]))) == pytest.approx(weight)
-
-
-def test_difficulty_needs_rewards_from_0_to_1():
-    for wrong in (1.5, -0.5):
-        batch = GroupRelativeAdvantage()(FanOutCollapse()(batch_of([0.0, wrong], [0, 0])))
-        found = rf"needs rewards in \[0, 1\], .*; found {wrong} at row 1 \(rollout 1\). Put RewardScale after"
-        with pytest.raises(BatchError, match=found):
-            DifficultyWeight()(batch)
-
-
-def of_several(rewards: list[list[float]], groups: list[int], ids: list[int] | None = None):
+def several_rewards(rewards: list[list[float]], groups: list[int], ids: list[int] | None = None):
     """A batch of rows with K rewards."""
     batch = batch_of([0.0] * len(groups), groups, ids)
     batch["next", "reward"] = torch.tensor(rewards, dtype=torch.float64)
     return batch
 
 
-def decoupled(missing: str = "raise") -> dict[str, BatchTransform]:
-    """The stages of the recipe gdpo, up to the advantage."""
-    options = {"several": "decoupled", "scale": "none", "missing": missing}
+def compared(columns: int, missing: str = "raise") -> dict[str, BatchTransform]:
+    """The stages up to the advantage: for several rewards, those of the recipe gdpo."""
+    several = "decoupled" if columns > 1 else "sum"
     return {
-        "collapse": FanOutCollapse(columns=2, missing=missing),
-        "advantage": GroupRelativeAdvantage(**options),
+        "collapse": FanOutCollapse(columns=columns, missing=missing),
+        "advantage": GroupRelativeAdvantage(several=several, scale="none", missing=missing),
     }
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_a_group_is_weighted_by_the_difficulty_of_one_of_its_rewards(seed):
-    """Loops over rollouts give the weights. Some rollouts lack a reward, and some are excluded."""
-    chance, nan = random.Random(seed), float("nan")
-    group = {number: chance.randint(0, 2) for number in range(9)}
-    reward = {
-        number: [chance.choice([0.0, 1.0, nan]), chance.choice([-3.0, 7.0, nan])] for number in range(9)
-    }
-    for each in set(group.values()):  # one rollout of each group has both rewards
-        reward[min(number for number in group if group[number] == each)] = [1.0, 2.0]
-    ids = [number for number in group for _ in range(chance.randint(1, 3))]
-    chance.shuffle(ids)
-    batch = of_several([reward[number] for number in ids], [group[number] for number in ids], ids)
-    away = {number for number in group if reward[number][0] == 0 and chance.random() < 0.3}
-    batch["away"] = torch.tensor([number in away for number in ids])
-    out = SampleFilter(criterion=lambda batch: ~batch["away"], action="exclude")
-    stages = {"out": out, **decoupled("skip")}
-    before = Pipeline(stages)(batch)["advantage"].flatten().tolist()
-    run = Pipeline({**stages, "difficulty": DifficultyWeight(reward=0)}).run(batch)
-    found, counted = run.batch["advantage"], []
-    for row, number in enumerate(ids):
-        same = [other for other in group if group[other] == group[number] and other not in away]
-        known = [reward[other][0] for other in same if not math.isnan(reward[other][0])]
-        p = sum(known) / len(known)
-        weight = math.exp(-sum(x * math.log(2 * x) for x in (p, 1 - p) if x))
-        assert float(found[row]) == pytest.approx(before[row] * weight, rel=1e-12)
-        counted += [weight] if number not in away and not math.isnan(reward[number][0]) else []
-    assert run.metrics["difficulty/mean"] == pytest.approx(sum(counted) / len(counted), rel=1e-12)
+def test_a_group_is_weighted_by_the_difficulty_of_its_reward():
+    """Loops give exp(−KL((p, 1 − p) ‖ (½, ½))) of MGPO, arXiv:2511.06221, for the mean p of a group.
+
+    Every second batch has a second reward, which is not averaged. Some rollouts lack a reward, and some are
+    excluded.
+    """
+    for seed in range(16):
+        chance, nan, columns = random.Random(seed), float("nan"), 1 + seed % 2
+        group = {number: chance.randint(0, 2) for number in range(9)}
+        reward = {n: [chance.choice([0, 1.0, nan]), chance.choice([-3.0, 7, nan])] for n in group}
+        for each in set(group.values()):  # one rollout of each group has both rewards
+            reward[min(n for n in group if group[n] == each)] = [chance.choice([0, 1.0]), 2.0]
+        ids = [number for number in group for _ in range(chance.randint(1, 3))]
+        chance.shuffle(ids)
+        batch = several_rewards([reward[n][:columns] for n in ids], [group[n] for n in ids], ids)
+        scored = {n for n in group if not math.isnan(reward[n][0])}
+        away = {n for n in scored if sum(group[m] == group[n] for m in scored) > 1 and chance.random() < 0.2}
+        away = {n for n in away if {m for m in scored if group[m] == group[n]} - away}
+        batch["away"] = torch.tensor([number in away for number in ids])
+        out = SampleFilter(criterion=lambda batch: ~batch["away"], action="exclude")
+        stages = {"out": out, **compared(columns, "skip")}
+        before = Pipeline(stages)(batch)["advantage"].flatten().tolist()
+        stage = DifficultyWeight(reward=0 if columns == 2 else None)
+        run = Pipeline({**stages, "difficulty": stage}).run(batch)
+        p = {
+            g: statistics.fmean(reward[n][0] for n in scored - away if group[n] == g) for g in group.values()
+        }
+        weight = {g: math.exp(-sum(x * math.log(2 * x) for x in (p[g], 1 - p[g]) if x)) for g in p}
+        expected = [before[row] * weight[group[n]] for row, n in enumerate(ids)]
+        assert run.batch["advantage"].flatten().tolist() == pytest.approx(expected, rel=1e-12), seed
+        counted = [weight[group[n]] for n in ids if n in scored - away]
+        assert run.metrics["difficulty/mean"] == pytest.approx(statistics.fmean(counted), rel=1e-12), seed
 
 
-def test_the_error_of_difficulty_says_which_reward_to_use():
-    """The error does not advise RewardScale, because several='decoupled' refuses it."""
-    batch = of_several([[0.0, 5], [1, 5], [0, 2]], [0, 0, 1])
-    several = Pipeline({**decoupled(), "difficulty": DifficultyWeight()})
-    with pytest.raises(BatchError, match=r"found 5.0 at row 0.*\. Set reward=0, or the index of another"):
-        several(batch)
-    second = Pipeline({**decoupled(), "difficulty": DifficultyWeight(reward=1)})
-    with pytest.raises(BatchError, match=r"found 5.0 at row 0.*\. Choose another reward, scale this"):
-        second(batch)
-    third = Pipeline({**decoupled(), "difficulty": DifficultyWeight(reward=2)})
-    with pytest.raises(BatchError, match=r"needs 3 rewards per row; found 2. Set FanOutCollapse\(columns=K"):
-        third(batch)
-    batch["next", "reward"][2, 0] = float("nan")
-    first = Pipeline({**decoupled("skip"), "difficulty": DifficultyWeight(reward=0)})
-    with pytest.raises(BatchError, match="the mean of reward 0; no rollout has it in group 1"):
-        first(batch)
+PUT = "Put RewardScale after FanOutCollapse"
+SET = "Set reward=0, or the index of another reward that is in [0, 1]"
+CHOOSE = "Choose another reward, scale this reward where it is computed"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "options", "found"),
+    [
+        # RewardScale is not advised for several rewards, because several='decoupled' refuses it.
+        ([[0.0], [1.5], [-0.5]], {}, f"1.5 at row 1 (rollout 1), -0.5 at row 2 (rollout 2). {PUT}"),
+        ([[0.0, 5], [1, 0], [0, 0]], {}, f"5.0 at row 0 (rollout 0). {SET}"),
+        ([[0.0, 5], [9, 1], [9, 0]], {"reward": 1}, f"5.0 at row 0 (rollout 0). {CHOOSE}"),
+    ],
+)
+def test_the_error_of_difficulty_says_which_reward_to_use(rewards, options, found):
+    stages = compared(len(rewards[0])) | {"difficulty": DifficultyWeight(**options)}
+    with pytest.raises(BatchError) as refused:
+        Pipeline(stages)(several_rewards(rewards, [0, 0, 1]))
+    assert str(refused.value).partition("needs ")[2] == (
+        f"rewards in [0, 1], whose mean is a success rate; found {found}, or remove this stage"
+    )
+
+
+def test_an_unknown_difficulty_is_refused():
+    batch = several_rewards([[0.0, 5], [1, 5], [float("nan"), 2]], [0, 0, 1])
+    for reward, said in (
+        (2, "needs 3 rewards per row; found 2. Set FanOutCollapse(columns=K), or a smaller index; the first"),
+        (0, "a group's difficulty is the mean of reward 0; no rollout has it in group 1. Score one, or"),
+    ):
+        stages = compared(2, "skip") | {"difficulty": DifficultyWeight(reward=reward)}
+        with pytest.raises(BatchError, match=re.escape(said)):
+            Pipeline(stages)(batch)

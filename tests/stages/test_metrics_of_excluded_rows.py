@@ -20,9 +20,9 @@ RECIPES = ["grpo", "dapo", "dr_grpo", "gfpo", "length_bonus", "lite_ppo", "maxrl
 RECIPES += ["opmd", "opo", "passk", "pkpo", "rloo", "scalerl", "tis", "icepop", "opsm"]
 
 
-def batch(seed: int) -> TensorDict:
+def batch() -> TensorDict:
     """Groups of six rollouts of one or two rows. About 30% of the rollouts are truncated."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     rollout = torch.repeat_interleave(torch.arange(24), torch.randint(1, 3, (24,), generator=generator))
     rows = len(rollout)
     logs = lambda: -torch.rand(rows, 5, generator=generator, dtype=torch.float64)  # noqa: E731
@@ -60,12 +60,11 @@ def made(recipe: str, action: str) -> Pipeline:
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "by hand"])
 def test_excluded_rows_give_the_numbers_of_dropped_rows(recipe):
-    for seed in range(3):
-        found = []
-        for action in ("drop", "exclude"):
-            run = made(recipe, action).run(batch(seed))
-            numbers = run.metrics | make_report(run).numbers
-            found.append({name: value for name, value in numbers.items() if not name.startswith("time/")})
-        dropped, excluded = found
-        assert dropped.keys() == excluded.keys()
-        assert dropped == pytest.approx(excluded, abs=1e-9, nan_ok=True)
+    found = []
+    for action in ("drop", "exclude"):
+        run = made(recipe, action).run(batch())
+        numbers = run.metrics | make_report(run).numbers
+        found.append({name: value for name, value in numbers.items() if not name.startswith("time/")})
+    dropped, excluded = found
+    assert dropped.keys() == excluded.keys()
+    assert dropped == pytest.approx(excluded, abs=1e-9, nan_ok=True)
