@@ -280,7 +280,7 @@ def test_a_batch_without_rows_lacks_every_group(make_batch):
 
 def test_gate_and_assembler_keep_a_group_at_exactly_min_fraction(make_batch):
     """With one rollout fewer, the group leaves. Fractions such as 7/13 are rounded in floating point."""
-    for expected in range(2, 14):
+    for expected in (3, 10, 13):
         for have in range(1, expected):
             rows = make_batch([0.0] * expected, [0] * expected, list(range(expected)))
             rows["status"] = torch.tensor([DONE] * have + [FAILED] * (expected - have))

@@ -17,14 +17,18 @@ from headrace import transforms
 from headrace.transforms import (
     GAE,
     BatchWhitening,
+    CompletenessGate,
     DifficultyWeight,
     DirectedWeight,
     Diverged,
     EntropyShare,
+    FanOutCollapse,
     GroupRelativeAdvantage,
+    LengthPenalty,
     LogRatio,
     LossWeight,
     OptimalTokenBaseline,
+    RelativeLength,
     RewardsToGo,
     RolloutCorrection,
     RunningBaseline,
@@ -214,20 +218,30 @@ FUNCTIONS = {  # with one row of one token
 OPTIONS = {"directed_weight": {"clip": 0.5}, "staleness_weight": {"decay": 0.5}}
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+OTHERS = ("assign_rows", "collapse_fan_out", "generalized_advantage", "incomplete_groups", "length_penalty")
+OTHERS += ("overlong_punishment", "relative_length", "shuffle_split", "tree_advantage")
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *OTHERS])
 def test_a_function_names_its_options_if_one_is_unknown(name):
-    function, known = getattr(transforms, name), OPTIONS.get(name, {})
-    function(*FUNCTIONS[name], **known)
     with pytest.raises(TypeError, match=f"^{name} has no option 'nothing'; its options are "):
-        function(*FUNCTIONS[name], **known, nothing=0)
+        getattr(transforms, name)(nothing=0)
 
 
+ONE_ROLLOUT = {"on_incomplete": "keep", "min_rollouts": 1}
 IN_BOUNDS = {  # for each stage or term: other options, and for each option values in and out of its bounds
     BatchWhitening: ({}, {"eps": ([0, 1e9], [-1e-9])}),
+    CompletenessGate: (
+        ONE_ROLLOUT,
+        {"group_size": ([1], [0]), "min_rollouts": ([1], [0]), "min_fraction": ([1e-9, 1], [0, 1.001])},
+    ),
     DifficultyWeight: ({}, {"reward": ([0, 7], [-1])}),
     DirectedWeight: ({}, {"clip": ([0, 1], [-1e-9, 1.001])}),
+    FanOutCollapse: ({}, {"columns": ([1, 7], [0])}),
     GAE: ({}, {"gamma": ([0, 1], [-1e-9, 1.001]), "lam": ([0, 1], [-1e-9, 1.001])}),
+    LengthPenalty: ({}, {"coefficient": ([0, 9], [-1e-9])}),
     LossWeight: ({"unit": "constant"}, {"length": ([1, 9], [0])}),
+    RelativeLength: ({}, {"coefficient": ([0, 9], [-1e-9])}),
     RewardsToGo: ({}, {"discount": ([0, 1], [-1e-9, 1.001])}),
     RolloutCorrection: ({}, {"least_ess": ([0, 1], [-1e-9, 1.001]), "low": ([0, 2], [-1e-9, 2.001])}),
     RunningBaseline: (

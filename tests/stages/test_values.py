@@ -77,10 +77,9 @@ def off(found: torch.Tensor, expected: list) -> float:
     return float((found.reshape(numbers.shape) - numbers).abs().max())
 
 
-@pytest.mark.parametrize("seeds", [range(100 * part, 100 * part + 100) for part in range(3)])
-def test_advantages_equal_loops_over_the_steps_of_a_rollout(seeds):
+def test_advantages_equal_loops_over_the_steps_of_a_rollout():
     """The loop follows the rows of a rollout in order. Tokens that were not sampled are not steps."""
-    for seed in seeds:
+    for seed in range(80):
         drawn = Drawn(seed)
         reward = torch.tensor([drawn.rewards[rollout] for rollout in drawn.ids], dtype=torch.float64)
         value, sampled = torch.tensor(drawn.value, dtype=torch.float64), torch.tensor(drawn.sampled)
@@ -106,7 +105,7 @@ UNITS = {
 @pytest.mark.parametrize("unit", UNITS)
 def test_the_stage_equals_the_loops_for_dense_and_ragged_rows(unit):
     """Excluded rows are skipped, and get 0."""
-    for seed in range(30):
+    for seed in range(12):
         drawn = Drawn(seed)
         batch, chance = drawn.batch(), random.Random(seed)
         out = frozenset(row for row in range(len(batch)) if seed % 3 and chance.random() < 0.2)
@@ -208,15 +207,12 @@ def test_a_stage_that_masked_rows_alone_is_refused():
         GAE()(out(batch))
 
 
-def test_the_function_names_its_options_and_takes_rows_without_a_step():
+def test_rows_without_a_step_have_the_advantage_and_target_0():
     value, none = torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool)
     for size, tokens in ((0, 3), (2, 3), (2, 0)):
         some = value[:size, :tokens], none[:size, :tokens], torch.ones(size)
-        assert [(each.shape, bool(each.any())) for each in generalized_advantage(*some)] == [
-            ((size, tokens), False)
-        ] * 2
-    with pytest.raises(TypeError, match=r"^generalized_advantage has no option 'nothing'; its options are "):
-        generalized_advantage(*some, nothing=0)
+        for found in generalized_advantage(*some):
+            assert torch.equal(found, torch.zeros(size, tokens))
 
 
 def test_invalid_values_rewards_and_turns_are_named():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -113,7 +113,7 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
                 role="expected",
             )
     else:
-        expected = torch.full_like(have, group_size or 0)
+        expected = torch.full_like(have, cast(int, group_size))
         todo = (
             "If groups have different sizes, give the column {column} instead of group_size. "
             "If not, are group ids reused between steps?"
@@ -425,9 +425,9 @@ class CompletenessGate(
             self._refuse(found, without_rows, hint, text, facts, of=len(firsts))
         dropped = incomplete
         if self.on_incomplete == "keep":
-            dropped = (presence.have < (self.min_rollouts or 1)) | (
-                presence.have.double() / presence.expected < (self.min_fraction or 0)
-            )
+            share = presence.have.double() / presence.expected
+            bounds = ((presence.have, self.min_rollouts), (share, self.min_fraction))
+            dropped = torch.stack([found < least for found, least in bounds if least is not None]).any(0)
 
         # 3. Take out the rows of dropped groups, and of rollouts that are empty or not present.
         present, lost = rollouts.spread(presence.present), rollouts.spread(presence.lost)

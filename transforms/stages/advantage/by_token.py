@@ -233,7 +233,7 @@ def how_much_changes(
     change = zero_outside(after.double() - before.double(), trains).abs_()
     return {
         "tokens": count_true(trains),
-        "changed": count_true(change != 0),
+        "changed": count_true(change.bool()),
         "abs_mean": plain_sum(change),
         "term_mean": plain_sum(zero_outside(term.to(torch.float64, copy=True), trains)),
     }
