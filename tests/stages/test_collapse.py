@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 
 import pytest
 import torch
@@ -19,49 +20,65 @@ from headrace.transforms import (
 )
 from headrace.transforms.table.schema import COUNTED, IS_FIRST_SEGMENT, REWARD, REWARDS
 
-
-def test_segment_rewards_must_agree_unless_a_reduction_is_set(make_batch):
-    batch = make_batch([1.0, 2.0, 5.0], [0, 0, 0], [7, 7, 8])
-    with pytest.raises(BatchError, match=r"rollout 7 \(rows \[0, 1\]: \[1.0, 2.0\]\).*reward='sum'"):
-        FanOutCollapse()(batch)
-    assert FanOutCollapse(reward="sum")(batch)[REWARD].tolist() == [3, 3, 5]
+OF_SEGMENTS = {
+    "first": lambda own: own[0],
+    "last": lambda own: own[-1],
+    "sum": sum,
+    "mean": statistics.fmean,
+    "max": max,
+}
 
 
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(-9, 9)), min_size=1, max_size=20, unique=True),
-    st.sampled_from(["first", "last"]),
+    st.sampled_from([*OF_SEGMENTS]),
     st.lists(st.booleans(), min_size=20, max_size=20),
+    st.booleans(),
 )
-def test_first_and_last_may_follow_a_turn_column(segments, how, counted):
-    """A loop finds the reward of the segment with the lowest or highest turn.
+def test_reductions_equal_loops_over_the_segments_that_count(segments, how, counted, by_turn):
+    """The segments of a rollout are in the order of the rows, or in that of a column.
 
-    If this segment is excluded and others are not, the rollout is refused.
+    If its first or last segment is excluded and others are not, a rollout is refused under this reduction.
     """
+    by_turn = by_turn and how in ("first", "last")
     rollouts, turns = [rollout for rollout, _ in segments], [turn for _, turn in segments]
-    rewards = [float(row) for row in range(len(segments))]
+    order = turns if by_turn else list(range(len(segments)))
+    rewards = [float(number * (-1) ** number) for number in range(len(segments))]
     batch = batch_of(rewards, rollouts, rollouts, turn=turns)
-    batch[COUNTED] = torch.tensor(counted[: len(segments)])
     inside = [row for row in range(len(segments)) if counted[row]]
 
-    def expected(row: int, rows: list[int]) -> float:
-        segments_of = [other for other in rows if rollouts[other] == rollouts[row]]
-        pick = min if how == "first" else max
-        return rewards[pick(segments_of, key=lambda other: turns[other])]
+    def expected(rows: list[int]) -> list[float]:
+        of = {}
+        for row in sorted(rows, key=lambda row: order[row]):
+            of.setdefault(rollouts[row], []).append(rewards[row])
+        return [OF_SEGMENTS[how](of[rollouts[row]]) if row in rows else 0.0 for row in range(len(segments))]
 
-    everybody = list(range(len(segments)))
-    without = {rollouts[row] for row in inside if expected(row, everybody) != expected(row, inside)}
-    if without:
-        with pytest.raises(
-            BatchError, match=f"its {how} segment, but this segment was taken out of rollout"
-        ) as refused:
-            FanOutCollapse(reward=how, turn_key="turn")(batch)
+    everybody = expected(list(range(len(segments))))
+    function = collapse_fan_out(rewards, rollouts, reduce=how, turn=turns if by_turn else None)
+    assert function.reward.tolist() == pytest.approx(everybody, rel=1e-6)
+    assert function.is_first_segment.tolist() == [rollouts.index(own) == n for n, own in enumerate(rollouts)]
+    stage = FanOutCollapse(reward=how, turn_key="turn" if by_turn else None)
+    batch[COUNTED] = torch.tensor(counted[: len(segments)])
+    without = {rollouts[row] for row in inside if expected(inside)[row] != everybody[row]}
+    if without and how in ("first", "last"):
+        said = f"its {how} segment, but this segment was taken out of rollout"
+        with pytest.raises(BatchError, match=said) as refused:
+            stage(batch)
         assert set(map(int, re.findall(r"rollout (\d+)", str(refused.value)))) == without
-        batch[COUNTED] = torch.tensor([rollout not in without for rollout in rollouts]) & batch[COUNTED]
+        batch[COUNTED] &= torch.tensor([rollout not in without for rollout in rollouts])
         inside = [row for row in inside if rollouts[row] not in without]
-    found = FanOutCollapse(reward=how, turn_key="turn")(batch)[REWARD].tolist()
-    assert found == [expected(row, inside) if row in inside else 0.0 for row in range(len(segments))]
-    alone = collapse_fan_out(rewards, rollouts, reduce=how, turn=turns).reward.tolist()
-    assert alone == [expected(row, everybody) for row in everybody]
+    assert stage(batch)[REWARD].tolist() == pytest.approx(expected(inside), rel=1e-6)
+
+
+def test_segment_rewards_must_agree_if_they_are_shared(make_batch):
+    batch = make_batch([1.0, 2.0, 5.0], [0, 0, 0], [7, 7, 8])
+    with pytest.raises(BatchError, match=r"rollout 7 \(rows \[0, 1\]: \[1.0, 2.0\]\).*reward='sum'"):
+        FanOutCollapse()(batch)
+    for shape in ((3,), (3, 1), (3, 1, 1)):  # as collectors write them
+        batch["next", "reward"] = torch.tensor([1.0, 1.0, 5.0]).view(shape)
+        out = FanOutCollapse()(batch)
+        assert out[REWARD].tolist() == [1, 1, 5]
+        assert out[IS_FIRST_SEGMENT].tolist() == [True, False, True]
 
 
 def test_a_repeated_turn_of_a_rollout_is_refused(make_batch):
@@ -73,22 +90,6 @@ def test_a_repeated_turn_of_a_rollout_is_refused(make_batch):
         collapse_fan_out([1.0, 2, 3], [7, 8, 7], reduce="first", turn=[4, 4, 4])
     with pytest.raises(ValueError, match=r"turn_key is only read with .*; got it with reward='sum'"):
         FanOutCollapse(reward="sum", turn_key="turn")
-
-
-@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 1, 1)])
-def test_rewards_may_have_any_shape_that_collectors_write(make_batch, shape):
-    batch = make_batch([1.0, 3, 3], [0, 0, 0], [0, 1, 1])
-    batch["next", "reward"] = batch["next", "reward"].view(shape)
-    assert FanOutCollapse()(batch)[REWARD].tolist() == [1, 3, 3]
-
-
-def test_a_reward_per_token_is_refused(make_batch):
-    batch = make_batch([1.0, 3], [0, 0])
-    batch["next", "reward"] = torch.zeros(2, 4)
-    with pytest.raises(
-        BatchError, match=r"one number per row in \('next', 'reward'\).*2 rows; found \(2, 4\)"
-    ):
-        FanOutCollapse()(batch)
 
 
 def test_excluded_rows_are_not_used_or_checked(make_batch):
@@ -106,37 +107,23 @@ def test_without_the_collapse_a_repeated_rollout_raises(make_batch):
         GroupRelativeAdvantage()(batch)
 
 
-def test_a_rollout_counts_once_if_its_first_row_leaves(make_batch):
-    out = FanOutCollapse()(make_batch([1.0, 3, 3], [0, 0, 0], [0, 1, 1]))[torch.tensor([0, 2])]
-    assert GroupRelativeAdvantage(scale="none")(out)["advantage"].flatten().tolist() == [-1, 1]
-
-
 NAN = float("nan")
 
 
-@pytest.mark.parametrize("rewards", [[NAN, 1.0], [1.0, NAN], [NAN, 0.0], [0.0, NAN]])
+@pytest.mark.parametrize(
+    "rewards",
+    [[[NAN], [1.0]], [[0.0], [NAN]], [[NAN, 2.0], [2.0, NAN]], [[NAN, 2.0], [NAN, NAN]], [[NAN, 2], [2, 2]]],
+)
 def test_segments_that_disagree_on_a_missing_reward_are_refused(make_batch, rewards):
-    batch = make_batch([5.0, *rewards], [0, 0, 0], [8, 7, 7])
-    found = re.escape(f"rollout 7 (rows [1, 2]: {[[value] for value in rewards]})")
+    """They disagree on the only reward, on both, or on one of two."""
+    stage = FanOutCollapse(missing="skip", columns=len(rewards[0]))
+    batch = make_batch([0.0] * 3, [0, 0, 0], [8, 7, 7])
+    batch["next", "reward"] = torch.tensor([rewards[0], *rewards])
+    found = re.escape(f"rollout 7 (rows [1, 2]: {batch['next', 'reward'][1:].tolist()})")
     with pytest.raises(BatchError, match=rf"missing on all segments of its rollout; found {found}$"):
-        FanOutCollapse(missing="skip")(batch)
+        stage(batch)
     batch[COUNTED] = torch.tensor([True, True, False])  # an excluded segment is not compared
-    assert FanOutCollapse(missing="skip")(batch)[IS_FIRST_SEGMENT].tolist() == [True, True, False]
-
-
-def test_each_of_several_rewards_may_be_missing(make_batch):
-    batch = make_batch([0.0] * 3, [0] * 3, [7, 7, 8])
-    rewards = [[NAN, 2.0], [NAN, 2.0], [4.0, NAN]]
-    batch["next", "reward"] = torch.tensor(rewards)
-    outcome = said_by(FanOutCollapse(columns=2, missing="skip"), batch)
-    assert torch.equal(outcome.batch[REWARDS].nan_to_num(-1), torch.tensor(rewards).nan_to_num(-1))
-    assert outcome.batch[REWARD].tolist() == [2, 2, 4]
-    assert outcome.metrics["reward_mean"] == 3
-    for wrong in ([2.0, NAN], [NAN, NAN], [2.0, 2.0]):  # the segments disagree on both columns, or on one
-        batch["next", "reward"][1] = torch.tensor(wrong)
-        found = re.escape(f"rollout 7 (rows [0, 1]: [[nan, 2.0], {wrong}])")
-        with pytest.raises(BatchError, match=f"missing on all segments of its rollout; found {found}"):
-            FanOutCollapse(columns=2, missing="skip")(batch)
+    assert stage(batch)[IS_FIRST_SEGMENT].tolist() == [True, True, False]
 
 
 def test_a_missing_reward_is_refused_unless_skipped(make_batch):
@@ -146,32 +133,6 @@ def test_a_missing_reward_is_refused_unless_skipped(make_batch):
     batch["next", "reward"][0] = float("inf")
     with pytest.raises(BatchError, match="must be finite; found inf at row 0"):
         FanOutCollapse(missing="skip")(batch)
-
-
-@pytest.mark.parametrize(
-    ("reduce", "expected"),
-    [("shared", None), ("first", 2.0), ("last", 3.0), ("sum", 6.0), ("mean", 2.0), ("max", 3.0)],
-)
-def test_reductions_equal_the_values_by_hand(reduce, expected):
-    """A rollout has the rewards 2, 1 and 3, or 2 on all segments if they are shared."""
-    rewards = [2.0, 7.0, 1.0, 3.0] if expected else [2.0, 7.0, 2.0, 2.0]
-    found = collapse_fan_out(rewards, [5, 6, 5, 5], reduce=reduce)
-    assert found.reward.tolist() == [expected or 2, 7, expected or 2, expected or 2]
-    assert found.is_first_segment.tolist() == [True, True, False, False]
-
-
-@pytest.mark.parametrize("how", ["first", "last"])
-def test_a_rollout_of_one_row_keeps_its_reward_beside_others(how):
-    """The first row and the last row of the batch may each be a whole rollout."""
-    found = collapse_fan_out([1.0, 2, 3, 4], [9, 5, 5, 0], reduce=how).reward.tolist()
-    assert found == [1, *[2.0 if how == "first" else 3.0] * 2, 4]
-
-
-@pytest.mark.parametrize(("how", "expected"), [("first", 1.0), ("last", 2.0)])
-def test_a_rollout_that_is_out_of_the_statistics_has_no_segment_to_choose(make_batch, how, expected):
-    batch = make_batch([9.0, 1, 2, 9], [0] * 4, [8, 7, 7, 6])
-    batch[COUNTED] = torch.tensor([False, True, True, False])
-    assert FanOutCollapse(reward=how)(batch)[REWARD].tolist() == [0, expected, expected, 0]
 
 
 @pytest.mark.parametrize(

@@ -70,13 +70,6 @@ def test_weights_equal_those_of_a_loop():
             assert out["advantage"].shape == (9, 7, 1)
 
 
-def test_the_mean_divergence_of_one_token_is_its_divergence():
-    trainer, sampler = torch.tensor([[-1.0, -2.0], [-1.0, -2.0]]), torch.tensor([[-1.5, -1.0], [-1.5, -1.0]])
-    mask = torch.tensor([[True, False], [False, False]])
-    found = divergence(trainer, sampler, mask, estimator="k1", level="mean")
-    assert found.tolist() == [-0.5, 0.0]  # log μ − log π_old is −1.5 + 1; a row without tokens has 0
-
-
 def test_a_row_without_tokens_has_the_divergence_0_at_every_level():
     nothing = torch.zeros(2, 0)
     for estimator, level in itertools.product(ESTIMATORS, OVER):

@@ -218,23 +218,6 @@ def test_equal_rewards_have_an_advantage_of_exactly_0(groups, options, double):
         assert (group_relative_advantage(reward, group_id, **options) == 0).all()
 
 
-@pytest.mark.parametrize("baseline", BASELINES)
-def test_every_baseline_equals_its_definition_in_groups_of_1_to_11(baseline):
-    """Equal rewards get exactly 0, except with `batch` and `none`, which do not compare within a group."""
-    options = {"baseline": baseline, "scale": "none", "shift": 0.0, "singleton": "zero"}
-    options |= {"ddof": 1, "eps": 0.0, "eps_mode": "add"}
-    sizes = torch.arange(1, 12)
-    group = torch.arange(11).repeat_interleave(sizes)
-    rollout = torch.arange(len(group))
-    reward = torch.rand(len(group), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    expected = by_loops(reward, group, rollout, **options)
-    torch.testing.assert_close(group_relative_advantage(reward, group, rollout, **options), expected)
-    if baseline not in ("batch", "none"):
-        for equal in (0.1, 0.7, 1 / 3, 1e4 + 0.01):
-            reward = torch.full((len(group),), equal, dtype=torch.float64)
-            assert not group_relative_advantage(reward, group, rollout, **options).any(), equal
-
-
 FORMULAS = {
     "eps": [0.0, 0.5],
     "eps_mode": ["add", "clamp", "skip"],
@@ -390,14 +373,15 @@ def test_singleton_raise_refuses_a_group_of_one_rollout():
         group_relative_advantage([1.0, 2, 3, 3, 5], [0, 0, 9, 9, 2], [1, 2, 4, 4, 3], singleton="raise")
 
 
-def test_rewards_whose_square_overflows_raise():  # the bound: √(1.8e308 / 4) / 16
-    rewards = torch.tensor([0, 1e200, 4.1e152, -1e200], dtype=torch.float64)
+def test_rewards_whose_square_overflows_raise():
+    bound = (torch.finfo(torch.float64).max / 4) ** 0.5 / 16
+    rewards = torch.tensor([0, 1e200, bound, -1e200], dtype=torch.float64)
     found = r"found 1e\+200 at row 1 \(rollout 1\), -1e\+200 at row 3 \(rollout 3\)$"
     with pytest.raises(BatchError, match=r"must be at most 4\.2e\+152, so that the sum of .*; " + found):
         group_relative_advantage(rewards, [0, 0, 1, 1])
-    assert group_relative_advantage(rewards[[0, 2]], [0, 0]).tolist() == pytest.approx(
-        [-(0.5**0.5), 0.5**0.5]
-    )
+    rewards[[1, 3]] = 0.0
+    found = group_relative_advantage(rewards, [0, 1, 0, 1])
+    assert found.tolist() == pytest.approx([-(0.5**0.5), 0, 0.5**0.5, 0])
 
 
 def test_differences_of_rewards_may_exceed_their_dtype():
@@ -465,6 +449,8 @@ def test_counts_may_exceed_the_range_of_float16():
 
 
 def test_an_advantage_beyond_its_dtype_raises():
+    most = torch.tensor([torch.finfo(torch.float32).max])
+    assert torch.equal(group_relative_advantage(most, [0], baseline="none", scale="none"), most)
     with pytest.raises(BatchError, match=r"must fit into torch.float32; found 2.9997e\+40 at row 0"):
         group_relative_advantage(
             torch.tensor([3e38, 0, 0.01, 0.02]),  # 3e38 / (0.01 + ε)

@@ -18,7 +18,6 @@ from headrace.transforms import (
     OverlongPunishment,
     RewardScale,
     SampleFilter,
-    group_relative_advantage,
 )
 from headrace.transforms.table.schema import REWARD
 
@@ -184,36 +183,27 @@ def test_a_convention_of_torchrl_equals_torchrls_transform(make_batch, mode, see
 # -- the algorithms ------------------------------------------------------------------------------------
 
 
-def golden(name, make_batch, rewards, groups, **changes):
-    batch = make_batch(rewards, groups)
-    batch["expected_rollouts"] = torch.tensor([groups.count(g) for g in groups])
-    return run(name, batch, **changes).tolist()
+@pytest.mark.parametrize(
+    ("name", "rewards", "groups", "expected"),
+    [
+        ("rloo", [6.0, 3, 9, 12, 1], [0, 0, 1, 1, 2], [3, -3, -3, 3, 0]),  # against the mean of the others
+        # The mean is 1/4; a group without success has the advantage 0.
+        ("maxrl", [1.0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1], [3, -1, -1, -1, 0, 0]),
+        ("passk", [1.0, 4, 2], [0, 0, 0], [0, 2 / (7 / 3) ** 0.5, 0]),  # only the best; std(1, 4, 2) = √(7/3)
+        ("passk", [4.0, 4, 2], [0, 0, 0], [0, 0, 0]),  # a tie
+        ("gpg", [4.0, 0], [0, 0], [4, -4]),  # the centred rewards are 2 and −2; one of two rewards is not 0
+        # The std of 0, 2, 4, 6 is √(20/3).
+        ("lite_ppo", [0.0, 2, 4, 6], [0, 0, 1, 1], [x / (20 / 3) ** 0.5 for x in (-1, 1, -1, 1)]),
+    ],
+)
+def test_a_recipe_gives_the_numbers_by_hand(make_batch, name, rewards, groups, expected):
+    batch = make_batch(rewards, groups, expected_rollouts=[groups.count(g) for g in groups])
+    assert run(name, batch).tolist() == pytest.approx(expected, rel=1e-5)
 
 
-def test_rloo_subtracts_the_mean_of_the_others(make_batch):
-    assert golden("rloo", make_batch, [6.0, 3, 9, 12, 1], [0, 0, 1, 1, 2]) == [3, -3, -3, 3, 0]
-
-
-def test_maxrl_divides_by_the_mean_of_the_group(make_batch):
-    # the mean is 1/4; a group without success has the advantage 0
-    assert golden("maxrl", make_batch, [1.0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1]) == [3, -1, -1, -1, 0, 0]
+def test_maxrl_refuses_negative_rewards(make_batch):
     with pytest.raises(ValueError, match=r"needs rewards ≥ 0; found -1.0 at row 1 \(rollout 1\)"):
-        golden("maxrl", make_batch, [1.0, -1], [0, 0])
-
-
-def test_passk_rewards_only_the_best_rollout(make_batch):
-    undivided = {"scale": "none"}
-    assert golden("passk", make_batch, [1.0, 4, 2], [0, 0, 0], advantage=undivided) == [0, 2, 0]
-    assert golden("passk", make_batch, [4.0, 4, 2], [0, 0, 0], advantage=undivided) == [0, 0, 0]  # a tie
-    # std(1, 4, 2) = √(7/3)
-    assert golden("passk", make_batch, [1.0, 4, 2], [0, 0, 0])[1] == pytest.approx(
-        2 / (7 / 3) ** 0.5, rel=1e-5
-    )
-
-
-def test_gpg_divides_by_the_share_of_rewarded_rollouts(make_batch):
-    # the centred rewards are 2 and −2; one of two rewards is not 0
-    assert golden("gpg", make_batch, [4.0, 0], [0, 0]) == [4, -4]
+        run("maxrl", make_batch([1.0, -1], [0, 0], expected_rollouts=[2, 2]))
 
 
 def test_opo_weighs_the_baseline_by_length(make_batch):
@@ -221,12 +211,6 @@ def test_opo_weighs_the_baseline_by_length(make_batch):
     batch[MASK] = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]).bool()
     # the baseline is (3·1 + 1·0) / 4
     assert run("opo", batch).tolist() == [0.25, -0.75]
-
-
-def test_lite_ppo_divides_by_the_std_of_the_batch(make_batch):
-    # the std of 0, 2, 4, 6 is √(20/3)
-    found = golden("lite_ppo", make_batch, [0.0, 2, 4, 6], [0, 0, 1, 1])
-    assert found == pytest.approx([x / (20 / 3) ** 0.5 for x in (-1, 1, -1, 1)], rel=1e-5)
 
 
 def test_gdpo_scales_each_reward_separately(make_batch):
@@ -267,13 +251,6 @@ def test_shaping_counts_tokens_of_all_segments_and_keeps_one_reward(make_batch):
     assert OverlongPunishment(max_length=8, cache=2)(collapsed)[REWARD].tolist() == [0.5, 0.5, 2]
     assert RewardScale(scale=2.0, bias=-1.0, high=2.5)(collapsed)[REWARD].tolist() == [1, 1, 2.5]
     assert RewardScale()(collapsed)[REWARD].tolist() == [1, 1, 2]
-
-
-@pytest.mark.parametrize("ends", [[0, None], [None, 0.5], [-1, 1]])
-def test_clip_bounds_the_advantage(ends):
-    low, high = (bound if bound is not None else sign * 9 for bound, sign in zip(ends, (-1, 1), strict=True))
-    found = group_relative_advantage([0.0, 1, 5], [0, 0, 0], scale="none", clip=ends)
-    assert found.tolist() == [min(max(x, low), high) for x in (-2, -1, 3)]
 
 
 # -- laws for all ----------------------------------------------------------------------------------------

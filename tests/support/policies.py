@@ -22,10 +22,11 @@ def with_old(batch: TensorDict, spread: float = 0.002) -> TensorDict:
 
 
 def two_policies(rows: int, tokens: int, seed: int = 0, spread: float = 0.7) -> TensorDict:
-    """Random rows in float64. One row has no token in the loss. Outside the mask are NaN and infinity."""
+    """Random rows in float64. Row 1 has no token in the loss, row 2 has one. Outside are NaN and infinity."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(rows, tokens, generator=generator) < 0.7
-    mask[1] = False
+    mask[1] = mask[2] = False
+    mask[2, tokens // 2] = True
     sampler = -torch.rand(rows, tokens, generator=generator, dtype=torch.float64)
     old = sampler + spread * torch.randn(rows, tokens, generator=generator, dtype=torch.float64)
     old[3, 0], mask[3, 0] = sampler[3, 0] + 30.0, True  # a log-ratio beyond the clamp

@@ -184,7 +184,7 @@ def carried(rows: Rows, reward: Tensor, ends: dict[str, Tensor], gamma: float, l
     for column in range(shape[1] - 1, -1, -1):
         carry[:, column] = after
         has = counts[:, column] > 0
-        first = own[:, column] + decay ** (counts[:, column] - 1).clamp_min(0) * after
+        first = own[:, column] + decay ** (counts[:, column] - 1) * after  # not read without a step
         after = torch.where(has, gamma * values[:, column] + decay * first, after)
     return carry[rollouts.of, place]
 
@@ -201,7 +201,7 @@ def spread_credit(
             nothing = torch.zeros_like(value, dtype=torch.float64)
             return {"advantage": nothing, "target": nothing}
         to_go = count_true(begins)[:, None] - 1 - torch.arange(steps.shape[1], device=value.device)
-        credit = own + carry[:, None] * (gamma * lam) ** to_go.clamp_min(0).double()
+        credit = own + carry[:, None] * (gamma * lam) ** to_go.double()  # no token is at a negative power
         at = number.clamp_min(0)
         made = {"advantage": credit, "target": credit + steps}
         return {name: torch.where(sampled, of.gather(1, at), 0.0) for name, of in made.items()}
