@@ -110,7 +110,7 @@ class RolloutCorrection(
         counted = policies.counted()
         # The largest absolute advantage of each row's tokens.
         if credit.shape[1] == 1:
-            peak = torch.where(counted["tokens"] > 0, credit.squeeze(1), 0.0).abs()
+            peak = credit.squeeze(1).abs()
         else:
             peak = policies.each_row(lambda ratio, own: {"peak": peak_of(own, ratio.mask)}, credit)["peak"]
         made = policies.each_row(lambda ratio: formula.of_rows(ratio) | _of_metrics(formula.measured(ratio)))
@@ -118,7 +118,7 @@ class RolloutCorrection(
         policies.require_known(rows, found)
         weighed = formula.weigh_rows(found, rollouts, policies.dtype)
         largest = formula.most if weighed.of_row is None else weighed.of_row
-        fits = found["peak"] * largest <= torch.finfo(credit.dtype).max
+        fits = ~found["tokens"].bool() | (found["peak"] * largest <= torch.finfo(credit.dtype).max)
         if weighed.of_row is None and not bool(fits.all()):  # the bound is too large: check each product
             fits = self._fits(rows, policies, credit)
         rows.require(fits, f"an advantage must be finite in {credit.dtype}; found others in {{found}}")
