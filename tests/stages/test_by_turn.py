@@ -207,13 +207,6 @@ def test_a_scale_within_a_state_has_the_defaults_of_the_group_relative_advantage
     assert stage.within_groups == (scale in ("group", "none"))
 
 
-def test_equal_returns_in_a_state_add_exactly_0():
-    batch = turns_as_rows([0.7] * 5, [0] * 5, [0, 0, 1, 2, 3], state_id=[1] * 5)
-    batch[RETURN], batch["advantage"] = batch["next", "reward"], torch.zeros(5, 1, 1).double()
-    out = StateAdvantage(weight=1.0)(batch)
-    assert out["advantage"].flatten().tolist() == [0.0] * 5
-
-
 # -- what is refused --------------------------------------------------------------------------------------
 
 

@@ -188,8 +188,10 @@ def test_excluded_and_missing_rewards_are_in_no_number(make_batch, missing):
     rewards = [[NAN, 5.0], [1.0, 2.0], [1.0, 2.0], [NAN, NAN], [4.0, NAN]]
     batch["next", "reward"] = torch.tensor(rewards)
     batch[COUNTED] = torch.arange(5) > 0
-    said = said_by(FanOutCollapse(columns=2, weights=[3.0, 1.0], missing=missing), batch)
+    stage = FanOutCollapse(columns=2, weights=[3.0, 1.0], missing=missing)
+    said = said_by(stage, batch)
     out = said.batch
+    assert {*out.keys(True, True)} == {*batch.keys(True, True), *stage.out_keys}
     none = -1.0 if missing == "skip" else 0.0  # NaN or, if the rollout is excluded, 0
     assert out[REWARDS].nan_to_num(-1).tolist() == [[0, 0], [1, 2], [1, 2], [none, none], [4, -1]]
     assert out[REWARD].nan_to_num(-1).tolist() == [0, 5, 5, none, 12]
