@@ -474,6 +474,22 @@ def test_a_rollout_of_more_rows_changes_no_other_rollout(name):
     )
 
 
+OVER_GROUPS = ["merge", "once", "whitening", "whitening-rollout", "running", "pipeline"]
+OVER_GROUPS += ["token-advantage", "token-advantage-multiply"]
+
+
+@every
+def test_a_stage_decides_about_each_group_alone_if_it_says_so(name):
+    """Splits and weights say so, because they change no advantage."""
+    assert STAGES[name]().within_groups == (name not in OVER_GROUPS)
+    if name in OVER_GROUPS or name.startswith(("split", "weight")):
+        return
+    batch = rows().exclude("prompt_text")
+    whole = STAGES[name]()(batch)
+    its, alone = whole[whole["group_id"] == 0], STAGES[name]()(batch[batch["group_id"] == 0])
+    assert all(alike(its, alone, key) for key in its.keys(True, True))
+
+
 # These options accept rollouts without a reward, which the stages refuse by default.
 WITHOUT_REWARDS = {
     "collapse": lambda: FanOutCollapse(missing="mask"),
