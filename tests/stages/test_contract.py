@@ -490,6 +490,23 @@ def test_a_stage_decides_about_each_group_alone_if_it_says_so(name):
     assert all(alike(its, alone, key) for key in its.keys(True, True))
 
 
+# Stages that compute an advantage, and the columns that they read, but that later stages may change.
+COMPUTED = dict.fromkeys(
+    ("advantage", "by-column", "states", "turns", "turns-rows", "tree", "tree-parents"), ()
+)
+COMPUTED |= {"running": (), "difficulty": ()} | dict.fromkeys(("gae", "gae-turn"), POLICIES[2:])
+COMPUTED |= dict.fromkeys(("token-advantage", "token-advantage-multiply"), (POLICIES[2], REWARD))
+
+
+@every
+def test_no_later_stage_may_change_what_an_advantage_is_computed_from(name):
+    stage = STAGES[name]()
+    if name.startswith(("correction", "split", "pipeline")):
+        return  # the weights of a correction are final, and so are the rows that a split carries
+    read = {*stage.in_keys} - {*stage.out_keys, *COMPUTED[name]} if name in COMPUTED else set()
+    assert {*stage.final_keys} == read
+
+
 # These options accept rollouts without a reward, which the stages refuse by default.
 WITHOUT_REWARDS = {
     "collapse": lambda: FanOutCollapse(missing="mask"),
