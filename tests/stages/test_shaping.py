@@ -162,35 +162,6 @@ def test_a_shaping_that_is_given_an_option_by_place_is_told_its_name():
         Seen("uid")
 
 
-def test_the_error_for_a_class_without_a_super_call_names_the_call():
-    class Bare(RewardShaping):
-        def __init__(self, *, by: float = 1.0, **names):
-            self.by = by
-
-        def shape(self, reward, rollouts):
-            return reward
-
-    class BareStage(BatchTransform):
-        def __init__(self):
-            self.by = 1.0
-
-    said = r"^Bare.__init__ must call super\(\).__init__\(\*\*names\) first$"
-    for use in (lambda: Bare()(batch_of([1.0], [0])), lambda: Pipeline({"bare": Bare()})):
-        with pytest.raises(AttributeError, match=said):
-            use()
-    with pytest.raises(AttributeError, match=r"^BareStage.__init__ must call super\(\).__init__\(\) first$"):
-        BareStage()(batch_of([1.0], [0]))
-
-
-def test_the_error_for_a_stage_without_methods_names_the_methods():
-    class Odd(BatchTransform):
-        def aply(self, batch):
-            return batch
-
-    with pytest.raises(NotImplementedError, match=r"^Odd must define decide\(rows\), or apply"):
-        Odd()(batch_of([1.0], [0]))
-
-
 def test_a_class_adds_its_columns_to_those_of_the_base_class():
     assert Bonus().in_keys == [REWARD, "rollout_id"]
     assert Seen(group_key="uid").in_keys == [REWARD, "rollout_id", "uid", MASK, "tone"]
