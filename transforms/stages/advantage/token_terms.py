@@ -130,15 +130,16 @@ def share_at_place(values: Tensor, trains: Tensor, group_id: Tensor, direction: 
     # n H / Σ H for positive directions, and n (1/H) / Σ (1/H) for negative ones.
     known, share = values.double().clamp_min(LEAST_ENTROPY), torch.ones_like(values, dtype=torch.float64)
     for way, part in ((direction > 0, known), (direction < 0, known.reciprocal())):
-        way, part = trains & way, torch.where(way & trains, part, 0.0)
-        share = torch.where(way, over_group(way.double()) * part / over_group(part), share)
+        way = trains & way
+        of_all = over_group(torch.where(way, part, 0.0))
+        share = torch.where(way, over_group(way.double()) * part / of_all, share)
     return share
 
 
 def sum_at_place(trains: Tensor, group_id: Tensor) -> Callable[[Tensor], Tensor]:
     """A function that sums (N, T) numbers over the rows of the group, at the same index t: (N, T) float64.
 
-    The index t counts the tokens in the loss of a row. Numbers of other tokens must be 0.
+    The index t counts the tokens in the loss of a row. Numbers of other tokens are not read.
 
     Args:
         trains: (N, T) bool, True at tokens in the loss.
@@ -146,8 +147,11 @@ def sum_at_place(trains: Tensor, group_id: Tensor) -> Callable[[Tensor], Tensor]
     """
     groups = Ids(as_ids(group_id, "group_id").cpu())
     # 1. The row indices of each group, (P, G). Smaller groups are filled up with the index N, a row of zeros.
-    member = torch.full((groups.n, int(groups.count.max()) if groups.n else 0), len(trains))
-    member[groups.of, groups.positions()] = torch.arange(len(trains))
+    position = groups.positions()
+    member = torch.full(
+        (groups.n, len(position.unique())), len(trains)
+    )  # the largest group has all positions
+    member[groups.of, position] = torch.arange(len(trains))
     member, of = member.to(trains.device), groups.of.to(trains.device)
     # 2. The index of each token among the tokens in the loss of its row.
     place = (trains.cumsum(1) - 1).clamp_min(0)
@@ -200,10 +204,9 @@ def optimal_token_baseline(
         [0.25, 0.375]
     """
     over_group = sum_at_place(trains, group_id)
-    energy = torch.where(trains, 1 - 2 * log_prob.double().exp() + sum_pi_squared.double(), 0.0)
-    energy = torch.where(trains, energy.cumsum(1), 0.0)
-    weighed = torch.where(trains, energy * returns.double(), 0.0)
-    baseline = over_group(weighed) / (over_group(energy) + OTB_EPS)
+    energy = 1 - 2 * log_prob.double().exp() + sum_pi_squared.double()
+    energy = torch.where(trains, energy, 0.0).cumsum(1)
+    baseline = over_group(energy * returns.double()) / (over_group(energy) + OTB_EPS)
     return torch.where(trains & (over_group(trains.double()) > 1), baseline, 0.0)
 
 
