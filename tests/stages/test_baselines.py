@@ -73,17 +73,3 @@ def test_equal_rewards_deviate_by_exactly_0_from_the_mean_of_their_batch():
         g = Grouped(torch.full((count,), equal, dtype=torch.float64), Ids(torch.arange(count)))
         assert not g.batch_deviation.any()
         assert [float(g.batch_std(ddof)) for ddof in (0, 1)] == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("kind", REWARDS)
-@given(st.data())
-def test_the_order_of_rows_changes_no_bit_of_a_group(kind, data):
-    labels = [group for group, size in enumerate(data.draw(SIZES)) for _ in range(size)]
-    reward = torch.tensor(
-        data.draw(st.lists(REWARDS[kind], min_size=len(labels), max_size=len(labels))), dtype=torch.float64
-    )
-    order = torch.tensor(data.draw(st.permutations(range(len(labels)))))
-    ids = torch.tensor(labels)
-    before, after = Grouped(reward, Ids(ids)), Grouped(reward[order], Ids(ids[order]))
-    assert torch.equal(before.unsorted(before.deviation)[order], after.unsorted(after.deviation))
-    assert torch.equal(before.std(1), after.std(1))

@@ -15,18 +15,19 @@ from headrace.transforms import (
 )
 
 
-@pytest.mark.parametrize("ids", ["absent", "all unset"])
-def test_rows_without_ids_are_grouped_by_position(ids, make_batch):
+@pytest.mark.parametrize(
+    ("ids", "rewards", "expected"),
+    [
+        ("absent", [0.0, 2, 10, 14], [-1, 1, -2, 2]),
+        ("all unset", [0.0, 2, 10, 14], [-1, 1, -2, 2]),
+        ("absent", [0.0, 2, 4], [-2, 0, 2]),  # one group, because these are not 2 · 2 rollouts
+    ],
+)
+def test_rows_without_ids_are_grouped_by_position(ids, rewards, expected, make_batch):
     stage = GroupRelativeAdvantage(scale="none", without_ids=[2, 2], rollout_key=None)
-    batch = make_batch([0.0, 2, 10, 14], [-1] * 4)
+    batch = make_batch(rewards, [-1] * len(rewards))
     batch = batch.exclude("group_id") if ids == "absent" else batch
-    assert stage(batch)["advantage"].flatten().tolist() == [-1, 1, -2, 2]
-
-
-def test_rows_without_ids_are_one_group_if_the_sizes_do_not_match(make_batch):
-    stage = GroupRelativeAdvantage(scale="none", without_ids=[2, 2], rollout_key=None)
-    batch = make_batch([0.0, 2, 4], [0, 0, 0]).exclude("group_id")
-    assert stage(batch)["advantage"].flatten().tolist() == [-2, 0, 2]
+    assert stage(batch)["advantage"].flatten().tolist() == expected
 
 
 def test_groups_by_position_count_rollouts_not_rows(make_batch):

@@ -191,14 +191,6 @@ def test_advantages_and_targets_are_those_of_other_trainers(sampled, expected, n
     assert off(found["value_target"], expected[1]) < 1e-8
 
 
-def test_lambda_0_gives_the_temporal_difference_and_lambda_1_the_return_minus_the_value():
-    """For γ = 1, the advantage is V' − V under λ = 0, and R − V under λ = 1."""
-    value, reward = torch.tensor([[0.5, 0.25, 1.0]]), torch.tensor([2.0])
-    for lam, expected in ((0.0, [-0.25, 0.75, 1.0]), (1.0, [1.5, 1.75, 1.0])):
-        found, _ = generalized_advantage(value, torch.ones(1, 3).bool(), reward, lam=lam)
-        assert found.tolist() == [expected]
-
-
 def test_a_stage_that_masked_rows_alone_is_refused():
     """The stage takes the loss mask as the rows arrived, which only a pipeline knows."""
     batch = Drawn(5).batch()
