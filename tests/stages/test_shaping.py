@@ -8,7 +8,7 @@ import pytest
 import torch
 from alone import said_by
 from batches import batch_of
-from drawn_rollouts import batch_of_rollouts, per_rollout, rollouts
+from drawn_rollouts import batch_of_rollouts, rollouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,6 +72,8 @@ def test_an_excluded_rollout_keeps_its_reward_and_a_missing_reward_stays_missing
     out = SampleFilter(criterion=RewardWithin(high=5.0), action="exclude")
     kept = Pipeline({"collapse": FanOutCollapse(missing="skip"), "out": out, "bonus": Bonus()})(batch)
     assert kept[REWARD].tolist() == [2.0, 9.0, pytest.approx(float("nan"), nan_ok=True), 3.0]
+    none = batch.set(REWARD, torch.full((4,), torch.nan))
+    assert said_by(Bonus(), none).metrics == {"reward_changed": 0.0, "mean": 0.0}
 
     class Filled(RewardShaping):
         def shape(self, reward, rollouts):
@@ -207,23 +209,32 @@ def test_a_function_that_changes_rewards_after_the_collapse_is_refused():
 @settings(max_examples=20)
 @given(rollouts(), st.sampled_from([0.0, 0.5, 1.0]))
 def test_lengths_are_compared_with_the_mean_of_the_group_or_of_its_successes(drawn, coefficient):
-    """A loop computes the bonus of prime-rl (orchestrator/algo/advantage.py) and GR³ (arXiv:2603.10535)."""
+    """A loop computes the bonus of prime-rl (orchestrator/algo/advantage.py) and GR³ (arXiv:2603.10535).
+
+    Rollouts whose id is divisible by 4 have no reward. The function gets all rows of a rollout.
+    """
     found, order = drawn
-    batch, expected = batch_of_rollouts(found, order), {}
+    batch, expected, length = batch_of_rollouts(found, order), {}, {}
+    batch[REWARD][batch["rollout_id"] % 4 == 0] = torch.nan
     for group, label, own, lengths in found:
-        members = [each for each in found if each[0] == group]
-        best = max(each[2] for each in members)
+        members = [each for each in found if each[0] == group and each[1] % 4]
+        best = max((each[2] for each in members), default=0.0)
         of_all, of_best = (
             statistics.fmean(sum(each[3]) for each in some) if some else 1.0
             for some in (members, [each for each in members if each[2] == best > 0])
         )
-        bonus = min(max(1 - sum(lengths) / of_best, 0), 1) if own == best > 0 else 0
-        expected[label] = own * (1 + coefficient * bonus), own / (1 + coefficient * sum(lengths) / of_all)
+        length[label], own = sum(lengths), own if label % 4 else float("nan")
+        bonus = min(max(1 - length[label] / of_best, 0), 1) if own == best > 0 else 0
+        expected[label] = own * (1 + coefficient * bonus), own / (1 + coefficient * length[label] / of_all)
+    lengths = torch.tensor([length[label] for label in batch["rollout_id"].tolist()])
     for number, form in enumerate(("bonus", "rescale")):
-        shaped = RelativeLength(form=form, coefficient=coefficient)(batch)
-        assert per_rollout(shaped, shaped[REWARD]) == pytest.approx(
-            {label: own[number] for label, own in expected.items()}, rel=1e-12
+        options = {"form": form, "coefficient": coefficient}
+        shaped = RelativeLength(**options)(batch)[REWARD]
+        assert shaped.tolist() == pytest.approx(
+            [expected[label][number] for label in batch["rollout_id"].tolist()], rel=1e-12, nan_ok=True
         )
+        factor = relative_length(batch[REWARD], lengths, batch["group_id"], batch["rollout_id"], **options)
+        torch.testing.assert_close(batch[REWARD] * factor, shaped, equal_nan=True)
 
 
 def test_only_rescale_refuses_a_negative_reward():

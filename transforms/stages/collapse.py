@@ -227,7 +227,7 @@ class FanOutCollapse(
                 rows.leave(none if rows.counted is None else none & rows.counted, "no_reward", "excluded")
             reward = reward.masked_fill(missing, 0.0)
         rewards = torch.stack([collapse_column(rows, column, self.reward) for column in reward.unbind(1)], 1)
-        dtype = rows.table.dtypes.get(self.reward_key, torch.float64)
+        dtype = rows.dtype("reward")
         dtype = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else torch.float64
         if self.reward in ("sum", "mean"):  # the other reductions return a reward that was checked already
             rows.require(
