@@ -1,8 +1,10 @@
-"""Prompts, answers and grades of the task of the demo, as text."""
+"""The demo: prompts, answers and grades as text, its environment turn by turn, and its policy."""
 
 from __future__ import annotations
 
 import random
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from tensordict import TensorDict
 
 from headrace.pipeline.reverse import digits
 from headrace.pipeline.train import RepeatSampler
+from headrace.transforms import pack
 
 
 def text_of(ids: torch.Tensor) -> str:
@@ -107,20 +110,22 @@ def test_a_slot_runs_one_revised_rollout_or_two_rollouts_of_one_turn():
 
 
 @pytest.mark.torchrl
-def test_a_grader_fails_on_a_share_of_the_rows():
-    from headrace.pipeline.reverse import ReverseEnv
+def test_a_grader_fails_on_the_rows_whose_random_number_is_below_the_probability(monkeypatch):
+    """The clock goes on by a quarter of a second each time that it is read: twice for each turn."""
+    from headrace.pipeline.reverse import ReverseEnv, env
 
-    sampler = RepeatSampler(len(digits.STRINGS), prompts_per_batch=37, group_size=8)
-    found = []
-    for seed in (3, 3, 4):
-        env = ReverseEnv(sampler, failing=0.25, revised=0.0, seed=seed)
-        start = env.reset()
-        answers = tokens_of(["1."]).expand(148, 4)
-        found.append(env.step(start.set(("tokens", "response"), answers))["next", "status"].flatten())
-    assert found[0].unique().tolist() == [0, 3]
-    assert float((found[0] == 3).float().mean()) == pytest.approx(0.25, abs=0.1)
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
+    monkeypatch.setattr(env, "time", SimpleNamespace(perf_counter=count(100, 0.25).__next__))
+    sampler = RepeatSampler(len(digits.STRINGS), prompts_per_batch=2, group_size=4)
+    for failing, failed in ((0.0, [0, 0, 0, 0]), (0.25, [3, 0, 0, 0]), (0.5, [3, 3, 0, 0])):
+        made = [ReverseEnv(sampler, failing=failing, revised=0.0, seed=seed) for seed in (3, 3, 4)]
+        drawn = [torch.rand(9, generator=each._grader).tolist() for each in made]
+        assert drawn[0] == drawn[1] != drawn[2]
+        answers = made[0].reset().set(("tokens", "response"), tokens_of(["1."]).expand(4, 4))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "rand", lambda *_, **__: torch.tensor([[0.0], [0.25], [0.5], [0.75]]))
+            for turn in (1, 2):
+                assert made[0].step(answers)["next", "status"].flatten().tolist() == failed
+                assert made[0].reward_seconds == turn * 0.25
     for options in ({"failing": 1.0}, {"failing": -0.1}, {"revised": 1.5}, {"revised": -0.5}):
         said = r"revised must be in \[0, 1\] and failing in \[0, 1\); got"
         with pytest.raises(ValueError, match=said):
@@ -133,7 +138,7 @@ def test_a_slot_has_two_turns_so_the_turns_of_a_group_are_even():
     from headrace.pipeline.reverse import ReverseEnv
 
     for size in (2, 3, 4):
-        sampler = RepeatSampler(len(digits.STRINGS), prompts_per_batch=3, group_size=size)
+        sampler = RepeatSampler(30, prompts_per_batch=6, ranks=2, group_size=size)
         for revised in range(size + 1):
             turns = size + revised
             if turns % 2:
@@ -141,3 +146,103 @@ def test_a_slot_has_two_turns_so_the_turns_of_a_group_are_even():
                     ReverseEnv(sampler, revised=revised / size)
             else:
                 assert 2 * ReverseEnv(sampler, revised=revised / size).batch_size[0] == 3 * turns
+
+
+# -- the policy ------------------------------------------------------------------------------------------
+
+
+def log_probs_by_torch(policy, ids: list[int]) -> torch.Tensor:
+    """(n, V) log-probabilities after each token of a row without padding, from torch's own blocks."""
+    x = policy.token.weight[ids] + policy.position.weight[: len(ids)]
+    width, hidden = x.shape[1], torch.ones(len(ids), len(ids)).triu(1).bool()
+    for block in policy.blocks:
+        layer = torch.nn.TransformerEncoderLayer(
+            width, block.heads, 4 * width, dropout=0.0, activation="gelu", norm_first=True
+        )
+        parts = (layer.self_attn.out_proj, block.mix), (layer.linear1, block.up), (layer.linear2, block.down)
+        norms = (layer.norm1, block.norm_attention), (layer.norm2, block.norm_perceptron)
+        for theirs, ours in (*parts, *norms):
+            theirs.load_state_dict(ours.state_dict())
+        layer.self_attn.in_proj_weight.data, layer.self_attn.in_proj_bias.data = (
+            block.qkv.weight.data,
+            block.qkv.bias.data,
+        )
+        x = layer(x, src_mask=hidden)
+    scores = torch.nn.functional.layer_norm(x, [width], policy.norm.weight, policy.norm.bias)
+    scores = scores @ policy.head.weight.T
+    scores[:, digits.PAD] = -torch.inf
+    return scores.log_softmax(-1).detach()
+
+
+@pytest.fixture
+def policy():
+    """Large random weights, so that all tokens have an effect on the next one."""
+    from headrace.pipeline.reverse import DigitPolicy
+
+    torch.manual_seed(2)
+    made = DigitPolicy(width=6, heads=2, layers=2)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter)
+    return made
+
+
+@pytest.mark.torchrl
+def test_a_policy_samples_until_the_end_and_has_the_log_probabilities_of_torchs_blocks(policy, monkeypatch):
+    """Four prompts, two by two. Which tokens are sampled is given, and what follows an end is padding."""
+    revised = digits.revision_prompts(digits.prompts()[[99]], tokens_of(["12."]))
+    asked = [*digits.prompts()[[3, 17, 450]], *revised]
+    given, seen = (
+        torch.tensor([[1, 2, 3, 4], [digits.END, 5, 6, 7], [8, digits.END, 9, 0], [5, 6, 7, digits.END]]),
+        [],
+    )
+
+    def sampled(chances, number):
+        seen.append(chances)
+        return given[:, len(seen) - 1 : len(seen)]
+
+    monkeypatch.setattr(torch, "multinomial", sampled)
+    rows = policy(TensorDict({("tokens", "prompt"): torch.stack(asked).view(2, 2, -1)}, [2, 2]))
+    length = digits.PROMPT_LENGTH
+    for number, (prompt, row) in enumerate(zip(asked, rows.flatten(), strict=True)):
+        whole = given[number].tolist()
+        answer = whole[: whole.index(digits.END) + 1] if digits.END in whole else whole
+        padding = [digits.PAD] * (4 - len(answer))
+        begins = [token for token in prompt.tolist() if token != digits.PAD]
+        first, last = length - len(begins), length + len(answer)
+        assert row["tokens", "response"].tolist() == answer + padding
+        assert row["tokens", "full"].tolist() == prompt.tolist() + answer + padding
+        everything = list(range(length + 4))
+        assert row["masks", "all_attention_mask"].tolist() == [first <= at < last for at in everything]
+        assert row["masks", "all_assistant_mask"].tolist() == [length <= at < last for at in everything]
+        after = log_probs_by_torch(policy, [*begins, *answer])
+        expected = torch.zeros(length + 4)
+        for at, token in enumerate(answer):
+            expected[length + at] = after[len(begins) - 1 + at, token]
+            torch.testing.assert_close(seen[at][number].log(), after[len(begins) - 1 + at])
+        torch.testing.assert_close(row["log_probs", "full"], expected)
+        assert not row["log_probs", "full"].requires_grad
+    batch = rows.flatten()
+    inside = batch["masks", "all_assistant_mask"]
+    for transform in (lambda batch: batch, pack, lambda batch: pack(batch, tree=True)):
+        made = transform(batch)
+        found = policy.get_dist(made).log_prob(made["tokens", "full"])[made["masks", "all_assistant_mask"]]
+        torch.testing.assert_close(found.detach(), batch["log_probs", "full"][inside])
+
+
+@pytest.mark.torchrl
+def test_the_size_of_a_policy_by_hand():
+    """Of the default width 64, the 14 tokens, 13 positions and the head, two blocks, and the last norm."""
+    from headrace.pipeline.reverse import DigitPolicy
+
+    block = (64 + 1) * 192 + (64 + 1) * 64 + (64 + 1) * 256 + (256 + 1) * 64 + 4 * 64
+    count = (14 + 13 + 14) * 64 + 2 * block + 2 * 64
+    assert sum(each.numel() for each in DigitPolicy().parameters()) == count
+    assert len(DigitPolicy(width=1, heads=1, layers=1).blocks) == 1
+    for options, said in (
+        ({"width": 0}, "width must be an integer ≥ 1; got 0"),
+        ({"heads": 0}, "heads must be an integer ≥ 1; got 0"),
+        ({"layers": 0}, "layers must be an integer ≥ 1; got 0"),
+        ({"width": 6, "heads": 4}, "width must be a multiple of heads; got 6 and 4"),
+    ):
+        with pytest.raises(ValueError, match=f"^{said}$"):
+            DigitPolicy(**options)
