@@ -292,14 +292,14 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
     removes = value == "null" and re.fullmatch(r"pipeline\.stages\.\w+", typed)  # written by `for_hydra`
     sign, equals, value = ("~", "", "") if removes or f"~{typed}" in overrides else ("", equals, value)
     found = options_meant(typed, base)
-    if "-" in typed and OmegaConf.select(base, typed.replace("-", "_"), default=ABSENT) is not ABSENT:
+    if "-" in typed and _has(base, typed.replace("-", "_")):
         found = [typed.replace("-", "_")]
     stages = [name for name, node in (OmegaConf.select(base, "pipeline.stages") or {}).items() if node]
     of_stage = re.match(r"(?:pipeline\.)?(?:stages\.)?(\w+)(\.[\w.]+)?", typed)
     if of_stage and of_stage[1] not in base and of_stage[2]:  # `sorce` is nearer to `score` than to `source`
         for name in closest(of_stage[1], dict.fromkeys(["source", *map(str, base)]), 1, 0.75):
             near = f"{name}{of_stage[2]}"
-            if OmegaConf.select(base, near, default=ABSENT) is not ABSENT:
+            if _has(base, near):
                 return f"unknown option {typed!r} (did you mean {sign}{near}{equals}{value}?)"
             if name == "source" and _has_option(near, [*groups, "task=replay"]):
                 return f"unknown option {typed!r} (did you mean task=replay {near}{equals}{value}?)"
@@ -311,7 +311,7 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
                     f"unknown option {typed!r}: {recipe} has no stage {stage!r}; it has {', '.join(stages)}"
                 )
             path = f"pipeline.stages.{stage}{of_stage[2] or ''}"
-            found = [path] if OmegaConf.select(base, path, default=ABSENT) is not ABSENT else found
+            found = [path] if _has(base, path) else found
     if config_name == "config":
         others = [each for each in groups if not each.startswith("task=")]
         having = [task for task in TASKS if _has_option(typed, [*others, f"task={task}"])]
@@ -347,9 +347,14 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
 def _has_option(path: str, overrides: Sequence[str]) -> bool:
     """Whether a configuration of these overrides has an option; False if it does not compose."""
     try:
-        return OmegaConf.select(compose_config("config", *overrides), path, default=ABSENT) is not ABSENT
+        return _has(compose_config("config", *overrides), path)
     except ConfigError:
         return False
+
+
+def _has(config: DictConfig, path: str) -> bool:
+    """Whether a configuration has an option, even one that is null."""
+    return OmegaConf.select(config, path, default=ABSENT) is not ABSENT
 
 
 def options_meant(name: str, config: DictConfig) -> list[str]:

@@ -88,45 +88,151 @@ def test_a_stage_can_be_deleted_and_moved():
     assert load_pipeline(deleted, moved).order == order
 
 
-def test_an_empty_name_is_refused_before_any_rollout():
-    with pytest.raises(ConfigError, match=r"'pipeline\.\.stages=1' is not NAME=VALUE"):
-        load_pipeline("pipeline..stages=1")
+# What is composed, and the whole message. TASKS and CHOOSE stand for names: the tasks, and what a node has.
+REFUSED = {
+    "load pipeline=Dr_GRPO": "unknown recipe 'Dr_GRPO' (did you mean 'dr_grpo'?); headrace recipes lists all",
+    "load pipeline=as/vrl": (
+        "unknown recipe 'as/vrl' (did you mean 'as/verl' or 'as/trl'?); headrace recipes lists all"
+    ),
+    "load pipeline=replay": (
+        "unknown recipe 'replay' (did you mean task=replay?); headrace recipes lists all"
+    ),
+    "load pipeline=nothing sed=1": "unknown recipe 'nothing'; headrace recipes lists all",
+    "config task=rloo": "unknown task 'rloo' (did you mean pipeline=rloo?); choose from TASKS",
+    "config task=repaly": "unknown task 'repaly' (did you mean 'replay'?); choose from TASKS",
+    "config task=zzz": "unknown task 'zzz'; choose from TASKS",
+    "load rows=nothing": "unknown rows 'nothing'; choose from llm",
+    "config task=xray xray=trlx": (
+        "unknown xray 'trlx' (did you mean 'trl' or 'torchrl'?); choose from mine, ms_swift, openrlhf, "
+        "torchrl, trl, verl"
+    ),
+    "config seed==1": (
+        "'seed==1' is not NAME=VALUE (did you mean seed=1?); put values with brackets or spaces in quotes"
+    ),
+    "config seed=[1": "'seed=[1' is not NAME=VALUE; put values with brackets or spaces in quotes",
+    "load pipeline..stages=1": (
+        "'pipeline..stages=1' is not NAME=VALUE; put values with brackets or spaces in quotes"
+    ),
+    "config device=cpu pipeline=[grpo,rloo]": (
+        "pipeline=[grpo,rloo] has several recipes (did you mean task=compare 'pipelines=[grpo,rloo]'?)"
+    ),
+    "config task=compare pipeline=grpo,rloo": (
+        "pipeline=grpo,rloo has several recipes (did you mean 'pipelines=[grpo,rloo]'?)"
+    ),
+    "config task=compare seed=1,2": (
+        "seed=1,2 has several values. For a sweep: headrace -m seed=1,2. For a list: 'seed=[1,2]', in quotes"
+    ),
+    "config pipeline=grpo,rloo": (
+        "pipeline=grpo,rloo has several values. For a sweep: headrace -m pipeline=grpo,rloo. For a list: "
+        "'pipeline=[grpo,rloo]', in quotes"
+    ),
+    "config train.steps=2 +seed=1": "seed is there already, and needs no + (did you mean seed=1?)",
+    "load criterion@pipeline.stages.filter.also=fresh": (
+        "criterion@pipeline.stages.filter.also=fresh: the recipe names no file there (did you mean "
+        "+criterion@pipeline.stages.filter.also=fresh, which adds it?)"
+    ),
+    "load rows=llm criterion@pipeline.stages.fliter.criterion=fresh": (
+        "criterion@pipeline.stages.fliter.criterion=fresh: the recipe names no file there (did you mean "
+        "criterion@pipeline.stages.filter.criterion=fresh?)"
+    ),
+    # -- unknown options
+    "config sed=1": "unknown option 'sed' (did you mean seed=1?); CHOOSE",
+    "config ~sed": "unknown option 'sed' (did you mean ~seed?); CHOOSE",
+    "config zzz=1": "unknown option 'zzz'; CHOOSE",
+    "load sed=1": "unknown option 'sed' (did you mean pipeline.stages.split.seed=1?)",
+    "load train.step=2": "unknown option 'train'; choose from pipeline",
+    "config train.step=2": "unknown option 'train.step' (did you mean train.steps=2?); CHOOSE",
+    "config train.max-grad-norm=3": (
+        "unknown option 'train.max-grad-norm' (did you mean train.max_grad_norm=3?)"
+    ),
+    "config max-grad-norm=1": "unknown option 'max-grad-norm' (did you mean train.max_grad_norm=1?)",
+    "config hydra.run.dri=x": (
+        "unknown option 'hydra.run.dri' (did you mean 'hydra.run.dir' or 'hydra.sweep.dir'?)"
+    ),
+    "config recipe=grpo": "unknown option 'recipe' (did you mean pipeline=grpo?)",
+    "config scale_rewards=none": (
+        "unknown option 'scale_rewards' (did you mean pipeline.stages.advantage.scale=none?)"
+    ),
+    "config pipeline.stages.gate.group_sze=1": (
+        "unknown option 'pipeline.stages.gate.group_sze' (did you mean pipeline.stages.gate.group_size=1?); "
+        "CHOOSE"
+    ),
+    "config pipeline.gate.group_size=8": (
+        "unknown option 'pipeline.gate.group_size' (did you mean pipeline.stages.gate.group_size=8?)"
+    ),
+    "config pipeline.stages.gate.scale=mad": (
+        "unknown option 'pipeline.stages.gate.scale' (did you mean pipeline.stages.advantage.scale=mad?)"
+    ),
+    "load pipeline.stages.filter.criteron.reward_key=1": (
+        "unknown option 'pipeline.stages.filter.criteron.reward_key' (did you mean "
+        "pipeline.stages.collapse.reward_key=1 or pipeline.stages.advantage.reward_key=1 or "
+        "pipeline.stages.split.reward_key=1?)"
+    ),
+    "config gaet.group_size=8": (
+        "unknown option 'gaet.group_size' (did you mean pipeline.stages.gate.group_size=8?)"
+    ),
+    "config overlnog.max_length=8": (
+        "unknown option 'overlnog.max_length': pipeline=grpo has no stage 'overlong'; it has STAGES"
+    ),
+    "config task=replay overlnog.max_length=8 pipeline=as/verl": (
+        "unknown option 'overlnog.max_length': pipeline=as/verl has no stage 'overlong'; it has "
+        "gate, collapse, advantage, split, weight"
+    ),
+    "config ~filter": "unknown option 'filter' (did you mean ~pipeline.stages.filter?)",
+    "load pipeline.stages.fliter=null": (
+        "unknown option 'pipeline.stages.fliter' (did you mean ~pipeline.stages.filter?)"
+    ),
+    "config pipeline.stages.second.action=drop": (
+        "unknown option 'pipeline.stages.second.action' (did you mean pipeline.stages.filter.action=drop?). "
+        "To add one, name one of `headrace stages`, or the path of a class: pipeline.stages.second=filter "
+        "(in Python stages={'second': {'_target_': 'filter', ...}})"
+    ),
+    "config pipeline.stages.second.zzz=drop": (
+        "pipeline.stages.second.zzz=drop: the recipe has no stage 'second'; its stages are STAGES. To add "
+        "one, name one of `headrace stages`, or the path of a class: pipeline.stages.second=NAME (in Python "
+        "stages={'second': {'_target_': 'NAME', ...}})"
+    ),
+    # -- options of other tasks
+    "config sorce.group_by=prompt": (
+        "unknown option 'sorce.group_by' (did you mean task=replay source.group_by=prompt?)"
+    ),
+    "config task=replay sorce.group_by=prompt": (
+        "unknown option 'sorce.group_by' (did you mean source.group_by=prompt?)"
+    ),
+    "config task=replay train.steps=3": ("unknown option 'train.steps' here: it is an option of task=train"),
+    "config task=replay group_size=3": (
+        "unknown option 'group_size' here: it is an option of task=train; for a dump set source.group_size=3"
+    ),
+    "config source=dump": (
+        "unknown option 'source' here: it is an option of task=replay and task=compare and task=plan and "
+        "task=audit"
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "override", "said"),
-    [
-        (
-            "config",
-            "pipeline=[grpo,rloo]",
-            "pipeline=[grpo,rloo] has several recipes (did you mean task=compare 'pipelines=[grpo,rloo]'?)",
-        ),
-        ("config", "+seed=1", "seed is there already, and needs no + (did you mean seed=1?)"),
-        (
-            "config",
-            "task=rloo",
-            f"unknown task 'rloo' (did you mean pipeline=rloo?); choose from {', '.join(TASKS)}",
-        ),
-        ("config", "sed=1", "unknown option 'sed' (did you mean seed=1?); CHOOSE"),
-        ("config", "train.step=2", "unknown option 'train.step' (did you mean train.steps=2?); CHOOSE"),
-        ("load", "sed=1", "unknown option 'sed' (did you mean pipeline.stages.split.seed=1?)"),
-        ("load", "train.step=2", "unknown option 'train'; choose from pipeline"),
-        ("load", "rows=nothing", "unknown rows 'nothing'; choose from llm"),
-        (
-            "load",
-            "pipeline.stages.gate.group_sze=1",
-            "unknown option 'pipeline.stages.gate.group_sze' (did you mean pipeline.stages.gate.group_size"
-            "=1?); CHOOSE",
-        ),
-    ],
-)
-def test_an_override_that_does_not_compose_is_refused_with_one_that_does(name, override, said):
+@pytest.mark.parametrize("words", REFUSED)
+def test_an_override_that_does_not_compose_is_refused_with_one_that_does(words):
+    (name, *overrides), said = words.split(), REFUSED[words]
     node = compose_config(name)
-    for key in override.partition("=")[0].split(".")[:-1] if "CHOOSE" in said else ():
-        node = node[key]
+    said = said.replace("TASKS", ", ".join(TASKS)).replace("STAGES", ", ".join(node.pipeline.stages))
+    for key in overrides[0].partition("=")[0].split(".")[:-1]:
+        node = node.get(key, {})
     with pytest.raises(ConfigError) as refused:
-        compose_config(name, override)
+        compose_config(name, *overrides)
     assert str(refused.value) == said.replace("CHOOSE", f"choose from {', '.join(node)}")
+
+
+def test_an_override_in_python_is_refused_in_the_words_of_python():
+    for word, said in (
+        ("pipeline=nothing", "unknown recipe 'nothing'; headrace.recipes() lists all"),
+        (
+            "pipeline.empty=a,b",
+            "pipeline.empty=a,b has several values. For a list: 'pipeline.empty=[a,b]', in quotes",
+        ),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            load_pipeline(word)
+        assert str(refused.value) == said
 
 
 def test_loading_leaves_an_outer_hydra_application_unchanged():
