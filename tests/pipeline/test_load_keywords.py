@@ -486,15 +486,11 @@ def test_a_part_takes_no_option_from_the_part_that_it_replaces():
     assert repr(load_pipeline("grpo", "pipeline.stages.advantage=gae").stages["advantage"]) == "GAE()"
 
 
-def test_errors_about_the_path_of_a_class_say_what_is_wrong(tmp_path, monkeypatch):
-    (tmp_path / "own_bonus.py").write_text("class LengthBonus:\n    pass\n\n\nLengthBonuses = 1\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    for stage, meant in (
-        ("own_bonus.LengthBonu", "own_bonus has no LengthBonu (did you mean 'LengthBonus'?)"),
-        ("{_target_: own_bonus.LengthBonu}", "own_bonus has no LengthBonu (did you mean 'LengthBonus'?)"),
-        ("no_such_module.Bonus", "is found with PYTHONPATH=. in front of the command"),
-        ("own_bonus.LengthBonus", "must be a transform or a callable; got <own_bonus.LengthBonus object"),
+def test_the_path_of_a_class_must_be_that_of_a_stage():
+    for stage, said in (
+        ("fractions.Fractio", "fractions has no Fractio (did you mean 'Fraction'?)"),
+        ("{_target_: fractions.Fraction}", "must be a transform or a callable; got Fraction(0, 1)"),
     ):
         for name, place in (("filter", []), ("bonus", ["pipeline.after.bonus=collapse"])):
-            with pytest.raises(ConfigError, match=re.escape(meant)):
+            with pytest.raises(ConfigError, match=re.escape(said)):
                 load_pipeline("grpo", f"pipeline.stages.{name}={stage}", *place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from argparse import Namespace
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from fractions import Fraction
@@ -126,6 +127,44 @@ def test_an_error_of_a_target_names_the_options_without_which_it_does_not_occur(
     with pytest.raises(ConfigError) as refused:
         build_node(OmegaConf.create(node) if isinstance(node, dict) else node, "x")
     assert str(refused.value).startswith(said)
+
+
+@pytest.mark.parametrize("length", [55, 56])
+def test_a_value_of_sixty_characters_is_left_out_of_an_error(length):
+    """With the quotes and the = there are three more."""
+    value = "a" * (length + 1)
+    with pytest.raises(ConfigError) as refused:
+        build_node(OmegaConf.create({"_target_": "fractions.Fraction", "numerator": value}), "x")
+    shown = f"={value!r}" if length == 55 else ""
+    assert str(refused.value) == f"x.numerator{shown}: Invalid literal for Fraction: {value!r}"
+
+
+IN_THIS_FOLDER = ". A module in this folder is found with PYTHONPATH=. in front of the command"
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("no_such_module.Bonus", f"No module named 'no_such_module'{IN_THIS_FOLDER}"),
+        ("no_such_module", f"No module named 'no_such_module'{IN_THIS_FOLDER}"),
+        ("fractions.Fractio", "fractions has no Fractio (did you mean 'Fraction'?)"),
+        ("fractions.more.Own", "No module named 'fractions.more'; 'fractions' is not a package"),
+        ("fractions.Fraction.nothing", "type object 'Fraction' has no attribute 'nothing'"),
+        ("own_part.Bonus", "No module named 'not_installed'"),
+    ],
+)
+def test_a_target_that_cannot_be_imported_is_refused_with_the_first_reason(
+    target, said, tmp_path, monkeypatch, caplog
+):
+    """Hydra, which would log the error that is raised, logs as before afterwards."""
+    (tmp_path / "own_part.py").write_text("import not_installed\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for disabled in (False, True):
+        monkeypatch.setattr(logging.getLogger("hydra.utils"), "disabled", disabled)
+        with pytest.raises(ConfigError) as refused:
+            build_node(OmegaConf.create({"_target_": target}), "x")
+        assert str(refused.value) == f"x: _target_ {target!r} cannot be imported: {said}"
+        assert (caplog.records, logging.getLogger("hydra.utils").disabled) == ([], disabled)
 
 
 def test_interpolations_are_resolved_as_omegaconf_resolves_them():
