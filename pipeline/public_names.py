@@ -87,9 +87,8 @@ def hint(name: str) -> str:
         return f": it is headrace.adapters.{name}"
     if (alike := next((home for home in HOMES if spelt(home) == own), None)) is not None:
         return f" (did you mean {alike!r}?)"
-    for folder in ("stage", "criterion", "term"):
-        if target := target_of(conf / folder / f"{name}.yaml"):
-            return f": it is the node of headrace.{target}"
+    if target := target_of(conf / "stage" / f"{name}.yaml"):  # the name of a criterion is near its class
+        return f": it is the node of headrace.{target}"
     return suggest(name, HOMES) or "; dir(headrace) lists the names to begin with"
 
 
