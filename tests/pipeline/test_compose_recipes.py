@@ -16,27 +16,6 @@ from headrace.transforms.table import COLUMNS
 
 pytestmark = pytest.mark.slow
 
-GATE = "pipeline.stages.gate.group_size=2"
-
-
-def advantage_of(batch, *overrides):
-    return load_pipeline(GATE, "pipeline.stages.split.shuffle=false", *overrides)(batch)[
-        "advantage"
-    ].flatten()
-
-
-def test_grpo_divides_by_std_and_dr_grpo_does_not(make_batch):
-    batch = make_batch([1.0, 3, 5, 11], [0, 0, 1, 1])
-    # ±1 / (√2 + ε) and ±3 / (√18 + ε)
-    assert advantage_of(batch).tolist() == pytest.approx([-0.7071063, 0.7071063, -0.7071066, 0.7071066])
-    assert advantage_of(batch, "pipeline=dr_grpo").tolist() == [-1, 1, -3, 3]
-
-
-def test_grpo_masks_groups_without_variance_and_dapo_drops_them(make_batch):
-    batch = make_batch([1.0, 3, 5, 5], [0, 0, 1, 1])
-    assert len(load_pipeline(GATE)(batch)) == 4
-    assert len(load_pipeline(GATE, "pipeline=dapo")(batch)) == 2
-
 
 @cache
 def nodes_of(recipe):
@@ -88,15 +67,52 @@ def test_a_stage_can_be_deleted_and_moved():
     assert load_pipeline(deleted, moved).order == order
 
 
-# What is composed, and the whole message. TASKS and CHOOSE stand for names: the tasks, and what a node has.
+# The last override is an unknown option, and this one is meant. With a * the message also lists the options
+# beside it.
+MEANT = {
+    "config sed=1": "seed=1*",
+    "config ~sed": "~seed*",
+    "load sed=1": "pipeline.stages.split.seed=1",
+    "config train.step=2": "train.steps=2*",
+    "config train.max-grad-norm=3": "train.max_grad_norm=3",
+    "config max-grad-norm=1": "train.max_grad_norm=1",
+    "config hydra.run.dri=x": "'hydra.run.dir' or 'hydra.sweep.dir'",
+    "config recipe=grpo": "pipeline=grpo",
+    "config scale_rewards=none": "pipeline.stages.advantage.scale=none",
+    "config pipeline.stages.gate.group_sze=1": "pipeline.stages.gate.group_size=1*",
+    "config pipeline.gate.group_size=8": "pipeline.stages.gate.group_size=8",
+    "config pipeline.stages.gate.scale=mad": "pipeline.stages.advantage.scale=mad",
+    "load pipeline.stages.filter.criteron.reward_key=1": " or ".join(
+        f"pipeline.stages.{stage}.reward_key=1" for stage in ("collapse", "advantage", "split")
+    ),
+    "config gaet.group_size=8": "pipeline.stages.gate.group_size=8",
+    "config ~filter": "~pipeline.stages.filter",
+    "load pipeline.stages.fliter=null": "~pipeline.stages.filter",
+    "config sorce.group_by=prompt": "task=replay source.group_by=prompt",
+    "config task=replay sorce.group_by=prompt": "source.group_by=prompt",
+}
+
+
+@pytest.mark.parametrize("words", MEANT)
+def test_an_unknown_option_is_refused_with_the_one_that_is_meant(words):
+    name, *overrides = words.split()
+    key, node = overrides[-1].partition("=")[0].lstrip("~"), compose_config(name)
+    meant = MEANT[words].removesuffix("*")
+    for each in key.split(".")[:-1]:
+        node = node.get(each, {})
+    beside = f"; choose from {', '.join(node)}" * MEANT[words].endswith("*")
+    with pytest.raises(ConfigError) as refused:
+        compose_config(name, *overrides)
+    assert str(refused.value) == f"unknown option {key!r} (did you mean {meant}?){beside}"
+
+
+# What is composed, and the whole message.
 REFUSED = {
     "load pipeline=Dr_GRPO": "unknown recipe 'Dr_GRPO' (did you mean 'dr_grpo'?); headrace recipes lists all",
     "load pipeline=as/vrl": (
         "unknown recipe 'as/vrl' (did you mean 'as/verl' or 'as/trl'?); headrace recipes lists all"
     ),
-    "load pipeline=replay": (
-        "unknown recipe 'replay' (did you mean task=replay?); headrace recipes lists all"
-    ),
+    "load pipeline=replay": "unknown recipe 'replay' (did you mean task=replay?); headrace recipes lists all",
     "load pipeline=nothing sed=1": "unknown recipe 'nothing'; headrace recipes lists all",
     "config task=rloo": "unknown task 'rloo' (did you mean pipeline=rloo?); choose from TASKS",
     "config task=repaly": "unknown task 'repaly' (did you mean 'replay'?); choose from TASKS",
@@ -106,13 +122,9 @@ REFUSED = {
         "unknown xray 'trlx' (did you mean 'trl' or 'torchrl'?); choose from mine, ms_swift, openrlhf, "
         "torchrl, trl, verl"
     ),
-    "config seed==1": (
-        "'seed==1' is not NAME=VALUE (did you mean seed=1?); put values with brackets or spaces in quotes"
-    ),
-    "config seed=[1": "'seed=[1' is not NAME=VALUE; put values with brackets or spaces in quotes",
-    "load pipeline..stages=1": (
-        "'pipeline..stages=1' is not NAME=VALUE; put values with brackets or spaces in quotes"
-    ),
+    "config seed==1": "'seed==1' is not NAME=VALUE (did you mean seed=1?); IN_QUOTES",
+    "config seed=[1": "'seed=[1' is not NAME=VALUE; IN_QUOTES",
+    "load pipeline..stages=1": "'pipeline..stages=1' is not NAME=VALUE; IN_QUOTES",
     "config device=cpu pipeline=[grpo,rloo]": (
         "pipeline=[grpo,rloo] has several recipes (did you mean task=compare 'pipelines=[grpo,rloo]'?)"
     ),
@@ -135,52 +147,14 @@ REFUSED = {
         "criterion@pipeline.stages.fliter.criterion=fresh: the recipe names no file there (did you mean "
         "criterion@pipeline.stages.filter.criterion=fresh?)"
     ),
-    # -- unknown options
-    "config sed=1": "unknown option 'sed' (did you mean seed=1?); CHOOSE",
-    "config ~sed": "unknown option 'sed' (did you mean ~seed?); CHOOSE",
-    "config zzz=1": "unknown option 'zzz'; CHOOSE",
-    "load sed=1": "unknown option 'sed' (did you mean pipeline.stages.split.seed=1?)",
+    "config zzz=1": "unknown option 'zzz'; choose from NAMES",
     "load train.step=2": "unknown option 'train'; choose from pipeline",
-    "config train.step=2": "unknown option 'train.step' (did you mean train.steps=2?); CHOOSE",
-    "config train.max-grad-norm=3": (
-        "unknown option 'train.max-grad-norm' (did you mean train.max_grad_norm=3?)"
-    ),
-    "config max-grad-norm=1": "unknown option 'max-grad-norm' (did you mean train.max_grad_norm=1?)",
-    "config hydra.run.dri=x": (
-        "unknown option 'hydra.run.dri' (did you mean 'hydra.run.dir' or 'hydra.sweep.dir'?)"
-    ),
-    "config recipe=grpo": "unknown option 'recipe' (did you mean pipeline=grpo?)",
-    "config scale_rewards=none": (
-        "unknown option 'scale_rewards' (did you mean pipeline.stages.advantage.scale=none?)"
-    ),
-    "config pipeline.stages.gate.group_sze=1": (
-        "unknown option 'pipeline.stages.gate.group_sze' (did you mean pipeline.stages.gate.group_size=1?); "
-        "CHOOSE"
-    ),
-    "config pipeline.gate.group_size=8": (
-        "unknown option 'pipeline.gate.group_size' (did you mean pipeline.stages.gate.group_size=8?)"
-    ),
-    "config pipeline.stages.gate.scale=mad": (
-        "unknown option 'pipeline.stages.gate.scale' (did you mean pipeline.stages.advantage.scale=mad?)"
-    ),
-    "load pipeline.stages.filter.criteron.reward_key=1": (
-        "unknown option 'pipeline.stages.filter.criteron.reward_key' (did you mean "
-        "pipeline.stages.collapse.reward_key=1 or pipeline.stages.advantage.reward_key=1 or "
-        "pipeline.stages.split.reward_key=1?)"
-    ),
-    "config gaet.group_size=8": (
-        "unknown option 'gaet.group_size' (did you mean pipeline.stages.gate.group_size=8?)"
-    ),
     "config overlnog.max_length=8": (
         "unknown option 'overlnog.max_length': pipeline=grpo has no stage 'overlong'; it has STAGES"
     ),
     "config task=replay overlnog.max_length=8 pipeline=as/verl": (
         "unknown option 'overlnog.max_length': pipeline=as/verl has no stage 'overlong'; it has "
         "gate, collapse, advantage, split, weight"
-    ),
-    "config ~filter": "unknown option 'filter' (did you mean ~pipeline.stages.filter?)",
-    "load pipeline.stages.fliter=null": (
-        "unknown option 'pipeline.stages.fliter' (did you mean ~pipeline.stages.filter?)"
     ),
     "config pipeline.stages.second.action=drop": (
         "unknown option 'pipeline.stages.second.action' (did you mean pipeline.stages.filter.action=drop?). "
@@ -192,14 +166,7 @@ REFUSED = {
         "one, name one of `headrace stages`, or the path of a class: pipeline.stages.second=NAME (in Python "
         "stages={'second': {'_target_': 'NAME', ...}})"
     ),
-    # -- options of other tasks
-    "config sorce.group_by=prompt": (
-        "unknown option 'sorce.group_by' (did you mean task=replay source.group_by=prompt?)"
-    ),
-    "config task=replay sorce.group_by=prompt": (
-        "unknown option 'sorce.group_by' (did you mean source.group_by=prompt?)"
-    ),
-    "config task=replay train.steps=3": ("unknown option 'train.steps' here: it is an option of task=train"),
+    "config task=replay train.steps=3": "unknown option 'train.steps' here: it is an option of task=train",
     "config task=replay group_size=3": (
         "unknown option 'group_size' here: it is an option of task=train; for a dump set source.group_size=3"
     ),
@@ -211,15 +178,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_an_override_that_does_not_compose_is_refused_with_one_that_does(words):
+def test_an_override_that_does_not_compose_is_refused_with_the_reason(words):
     (name, *overrides), said = words.split(), REFUSED[words]
-    node = compose_config(name)
-    said = said.replace("TASKS", ", ".join(TASKS)).replace("STAGES", ", ".join(node.pipeline.stages))
-    for key in overrides[0].partition("=")[0].split(".")[:-1]:
-        node = node.get(key, {})
+    whole = compose_config(name)
+    for word, names in (("TASKS", TASKS), ("STAGES", whole.pipeline.stages), ("NAMES", whole)):
+        said = said.replace(word, ", ".join(names))
     with pytest.raises(ConfigError) as refused:
         compose_config(name, *overrides)
-    assert str(refused.value) == said.replace("CHOOSE", f"choose from {', '.join(node)}")
+    assert str(refused.value) == said.replace("IN_QUOTES", "put values with brackets or spaces in quotes")
 
 
 def test_an_override_in_python_is_refused_in_the_words_of_python():
