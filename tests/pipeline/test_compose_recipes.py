@@ -85,6 +85,8 @@ MEANT = {
     "load pipeline.stages.filter.criteron.reward_key=1": " or ".join(
         f"pipeline.stages.{stage}.reward_key=1" for stage in ("collapse", "advantage", "split")
     ),
+    "config num_generations=8": "group_size=8",
+    "config filter.criterion=fresh": "pipeline.stages.filter.criterion=fresh",
     "config gaet.group_size=8": "pipeline.stages.gate.group_size=8",
     "config ~filter": "~pipeline.stages.filter",
     "load pipeline.stages.fliter=null": "~pipeline.stages.filter",
