@@ -48,8 +48,8 @@ class TokenGRPOLoss(GRPOLoss):
     ) -> tuple[Tensor, Tensor]:
         current = tensordict.get("_cur_log_prob")
         if ref_log_prob is None:
-            padding = {"padding_side": self.ref_log_prob_padding_side, "padding_value": 0.0}
-            ref_log_prob = tensordict.get(key, None, as_padded_tensor=True, **padding)
+            side = self.ref_log_prob_padding_side
+            ref_log_prob = tensordict.get(key, None, as_padded_tensor=True, padding_side=side)
         if ref_log_prob is None:
             raise KeyError(f"the KL term needs {key!r}, (N, T) log-probabilities")
         if ref_log_prob.ndim == current.ndim + 1:

@@ -172,10 +172,14 @@ def test_token_terms_sum_to_the_loss(scene):
     """GRPOLoss divides its KL terms by all positions, and its other terms by tokens."""
     policy, batch = scene
     batch["next", "ref_log_probs", "full"] = batch["log_probs", "full"].nan_to_num() - 0.3
-    options = {"masking_strategy": "generic", "kl_to_ref_coeff": 0.1}
+    options = {"masking_strategy": "generic", "kl_to_ref_coeff": 0.1, "kl_to_inference_coeff": 0.3}
     with torch.no_grad():
         ours, theirs = TokenGRPOLoss(policy, **options)(batch), GRPOLoss(policy, **options)(batch)
-    torch.testing.assert_close(ours.loss_kl_to_ref.mean(), theirs.loss_kl_to_ref, rtol=1e-12, atol=0)
+    for name, coeff in (("kl_to_ref", 0.1), ("kl_to_inference", 0.3)):
+        found, penalty = getattr(ours, f"loss_{name}"), getattr(ours, name)
+        torch.testing.assert_close(found, coeff * penalty, rtol=1e-12, atol=0)
+        torch.testing.assert_close(found.mean(), getattr(theirs, f"loss_{name}"), rtol=1e-12, atol=0)
+        assert not penalty.squeeze(-1)[~batch["masks", "all_assistant_mask"]].any()
     mean = ours.loss_objective.sum() / batch["masks", "all_assistant_mask"].sum()
     torch.testing.assert_close(mean, theirs.loss_objective, rtol=1e-12, atol=1e-15)
     with pytest.raises(ValueError, match="needs aggregation='none'"):

@@ -115,17 +115,18 @@ def test_a_grader_fails_on_the_rows_whose_random_number_is_below_the_probability
     from headrace.pipeline.reverse import ReverseEnv, env
 
     monkeypatch.setattr(env, "time", SimpleNamespace(perf_counter=count(100, 0.25).__next__))
-    sampler = RepeatSampler(len(digits.STRINGS), prompts_per_batch=2, group_size=4)
-    for failing, failed in ((0.0, [0, 0, 0, 0]), (0.25, [3, 0, 0, 0]), (0.5, [3, 3, 0, 0])):
-        made = [ReverseEnv(sampler, failing=failing, revised=0.0, seed=seed) for seed in (3, 3, 4)]
-        drawn = [torch.rand(9, generator=each._grader).tolist() for each in made]
-        assert drawn[0] == drawn[1] != drawn[2]
-        answers = made[0].reset().set(("tokens", "response"), tokens_of(["1."]).expand(4, 4))
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "rand", lambda *_, **__: torch.tensor([[0.0], [0.25], [0.5], [0.75]]))
-            for turn in (1, 2):
-                assert made[0].step(answers)["next", "status"].flatten().tolist() == failed
-                assert made[0].reward_seconds == turn * 0.25
+    sampler = RepeatSampler(len(digits.STRINGS), prompts_per_batch=2, group_size=8)
+    for seed in (0, 3):
+        drawn = torch.rand(20, 1, generator=torch.Generator().manual_seed(seed))
+        drawn = drawn.view(2, 10).tolist()  # of two turns
+        for failing in (None, 0.0, *sorted(drawn[0])[4:6]):
+            options = {} if failing is None else {"failing": failing}
+            made = ReverseEnv(sampler, seed=seed, **options)  # by default, two of eight rollouts are revised
+            answers = made.reset().set(("tokens", "response"), tokens_of(["1."]).expand(10, 4))
+            for turn, numbers in enumerate(drawn, start=1):
+                status = made.step(answers)["next", "status"].flatten().tolist()
+                assert status == [3 * (number < (failing or 0)) for number in numbers]
+                assert made.reward_seconds == turn * 0.25
     for options in ({"failing": 1.0}, {"failing": -0.1}, {"revised": 1.5}, {"revised": -0.5}):
         said = r"revised must be in \[0, 1\] and failing in \[0, 1\); got"
         with pytest.raises(ValueError, match=said):

@@ -133,12 +133,6 @@ def test_ids_show_the_samples_of_a_rank_and_it_resumes_there(shape, data):
     assert next(restored.draws())["rollout_id"].tolist() == next(first.draws())["rollout_id"].tolist()
 
 
-def test_a_state_of_another_rank_is_refused():
-    one, two = of_ranks(2, {"prompts": 4, "group_size": 2, "prompts_per_batch": 2})
-    with pytest.raises(ValueError, match="the state must be of a sampler like this one"):
-        two.load_state_dict(one.state_dict())
-
-
 def test_a_prompt_without_rows_is_detected_by_its_neighbours():
     """The law holds over epochs, for samples taken ahead, and for a restored or new sampler."""
     options = {"group_size": 2, "prompts_per_batch": 3, "remainder": "uneven"}
@@ -176,12 +170,24 @@ def test_an_unfinished_batch_is_completed_first(begun, **options):
 
 
 @pytest.mark.parametrize(
-    "change", [{"prompts": 4}, {"group_size": 3}, {"position": 20}, {"epoch": -1}, {"seed": 9}], ids=str
+    "change",
+    [
+        {"prompts": 4},
+        {"group_size": 3},
+        {"position": 20},
+        {"epoch": -1},
+        {"seed": 9},
+        {"rank": 1, "ranks": 2},
+    ],
+    ids=str,
 )
 def test_the_state_of_another_sampler_is_refused(change):
     sampler = RepeatSampler(10, group_size=2)
-    with pytest.raises(ValueError, match="the state must be of a sampler like this one"):
-        sampler.load_state_dict(sampler.state_dict() | change)
+    state = sampler.state_dict() | change
+    with pytest.raises(ValueError) as refused:
+        sampler.load_state_dict(state)
+    own = {name: value for name, value in sampler.state_dict().items() if name not in ("epoch", "position")}
+    assert str(refused.value) == f"the state must be of a sampler like this one ({own}); got {state}"
 
 
 def test_epochs_and_seeds_have_different_orders():
@@ -200,6 +206,7 @@ def test_epochs_and_seeds_have_different_orders():
         ({"prompts_per_batch": 0}, "prompts_per_batch must be an integer ≥ 1; got 0"),
         ({"repeats": 0}, "repeats must be an integer ≥ 1; got 0"),
         ({"prompts_per_batch": 13, "remainder": "drop"}, "at least prompts_per_batch=13 prompts; got 12$"),
+        ({"prompts_per_batch": 5}, "a multiple of prompts_per_batch=5; got 12, with 2 left over. Set"),
         ({"remainder": "carry"}, "remainder must be one of 'raise', 'drop', 'uneven'; got 'carry'"),
         ({"rank": 2, "ranks": 2}, "rank must be from 0 to ranks - 1; got rank=2, ranks=2"),
         ({"rank": -1, "ranks": 2}, "rank must be from 0 to ranks - 1; got rank=-1, ranks=2"),
@@ -233,13 +240,6 @@ def test_a_sampler_goes_on_at_the_first_group_of_its_rank_that_is_not_known(shap
     known = data.draw(st.integers(0, len(groups) - 1))
     other.go_on(lambda group: group in groups[:known])
     assert next(other.draws())["group_id"][0] == groups[known]
-
-
-def test_a_remainder_raises_by_default():
-    with pytest.raises(ValueError, match="a multiple of prompts_per_batch=2; got 7, with 1 left over"):
-        RepeatSampler(7, group_size=2, prompts_per_batch=2)
-    assert len(RepeatSampler(7, group_size=2, prompts_per_batch=2, remainder="drop")) == 12
-    assert len(RepeatSampler(7, group_size=2, prompts_per_batch=2, remainder="uneven")) == 14
 
 
 @pytest.mark.parametrize(
