@@ -105,7 +105,7 @@ class ReverseEnv(EnvBase):
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         response = tensordict["tokens", "response"]
         rollouts = self._ids["rollout_id"]
-        goes_on = (rollouts[0] == rollouts[1]) if self._turn == 0 else torch.zeros_like(rollouts[0]).bool()
+        goes_on = (rollouts[0] == rollouts[1]) & (self._turn == 0)
         answer = self._answers[self._ids["prompt"][self._turn, :, 0]]
         began = time.perf_counter()
         reward = digits.graded(response, answer).unsqueeze(-1).masked_fill(goes_on, 0.0)

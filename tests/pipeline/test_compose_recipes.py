@@ -149,6 +149,10 @@ REFUSED = {
         "criterion@pipeline.stages.fliter.criterion=fresh: the recipe names no file there (did you mean "
         "criterion@pipeline.stages.filter.criterion=fresh?)"
     ),
+    "load pipeline=as/trl criterion@pipeline.stages.filter.criterion=fresh": (
+        "criterion@pipeline.stages.filter.criterion=fresh: the recipe has no stage 'filter'; its stages are "
+        "gate, collapse, advantage, split, weight"
+    ),
     "config zzz=1": "unknown option 'zzz'; choose from NAMES",
     "load train.step=2": "unknown option 'train'; choose from pipeline",
     "config overlnog.max_length=8": (

@@ -71,19 +71,13 @@ def test_a_sampler_that_has_drawn_refuses_another_state():
     other.load_state_dict(other.state_dict())
 
 
-@given(drawn=st.integers(0, 5), **SHAPES)
-def test_group_and_rollout_ids_never_repeat(drawn, **options):
-    sampler = RepeatSampler(remainder="uneven", **options)
-    draws = torch.cat(list(islice(sampler.draws(), 6)))
+@given(**SHAPES)
+def test_group_and_rollout_ids_never_repeat(**options):
+    draws = torch.cat(list(islice(RepeatSampler(remainder="uneven", **options).draws(), 6)))
     size = options["group_size"]
     assert draws["rollout_id"].tolist() == list(range(len(draws)))
     assert draws["group_id"].tolist() == [i // size for i in range(len(draws))]
     assert set(draws["expected_rollouts"].tolist()) == {size}
-    restored = RepeatSampler(remainder="uneven", **options)
-    first = RepeatSampler(remainder="uneven", **options)
-    list(islice(first.draws(), drawn))
-    restored.load_state_dict(first.state_dict())
-    torch.testing.assert_close(next(restored.draws()), next(first.draws()))
 
 
 @st.composite
