@@ -105,7 +105,8 @@ class ReverseEnv(EnvBase):
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         response = tensordict["tokens", "response"]
         rollouts = self._ids["rollout_id"]
-        goes_on = (rollouts[0] == rollouts[1]) & (self._turn == 0)
+        is_first = not self._turn
+        goes_on = (rollouts[0] == rollouts[1]) & is_first
         answer = self._answers[self._ids["prompt"][self._turn, :, 0]]
         began = time.perf_counter()
         reward = digits.graded(response, answer).unsqueeze(-1).masked_fill(goes_on, 0.0)
@@ -116,8 +117,8 @@ class ReverseEnv(EnvBase):
         gave_up = drawn.to(self.device) < self.failing
         status = status.masked_fill(gave_up, int(Status.FAILED))
         out = self._rows(done=~goes_on, reward=reward, status=status)
-        self._over = self._turn == 1
-        if self._turn == 0:
+        self._over = not is_first
+        if is_first:
             self._turn = 1
             # Two rollouts of one slot are in one group, so they have the same prompt.
             revision = digits.revision_prompts(self._prompt, response)

@@ -106,7 +106,7 @@ def test_a_slot_runs_one_revised_rollout_or_two_rollouts_of_one_turn():
         assert rows["status"].unique().tolist() == [0]
     asked = [text_of(row) for row in third["tokens", "prompt"]]
     assert asked == ["7 backwards? "] * 3 + ["08 backwards? "] * 3
-    assert env.frames_per_batch == 12
+    assert (env.frames_per_batch, env.whole_draws) == (12, True)
 
 
 @pytest.mark.torchrl
