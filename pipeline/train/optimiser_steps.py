@@ -377,7 +377,7 @@ def _shares_of_components(minibatch: TensorDictBase) -> tuple[Tensor, Tensor]:
         The sum; and (n,) the number of components with tokens in the step of each row. If rows do not carry
         the sums of their step: the sum of all weights, and −∞.
     """
-    rows = minibatch.unbind(0) if isinstance(minibatch, LazyStackedTensorDict) else [minibatch]
+    rows = minibatch.tensordicts if isinstance(minibatch, LazyStackedTensorDict) else [minibatch]
     share, counts = torch.zeros((), dtype=torch.float64, device=device_of(minibatch)), []
     for row in rows:
         of_row = {name: each.double().sum(-1) for name, each in row.get(LOSS_WEIGHTS).items()}

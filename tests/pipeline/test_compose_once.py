@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from recipes import NAMES, of
+from recipes import FEW, NAMES, of
 
 from headrace.pipeline import ConfigError, load_pipeline
 from headrace.pipeline.composing.compose import compose_config, explain_composition, refuse_parts_of_no_stage
@@ -89,9 +89,9 @@ def test_overrides_of_a_known_recipe_equal_those_of_its_files():
 
 
 @pytest.mark.slow
-def test_overrides_of_each_known_recipe_equal_those_of_its_files():
-    """Each recipe gets one set of overrides, because composing from the files takes long."""
-    for recipe, overrides in zip(NAMES, cycle(OVERRIDES), strict=False):
+def test_overrides_of_any_known_recipe_equal_those_of_its_files():
+    """Each fourth recipe gets one set of overrides, because composing from the files takes long."""
+    for recipe, overrides in zip(NAMES[::4], cycle(OVERRIDES), strict=False):
         check(recipe, overrides)
 
 
@@ -102,7 +102,7 @@ def test_a_change_of_a_composed_configuration_changes_no_other():
 
 
 def test_values_resolve_as_omegaconf_resolves_them():
-    for recipe in NAMES:
+    for recipe in FEW:
         node = compose_config("load", f"pipeline={recipe}").pipeline
         with of(recipe):
             assert resolved(node) == OmegaConf.to_container(node, resolve=True)
