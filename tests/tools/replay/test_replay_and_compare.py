@@ -16,7 +16,7 @@ import torch
 from busy import busy_batch, stages
 from command import QUICK, headrace_here, told
 from composed import configure
-from dumps import slime_dump, slime_sample, write_lines
+from dumps import open_instruct_row, write_lines
 from pages import data_of
 from rich.console import Console
 
@@ -47,19 +47,6 @@ def configured(task, dump, *words):
     return configure("config", f"task={task}", f"source.path={dump}", *words)
 
 
-def test_a_replay_prints_and_writes_its_report(dump, tmp_path):
-    out = tmp_path / "out"
-    trained, text = told(replay_dump, configured("replay", dump, *COUNTED, "pipeline=dapo"), out)
-    assert trained == 3 * 3
-    assert "gate: incomplete" in text
-    assert "−6" in text
-    assert sorted(path.name for path in out.iterdir()) == ["config.yaml", "report.html", "rollouts"]
-    again, _ = told(
-        replay_dump, configured("replay", out / "rollouts", *COUNTED, "pipeline=dapo"), tmp_path / "two"
-    )
-    assert again == trained
-
-
 STAGES = """\
 Pipeline
   1. gate:      CompletenessGate(group_size=2)
@@ -82,6 +69,10 @@ not checked, for lack of data: learning-rate-zero, gradient-zero and 10 more
 written to FOLDER/out
 the page: file://FOLDER/out/report.html
 all rows of all steps: headrace view FOLDER/out
+"""
+AGREE = """\
+logged advantages: 12 rows have one, 100% agree with yours within 0.0001; the greatest difference is 0, the
+mean 0.
 """
 SINGLE = f"""\
 {STAGES}step 3                           rows  rollouts  groups  tokens
@@ -107,7 +98,13 @@ def test_one_step_is_printed_as_its_report_and_several_as_a_table_of_steps(make_
         write_dump(make_report(Pipeline({}).run(batch), step=step), tmp_path / "my dump")
     words = ("pipeline=dr_grpo", "pipeline.stages.gate.group_size=2", "pipeline.stages.weight.length=30")
     one = "my dump/step_00000003.parquet"
-    for name, path, text, steps, rows in (("out", "my dump", SEVERAL, 2, 12), ("one", one, SINGLE, 1, 6)):
+    head, tail = SEVERAL.replace("/out", "/again").split("written")
+    again = f"{head}{AGREE}written{tail}"
+    for name, path, text, steps, rows in (
+        ("out", "my dump", SEVERAL, 2, 12),
+        ("one", one, SINGLE, 1, 6),
+        ("again", "out/rollouts", again, 2, 12),
+    ):
         console = Console(width=110, file=io.StringIO())
         result = replay_dump(configured("replay", tmp_path / path, *words), tmp_path / name, console)
         lines = console.file.getvalue().replace(str(tmp_path), "FOLDER").splitlines()
@@ -121,20 +118,62 @@ def test_one_step_is_printed_as_its_report_and_several_as_a_table_of_steps(make_
         assert said in repr(result)
         page = data_of(tmp_path / name / "report.html")
         assert page["title"].endswith(f", replay of {path.rpartition('/')[2]}")
+        files = sorted(each.name for each in (tmp_path / name).iterdir())
+        assert files == ["config.yaml", "report.html", "rollouts"]
 
 
-def test_a_comparison_shows_the_users_turn_of_a_prompt(tmp_path):
-    chat = "<|im_start|>system\nReason step by step.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
-    path = slime_dump(
-        tmp_path / "data_5.pt",
-        samples=[slime_sample(i // 2, i, float(i**2), prompt=chat) for i in range(4)],
-    )
-    config = configured(
-        "compare", path, "source.format=slime", "pipelines=[grpo,dr_grpo]", "report.html=false"
-    )
-    _, text = told(compare_recipes, config, tmp_path / "out", ("pipeline.stages.gate.group_size=2",))
-    assert "2+2?" in text
-    assert "im_start" not in text
+NO_LENGTHS = (
+    "Lengths in tokens are not in this dump. No number here depends on them: loss weights and shares of the "
+    "gradient are left out. Set `source.tokenizer=PATH`, a tokenizer.json or a folder of transformers, to "
+    "count them."
+)
+HOLES = (
+    "1 groups are not in this dump: of the ids 0 to 4, it lacks 1. They were lost, or left out before the "
+    "dump was written. It is not known whether their rollouts are long: the dump has no {}."
+)
+TREES = "tokens of prompts and responses: 70 row by row; 50 as trees of groups, 1.4 times fewer, all {} steps"
+
+
+@pytest.mark.parametrize(
+    ("has_tokens", "option", "trees", "notices"),
+    [
+        (True, "pipeline.stages.gate.on_incomplete=drop", 3, [HOLES.format("texts of prompts")]),
+        (True, "source.skip_bad=true", 2, []),  # the ids of a step that failed are no holes
+        (
+            False,
+            "pipeline.stages.gate.on_incomplete=drop",
+            0,
+            [NO_LENGTHS, HOLES.format("lengths in tokens")],
+        ),
+    ],
+)
+def test_a_replay_says_what_its_dump_lacks(has_tokens, option, trees, notices, tmp_path):
+    """Group 2 is missing, and one of the two rollouts of group 4, so no row of the second step is trained.
+
+    Groups have prompts of 4 tokens and responses of 3. All together have 5 · 2 · 7 tokens in rows, and
+    5 · (4 + 2 · 3) in trees.
+    """
+    for step, groups in enumerate(([0, 1, 3], [4], [5, 6])):
+        rows = []
+        for rollout in [2 * group + at for group in groups for at in (0, 1) if (group, at) != (4, 1)]:
+            group, reward = rollout // 2, rollout % 2
+            tokens = {
+                "prompt_tokens": [group] * 4,
+                "response_tokens": [9 + reward] * 3,
+                "advantage": reward - 0.5,
+            }
+            row = {"row": len(rows), "group_id": group, "rollout_id": rollout, "reward": reward, "step": step}
+            rows.append(open_instruct_row(rollout, group, reward, step=step, **tokens) if has_tokens else row)
+        name = f"a_rollouts_{step}.jsonl" if has_tokens else f"step_{step:08d}.jsonl"
+        write_lines(tmp_path / "dump" / name, rows)
+    words = ("pipeline=dr_grpo", "pipeline.stages.gate.group_size=2", "pipeline.stages.weight.length=30")
+    console = Console(width=1000, file=io.StringIO())
+    result = replay_dump(configured("replay", tmp_path / "dump", *words, option), tmp_path / "out", console)
+    lines = console.file.getvalue().splitlines()
+    said = [line for line in lines if "this dump" in line or line.startswith("tokens of")]
+    assert said == [TREES.format(trees)] * bool(trees) + notices
+    assert result["notices"] == notices == data_of(tmp_path / "out" / "report.html")["notices"]
+    assert len(result["failed_steps"]) == (option == "source.skip_bad=true")
 
 
 def test_two_recipes_are_compared_on_the_same_rollouts(dump, tmp_path):
@@ -179,15 +218,30 @@ def test_the_shares_of_groups_in_both_gradients_equal_those_by_hand(make_batch, 
     batch["masks", "all_assistant_mask"][:] = True
     write_dump(make_report(Pipeline({}).run(batch)), tmp_path / "dump")
     config = configured("compare", tmp_path / "dump", "pipelines=[grpo,dr_grpo]")
-    _, text = told(compare_recipes, config, tmp_path / "out", ("pipeline.stages.gate.group_size=2",))
+    words = ("pipeline.stages.gate.group_size=2",)
+    correlation, text = told(compare_recipes, config, tmp_path / "out", words)
     found = json.loads((tmp_path / "out" / "compare.json").read_text())
     movers = sorted(found["movers"], key=lambda each: each["group"])
     assert [(each["group"], each["step"]) for each in movers] == [(5, 0), (9, 0)]
     shares = [[each["first"], each["second"]] for each in movers]
     assert np.array(shares) == pytest.approx(np.array([[0.5, 0.25], [0.5, 0.75]]), abs=1e-6)
-    assert found["numbers"]["gradient_moved"] == pytest.approx(0.25)
-    assert found["numbers"]["gradient_cosine"] == pytest.approx(2 / 5**0.5)
+    assert correlation == pytest.approx(2 / 5**0.5)  # also of the advantages ±1/√2 and ±1, ±3
+    numbers = {name: found["numbers"][name] for name in ("gradient_moved", "gradient_cosine")}
+    assert list(numbers.values()) == pytest.approx([0.25, 2 / 5**0.5])
     assert re.search(r"0 +prompt 5 +50\.0% +25\.0%", text)
+    page = data_of(tmp_path / "out" / "report.html")
+    assert (page["title"], page["versus"]) == ("grpo and dr_grpo", ["grpo", "dr_grpo"])
+    step = page["steps"][-1]
+    for name, column in {
+        "advantage": [-(0.5**0.5), 0.5**0.5] * 2,
+        "advantage_by_row": [-1, 1, -3, 3],
+        "share": [0.25] * 4,
+        "other_share": [1 / 8, 1 / 8, 3 / 8, 3 / 8],
+    }.items():
+        assert step["rows"][name] == pytest.approx(column, abs=1e-6)
+    found = {name: step["numbers"][f"versus/{name}"] for name in numbers}
+    found["second"] = step["numbers"]["second/advantage/abs_mean"]
+    assert found == pytest.approx({**numbers, "second": 2.0})
 
 
 SHOWN = """\
