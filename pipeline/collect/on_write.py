@@ -234,13 +234,13 @@ def buffer_account(buffer: ReplayBuffer) -> BufferAccount:
     while chain:
         transform = chain.pop(0)
         if isinstance(transform, Compose):
-            chain = [*transform, *chain]
+            chain += [*transform]
         elif isinstance(transform, AssembleOnWrite):
             assembled = transform
         elif isinstance(transform, Pipeline):
             pipeline = transform
         elif hasattr(transform, "transform"):  # an inverted transform
-            chain.insert(0, transform.transform)
+            chain.append(transform.transform)
     if assembled is None:
         raise ValueError(f"buffer_account needs a buffer with an AssembleOnWrite; got {buffer!r}")
     own = assembled.assembler

@@ -322,7 +322,7 @@ def test_a_late_answer_does_not_count_for_the_next_call():
     source = Source(
         lambda: scheme._wait_for_ack(), procs=(), num_workers=2, _weight_sync_schemes={"policy": scheme}
     )
-    stream = assembled(source, GroupAssembler(), patience=PATIENCE)
+    stream = assembled(source, GroupAssembler(), patience=0.05)
     for answers in ((0,), (0, 1)):  # the answer of worker 1 to the first call comes during the second
         for worker in answers:
             scheme._ack_queues[worker].put("updated")

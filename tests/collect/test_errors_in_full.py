@@ -189,6 +189,7 @@ ERRORS: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
         StalledError,
         all_lost,
     ),
+    "group_size must be an integer ≥ 1; got 0": (ValueError, lambda: stamp_ids([7, 7], group_size=0)),
     "epochs must be an integer ≥ 1; got 0": (
         ValueError,
         lambda: RolloutStream(RepeatSampler(4, group_size=2), epochs=0),

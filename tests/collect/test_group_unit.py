@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import (
@@ -104,6 +104,7 @@ def test_samples_are_complete_groups_for_any_sampler(sampler, storage):
         assert batch["number"].tolist() == expected  # each group comes once, and its rows keep their order
 
 
+@settings(max_examples=50)
 @example(sizes=[1, 2, 1], draws=[[0], [0, 3, 1]], anchors="any", uses=1, seed=0)
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=6),
@@ -226,6 +227,7 @@ def two_segments(group: int, columns: list[str]) -> TensorDict:
     return TensorDict(rows, batch_size=[4])
 
 
+@settings(max_examples=50)
 @given(
     st.integers(5, 15),
     st.integers(1, 8),

@@ -351,7 +351,7 @@ def test_no_reference_remains_to_groups_taken():
     assembler.put(pieces(size=4)[0])
     assert len(assembler.take()) == 4
     before = [references(actor) for actor in (None, assembler._actor, assembler._store)]
-    for batch in range(20):
+    for batch in range(6):
         for piece in pieces(size=4):
             for key, ids in (("group_id", 6), ("rollout_id", 12)):
                 piece[key] += ids * (batch + 1)
@@ -364,18 +364,6 @@ def test_no_reference_remains_to_groups_taken():
         if all(found <= most + 2 for found, most in zip(now, before, strict=True)):
             break
         assert time.monotonic() < end, (before, now)
-
-
-def test_invalid_options_raise_before_an_actor_starts():
-    with pytest.raises(ValueError, match="group_size must be"):
-        RayAssembler(group_size=0)
-    with pytest.raises(ValueError, match="max_ready must be"):
-        RayAssembler(max_ready=0)
-    assembler = object.__new__(RayAssembler)
-    with pytest.raises(ValueError, match="patience must be finite"):
-        assembler.batches(patience=0)
-    with pytest.raises(ValueError, match="on_lost must be one of"):
-        assembler.batches(on_lost="wait")
 
 
 def test_a_missing_extra_is_reported(monkeypatch):
@@ -460,8 +448,8 @@ def test_errors_of_writers_and_counts_of_the_actor_reach_the_trainer():
 
 
 def test_the_example_trains_on_the_rollouts_of_tasks():
-    rewards = importlib.import_module("ray_grpo").main(steps=3)
-    assert len(rewards) == 3
+    rewards = importlib.import_module("ray_grpo").main(steps=2)
+    assert len(rewards) == 2
     assert all(0 < reward < 1 for reward in rewards)
 
 

@@ -288,12 +288,12 @@ def test_all_complete_groups_come_before_the_end_or_the_error_of_writers(on_lost
 
 def test_writers_without_a_put_are_silent_after_their_patience():
     assembler = assembler_of(1)
-    batches = assembler.batches(patience=0.3)
+    batches = assembler.batches(patience=0.05)
     assert ids_of(next(batches)) == [0]
     begun = time.monotonic()
-    with pytest.raises(StalledError, match=r"^The writers have been silent for 0\.3 s\. Waiting: no group"):
+    with pytest.raises(StalledError, match=r"^The writers have been silent for 0\.05 s\. Waiting: no group"):
         next(batches)
-    assert time.monotonic() - begun >= 0.3
+    assert time.monotonic() - begun >= 0.05
 
 
 # -- a journal without rows -------------------------------------------------------------------------------

@@ -76,23 +76,17 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_each_group_is_trained_once_in_one_thread(make, name, epochs):
-    stream = make(sampler(), epochs=epochs, **OPTIONS[name])
+@pytest.mark.parametrize("informative", [False, True])
+def test_each_group_is_trained_once_or_counted_as_uninformative(make, name, informative):
+    stream = make(sampler(), epochs=2, informative=informative, **OPTIONS[name])
     batches = in_one_thread(stream, Random(0))
-    assert Counter(chain.from_iterable(batches)) == dict.fromkeys(range(PROMPTS * epochs), 1)
+    trained = range(informative, 2 * PROMPTS, 1 + informative)
+    assert Counter(chain.from_iterable(batches)) == dict.fromkeys(trained, 1)
     assert {len(batch) for batch in batches} == {3}
-    assert stream.survivors.numbers()["survivors/trained"] == 1
+    assert stream.counts.get("uninformative", 0) == 2 * PROMPTS * informative
+    if not informative:
+        assert stream.survivors.numbers()["survivors/trained"] == 1
     assert stream.survivors.outstanding == 0
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_informative_groups_fill_batches_and_the_others_are_counted(make, name):
-    stream = make(sampler(), epochs=2, informative=True, **OPTIONS[name])
-    batches = in_one_thread(stream, Random(1))
-    assert Counter(chain.from_iterable(batches)) == dict.fromkeys(range(1, 2 * PROMPTS, 2), 1)
-    assert {len(batch) for batch in batches} == {3}
-    assert stream.counts["uninformative"] == 2 * PROMPTS
 
 
 def test_stages_decide_which_groups_are_informative(make):
@@ -114,24 +108,6 @@ def test_stages_decide_which_groups_are_informative(make):
         in_one_thread(few, Random(2))
 
 
-def test_threads_that_dispatch_and_put_and_one_that_trains():
-    stream = RolloutStream(sampler(), epochs=3, max_staleness=4, patience=60)
-
-    def work():
-        for draws in stream.draws(wait=True):
-            for row in rows_of(draws, stream.version):
-                stream.put(row)
-
-    worker = threading.Thread(target=work)
-    worker.start()
-    found = []
-    for batch in stream:
-        found += groups_of(batch)
-        stream.version += 1
-    worker.join(60)
-    assert Counter(found) == dict.fromkeys(range(3 * PROMPTS), 1)
-
-
 def test_a_source_is_read(make):
     stream = make(sampler(), source=rows_of(next(sampler().draws())), steps_ahead=0)
     assert [sorted(groups_of(batch)) for batch in stream] == [[0, 1, 2]]
@@ -151,20 +127,6 @@ def test_nothing_is_dispatched_ahead_of_the_step_that_trains(make):
     assert groups_of(draws) == [3, 4, 5]
 
 
-def test_a_stream_without_rows_raises_in_time(make):
-    stream = make(sampler(), patience=0.05)
-    list(stream.draws())
-    with pytest.raises(StalledError, match=r"no batch for 0\.05 s\. Waiting: group 0 has 0 of 2"):
-        next(iter(stream))
-
-
-def test_a_stream_without_dispatch_says_what_to_do(make):
-    with pytest.raises(
-        StalledError, match=r"none arrived\. No prompt was announced .*check that draws\(\) is c"
-    ):
-        next(iter(make(sampler(), patience=0.05)))
-
-
 def test_the_error_for_a_missing_version_says_what_writes_it():
     stream = RolloutStream(sampler(), max_staleness=4, steps_ahead=2)
     rows = next(iter(stream.draws()))
@@ -178,7 +140,7 @@ def test_the_error_for_a_missing_version_says_what_writes_it():
 @pytest.mark.parametrize("informative", [False, True])
 def test_a_state_goes_on_with_the_same_batches(make, informative):
     """The state is saved between two steps, with rollouts in flight, and loaded into new objects."""
-    for steps in range(3):
+    for steps in (0, 2):
         stream = make(sampler(), epochs=2, informative=informative, max_staleness=4)
         dice, flying, found = Random(steps), [], []
         while len(found) < steps + 1:
@@ -219,7 +181,7 @@ def test_leftovers_decides_how_a_stream_ends_with_too_few_groups(make, leftovers
         assert stream.counts["unfinished"] == 2
 
 
-def test_several_threads_may_dispatch():
+def test_several_threads_may_dispatch_and_put_while_one_trains():
     stream = RolloutStream(sampler(), epochs=4, max_staleness=4, steps_ahead=2, patience=60)
 
     def work():
@@ -255,23 +217,12 @@ def test_a_lost_task_ends_the_stream_after_the_last_complete_batch(dies):
             next(iter(stream))
 
 
-def test_what_cannot_be_watched_is_refused_at_once():
-    stream = RolloutStream(RepeatSampler(2, group_size=2), epochs=1)
-    for task in (threading.Thread(target=print), [], 7):
-        with pytest.raises(
-            TypeError, match=r"\.remote\(\) of Ray or submit\(\) of an executor returned; got"
-        ):
-            stream.watch(task)
-
-
 def test_an_unknown_name_of_a_stream_is_answered_with_the_nearest():
     stream = RolloutStream(RepeatSampler(2, group_size=2), epochs=1)
     with pytest.raises(
         AttributeError, match=r"'RolloutStream' object has no attribute 'versoin' \(did you mean"
     ):
         stream.versoin  # noqa: B018
-    with pytest.raises(AttributeError, match=r"no attribute 'verison' to set \(did you mean 'version'\?\)"):
-        stream.verison = 3
     stream.version = 3
     assert stream.version == 3
 
@@ -289,7 +240,7 @@ def test_a_watched_future_that_raises_ends_the_stream_with_its_error():
 
 
 def test_an_error_names_puts_that_were_refused_in_other_threads():
-    stream = RolloutStream(RepeatSampler(2, group_size=2), max_staleness=4, epochs=1, patience=0.5)
+    stream = RolloutStream(RepeatSampler(2, group_size=2), max_staleness=4, epochs=1, patience=0.05)
     for draws in stream.draws():
         draws["next", "done"] = torch.ones(len(draws), dtype=torch.bool)
         with suppress(MissingKeyError):  # a thread pool keeps the error of its thread

@@ -17,7 +17,7 @@ from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.envs import EnvCreator, SerialEnv, TransformedEnv, check_env_specs
 from torchrl.envs.transforms import Compose, Transform
 
-from headrace.pipeline import StampIds, assembled, stamp_ids
+from headrace.pipeline import StampIds, assembled
 from headrace.pipeline.collect.stamping import first_difference
 from headrace.transforms import BatchError, CompletenessGate, GroupAssembler
 
@@ -75,11 +75,6 @@ def test_different_prompts_in_a_group_are_refused_with_the_rows():
     with pytest.raises(BatchError, match=message):
         env.reset()
     assert stamp.state_dict()["_extra_state"]["dispatched"] == 0
-
-
-def test_ids_of_groups_without_rollouts_are_refused():
-    with pytest.raises(ValueError, match="group_size must be an integer ≥ 1; got 0"):
-        stamp_ids([7, 7], group_size=0)
 
 
 def test_an_environment_reset_before_is_refused_with_group_resets():

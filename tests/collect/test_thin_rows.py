@@ -13,7 +13,7 @@ import torch
 from assembly import Line, batch_of_lines, faulty_stream, same_rows
 from batches import cut_rows
 from composed import composed
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from queue_here import QueueHere
 from recipes import CHAINS, WITH_TORCHRL
@@ -226,6 +226,7 @@ def test_a_rank_masks_the_tokens_that_the_pipeline_masks(kept, name):
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
+@settings(max_examples=40)
 @given(st.data(), st.integers(1, 5))
 def test_packed_columns_come_out_with_all_their_bits(data, rows):
     """Integers reach the ends of their dtype, and columns have any width, 0 included."""

@@ -62,7 +62,7 @@ def check_rollouts(batch) -> None:
 
 def train_alone(source, assembler) -> int:
     trained = 0
-    for rows in itertools.islice(source, 7):
+    for rows in itertools.islice(source, 5):
         assembler.put(rows)
         if (batch := assembler.take()) is not None:
             check_rollouts(batch)
@@ -79,7 +79,7 @@ def test_rows_a_collector_discards_are_counted_and_not_trained():
     finally:
         close(source)
     assert assembler.counts["lost"] > 0
-    assert trained + assembler.held + sum(assembler.counts.values()) == 7 * 12
+    assert trained + assembler.held + sum(assembler.counts.values()) == 5 * 12
 
 
 def test_a_hanging_worker_is_named_while_another_continues():
@@ -104,7 +104,7 @@ def test_a_hanging_worker_is_named_despite_surplus_rows():
     source = collector(w1=functools.partial(hang, at=12))
     try:
         with pytest.raises(StalledError, match=r"worker 1 .*silent for"):
-            train_slowly(assembled(source, GroupAssembler(), worker_patience=2.0))
+            train_slowly(assembled(source, GroupAssembler(), worker_patience=1.2))
     finally:
         close(source)
 
@@ -156,7 +156,7 @@ def test_a_slow_trainer_loses_no_row_of_asynchronous_workers_in_two_loops():
     stream = assembled(source, assembler)
     try:
         for _ in range(2):  # the second continues where the first stopped
-            for batch in itertools.islice(stream, 3):
+            for batch in itertools.islice(stream, 2):
                 batches.append(batch)
                 time.sleep(STEP)
     finally:

@@ -9,7 +9,7 @@ import shlex
 
 import dumps
 import pytest
-from command import headrace_here, told
+from command import told
 from composed import configure
 from hydra.core.hydra_config import HydraConfig
 
@@ -145,18 +145,6 @@ def test_a_replay_replaces_the_rows_of_a_replay_in_which_every_step_failed(tmp_p
     assert json.loads((tmp_path / "out" / "rollouts" / "failed_steps.json").read_text()) == []
     with pytest.raises(FileExistsError, match="has the rows of another run, 1 files"):
         told(replayed, configure("config", *words, "source.group_size=3"), tmp_path / "out")
-
-
-def test_one_error_names_all_options_that_the_run_set_and_its_rows_need(tmp_path):
-    """Some rollouts of the demo fail, and each row has a reward."""
-    headrace_here(tmp_path, "train.steps=2", "hydra.run.dir=run", "report.html=false")
-    words = ["task=replay", f"source.path={tmp_path / 'run'}"]
-    with pytest.raises(BatchError, match="incomplete groups") as raised:
-        replayed(configure("config", *words), tmp_path / "out")
-    options = str(raised.value).rpartition("The run that wrote it set ")[2].split()
-    assert options == ["pipeline.stages.gate.on_incomplete=drop", "pipeline.stages.collapse.reward=sum"]
-    trained, _ = told(replayed, configure("config", *words, *options), tmp_path / "out")
-    assert trained > 0
 
 
 def test_the_folder_of_a_run_is_replayed_even_if_it_has_another_dump(tmp_path):

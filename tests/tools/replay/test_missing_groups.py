@@ -138,7 +138,7 @@ def test_one_line_says_why_lengths_cannot_be_compared(how, why):
     assert found.table is None
 
 
-STEPS = planted(0, lambda _: 0.2)[0]
+STEPS = planted(0, lambda _: 0.2, prompts=60)[0]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ STEPS = planted(0, lambda _: 0.2)[0]
         (STEPS, {"label": lambda number: f"g{number}"}),
         ([[(number % STEP, *rest) for number, *rest in step] for step in STEPS], {}),  # ids repeat
         ([[(5 * number, *rest) for number, *rest in step] for step in STEPS], {}),  # most ids are missing
-        (planted(0, lambda _: 0.0)[0], {}),
+        (planted(0, lambda _: 0.0, prompts=60)[0], {}),
         (STEPS[:1], {}),  # any group may have been outstanding
         ([], {}),
     ],

@@ -25,7 +25,7 @@ from headrace.pipeline.tools.replay import compare_recipes, replay_dump
 from headrace.pipeline.tools.replay.compare_task import show_comparison
 from headrace.pipeline.tools.report import Comparison
 from headrace.pipeline.tools.report.comparison import Mover
-from headrace.transforms import GroupRelativeAdvantage, LossWeight, MissingKeyError
+from headrace.transforms import BatchError, GroupRelativeAdvantage, LossWeight, MissingKeyError
 
 pytestmark = pytest.mark.slow
 
@@ -476,12 +476,16 @@ def test_a_step_whose_rows_differ_between_two_recipes_is_left_out(tmp_path):
     assert "one has 8 rows and the other 6" in found["failed_steps"][0]["why"]
 
 
-def test_the_command_trains_dumps_and_replays(tmp_path):
-    headrace_here(tmp_path, *QUICK, "hydra.run.dir=run")
+def test_the_command_trains_dumps_and_replays_with_the_options_that_its_error_names(tmp_path):
+    """Some rollouts of the demo fail, and each row has a reward."""
+    headrace_here(tmp_path, *QUICK, "sampler.prompts_per_batch=16", "hydra.run.dir=run")
     step = data_of(tmp_path / "run" / "report.html")["steps"][-1]
     assert all(label.endswith(" backwards?") for label in step["groups"]["label"])
     assert any(text["start"] for text in step["rows"]["response"])
-    words = ["pipeline.stages.gate.on_incomplete=drop", "pipeline.stages.collapse.reward=sum"]
+    with pytest.raises(BatchError, match="incomplete group") as raised:
+        replay_dump(configured("replay", tmp_path / "run"), tmp_path / "out")
+    words = str(raised.value).rpartition("The run that wrote it set ")[2].split()
+    assert words == ["pipeline.stages.gate.on_incomplete=drop", "pipeline.stages.collapse.reward=sum"]
     shown = headrace_here(tmp_path, "task=replay", "source.path=run/rollouts", *words, "hydra.run.dir=again")
     assert "where the rows of 2 steps went" in shown.stdout
     again = data_of(tmp_path / "again" / "report.html")["steps"][-1]
