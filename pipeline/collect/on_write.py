@@ -20,6 +20,7 @@ from headrace.pipeline.load import load_pipeline
 from headrace.pipeline.pipeline import Pipeline
 from headrace.transforms import GroupAssembler
 from headrace.transforms.carry import join_rows
+from headrace.transforms.table.options import takes_options
 
 from .assembling import check_patience
 from .workers import WorkerWatch
@@ -27,6 +28,7 @@ from .workers import WorkerWatch
 COPY = "a copy of it in a worker process"
 
 
+@takes_options
 class AssembleOnWrite(Transform):
     """Write only whole groups into a replay buffer of this process.
 

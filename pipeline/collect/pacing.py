@@ -10,10 +10,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from headrace.transforms.table import as_ids, labels_of
+from headrace.transforms.table.options import takes_options
 
 from .assembling import check_patience, wait_for
 
 
+@takes_options
 def paced(draws: Any, assembler: Any, *, patience: float | None = None) -> Iterator[TensorDictBase]:
     """Yield draws while :meth:`GroupAssembler.capacity` allows, and announce their groups.
 

@@ -190,6 +190,14 @@ ERRORS: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
         all_lost,
     ),
     "group_size must be an integer ≥ 1; got 0": (ValueError, lambda: stamp_ids([7, 7], group_size=0)),
+    "leftovers must be one of 'yield', 'drop', 'raise'; got 'keep'": (
+        ValueError,
+        lambda: two_prompts(leftovers="keep"),
+    ),
+    "patience must be a finite number or None; got '1'": (
+        ValueError,
+        lambda: list(two_prompts().draws(wait=True, patience="1")),
+    ),
     "epochs must be an integer ≥ 1; got 0": (
         ValueError,
         lambda: RolloutStream(RepeatSampler(4, group_size=2), epochs=0),

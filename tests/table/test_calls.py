@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -36,6 +37,30 @@ from headrace.transforms.table.calls import accepts, call_meant
 def test_an_unknown_option_is_answered_with_the_nearest_one(call, meant):
     with pytest.raises((ValueError, TypeError), match=rf" \(did you mean {meant}\?\)"):
         call()
+
+
+NO_OPTIONS = {  # arguments by name, which are data
+    *("Run", "Status", "log_report", "pack", "take_rows", "token_weights", "total_loss", "weighted_loss")
+}
+
+
+def test_no_public_name_with_options_answers_an_unknown_one_in_the_words_of_python():
+    modules = (headrace.pipeline, headrace.transforms)
+    public = {name: getattr(module, name) for module in modules for name in module.__all__}
+    asked = 0
+    for name in sorted(public.keys() - NO_OPTIONS):
+        thing = public[name]
+        if not callable(thing) or (isinstance(thing, type) and issubclass(thing, Exception)):
+            continue
+        parameters = inspect.signature(thing).parameters.values()
+        kinds = {each.kind for each in parameters}
+        if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_KEYWORD not in kinds:
+            asked += 1
+            places = [each for each in parameters if each.kind < each.VAR_POSITIONAL]
+            with pytest.raises((TypeError, ValueError)) as caught:
+                thing(*[None for each in places if each.default is each.empty], nothing=1)
+            assert "unexpected keyword" not in str(caught.value), name
+    assert asked > 70
 
 
 @pytest.mark.parametrize(
