@@ -20,6 +20,7 @@ from headrace.transforms.table import (
     IncompleteGroupsError,
     MissingKeyError,
     Rows,
+    counted,
     few,
     listing,
     require_identity,
@@ -266,8 +267,8 @@ def shared_ids(rows: Rows, presence: Presence) -> str:
     group = int(groups.of[row])
     own = [rows.at(each) for each in (rollouts.of == rollouts.of[row]).nonzero().flatten().tolist()]
     return (
-        f"Are rollout ids repeated? Group {rows.name('group', row)} has {int(size[group])} rows, but "
-        f"{int(ids[group])} rollout id{'s' * (int(ids[group]) > 1)}: rows {few(own)} have the id "
+        f"Are rollout ids repeated? Group {rows.name('group', row)} has {counted(int(size[group]), 'row')}, "
+        f"but {counted(int(ids[group]), 'rollout id')}: rows {few(own)} have the id "
         f"{rows.name('rollout', row)}. "
     )
 
@@ -480,8 +481,8 @@ class CompletenessGate(
         if self.group_size is None or len(sizes) != 1 or short <= max(1, len(have) / 2):
             return ""
         return (
-            f"Is group_size={self.group_size} wrong? {short} of {len(have)} groups have {sizes[0]} "
-            f"rollout{'s' * (sizes[0] != 1)}. "
+            f"Is group_size={self.group_size} wrong? {short} of {len(have)} groups have "
+            f"{counted(sizes[0], 'rollout')}. "
         )
 
     def _refuse(

@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 
 from headrace.installed import import_extra
 from headrace.transforms.carry import to_plain
-from headrace.transforms.table import ColumnNames, Rows, TakesColumns, enter_rows, labels_in_errors
+from headrace.transforms.table import ColumnNames, Rows, TakesColumns, counted, enter_rows, labels_in_errors
 from headrace.transforms.table.options import (
     at_least,
     describe_options,
@@ -478,8 +478,8 @@ class GroupAssembler(
         with self._lock:
             puts, last = self._refused
             if puts:
-                refused = "put of rows was refused" if puts == 1 else "puts of rows were refused"
-                why = f"{why.rstrip('.')}. {puts} {refused}, the last by {last.rstrip('.')}"
+                refused = f"The stream refused {counted(puts, 'put')}, the last by {last.rstrip('.')}"
+                why = f"{why.rstrip('.')}. {refused}"
             return stalled(why, self._plan(), self._awaited(self.groups or 1) or (), worker)
 
     def _plan(self) -> StreamPlan:

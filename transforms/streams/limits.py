@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.transforms.table import LISTED, BatchError, IncompleteGroupsError, StreamWarning, listing
+from headrace.transforms.table import (
+    LISTED,
+    BatchError,
+    IncompleteGroupsError,
+    StreamWarning,
+    counted,
+    listing,
+)
 from headrace.transforms.table.options import above_zero
 
 from .open_groups import Group
@@ -151,12 +158,12 @@ def warn_of_endless(plan: StreamPlan) -> None:
     while stream.open and plan.puts - (born := next(iter(stream.open.values()))) > oldest:
         (partition, number), _ = stream.open.popitem(last=False)
         group = stream.waiting[partition, stream.homes[partition][number]]
-        rows = len(group.rollouts[number].rows)
-        endless.append(f"rollout {number} of group {group.group} ({rows} rows, {plan.puts - born} puts old)")
+        rows, age = counted(len(group.rollouts[number].rows), "row"), counted(plan.puts - born, "put")
+        endless.append(f"rollout {number} of group {group.group} ({rows}, {age} old)")
     if endless:
         warnings.warn(
             f"rollouts do not end: {listing(endless)}; the {stream.ended} that ended took at most "
-            f"{stream.longest} puts. The groups of the others wait in memory. Check whether the "
+            f"{counted(stream.longest, 'put')}. The groups of the others wait in memory. Check whether the "
             "environment hangs or never sets done. Set timeout or timeout_seconds, and on_timeout, to "
             "continue without them",
             StreamWarning,

@@ -14,6 +14,7 @@ from .errors import (
     OtherRankError,
     ProcessedTwiceError,
     StreamWarning,
+    counted,
     listing,
     who_stamps,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "as_rewards",
     "check_kind",
     "column_keys",
+    "counted",
     "credit_dtype",
     "enter_rows",
     "few",

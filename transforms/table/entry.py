@@ -8,7 +8,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from .errors import BatchError, ProcessedTwiceError, listing
+from .errors import BatchError, ProcessedTwiceError, counted, listing
 from .labels import number_ids
 from .schema import COLLECTED, PROCESSED
 from .tensordicts import (
@@ -49,9 +49,9 @@ def enter_rows(batch: TensorDictBase, id_keys: Sequence[NestedKey], *, reader: s
     flat = batch.reshape(-1) if batch.batch_dims > 1 and rows else batch
     if rows and any_row_has(flat, PROCESSED):
         raise ProcessedTwiceError(
-            f"{reader} got {rows} rows, and a pipeline has already processed at least one of them; filters "
-            "and statistics must see each rollout once: attach the pipeline at one place, and add other "
-            "transforms as its stages"
+            f"{reader} got {counted(rows, 'row')}, and a pipeline has already processed at least one of "
+            "them; filters and statistics must see each rollout once: attach the pipeline at one place, and "
+            "add other transforms as its stages"
         )
     if rows and any_row_has(flat, COLLECTED):
         real = number_column(flat, COLLECTED)

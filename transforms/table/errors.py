@@ -195,6 +195,16 @@ def who_stamps(name: str) -> str:
     )
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things, for a message.
+
+    >>> counted(1, "row"), counted(2000, "row"), counted(0, "batch")
+    ('1 row', '2,000 rows', '0 batches')
+    """
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"
+
+
 def listing(items: Iterable[str], *, most: int = LISTED, of: int | None = None) -> str:
     """Join the first `most` items for a message, and count the others.
 

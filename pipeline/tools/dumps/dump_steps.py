@@ -18,6 +18,7 @@ from headrace.pipeline.error_overrides import text_with_overrides
 from headrace.pipeline.tools.report import FailedStep, ReportFolder, said_of_failed
 from headrace.pipeline.wording import printable
 from headrace.transforms import BatchError, MissingKeyError
+from headrace.transforms.table import counted
 
 from .readers import Draws, Source, SourceError
 from .refused_steps import refused_report
@@ -123,7 +124,7 @@ class DumpSteps:
             "malformed records": self.source.skipped,
             "rows of repeated prompts": sum(each.rows_left_out for each in self.source.draws.values()),
         }
-        said = f"{self.rows:,} rows in {self.passed:,} step{'s' * (self.passed != 1)}"
+        said = f"{counted(self.rows, 'row')} in {counted(self.passed, 'step')}"
         listed = ", ".join(f"{count:,} {what}" for what, count in left_out.items() if count)
         return said + (f", without {listed}" if listed else "")
 
@@ -158,7 +159,7 @@ def said_of_draws(draws: Mapping[int, Draws]) -> list[str]:
     rows = sum(each.rows_left_out for each in draws.values())
     if draws:
         prompts = [
-            f"step {step}, {prompt}, {rollouts} rollouts"
+            f"step {step}, {prompt}, {counted(rollouts, 'rollout')}"
             for step, each in draws.items()
             for prompt, rollouts in each.drawn
         ]

@@ -11,6 +11,7 @@ import numpy as np
 
 from headrace.pipeline.wording import printable
 from headrace.transforms import BatchError
+from headrace.transforms.table import counted
 
 from .numbers import gradient_cosine, gradient_share, row_weight
 from .step import StepReport
@@ -120,7 +121,7 @@ class Comparison:
             'grpo and rloo give the same gradient: advantage × loss weight × tokens is equal in all 8 rows.'
         """
         names = " and ".join(map(printable, self.names))
-        rows = f"{self.rows:,} rows" + (f" of {self.steps:,} steps" if self.steps > 1 else "")
+        rows = counted(self.rows, "row") + (f" of {self.steps:,} steps" if self.steps > 1 else "")
         what, product = "gradient", "advantage × loss weight × tokens "
         if np.isnan(self.moved):
             what, product = "advantage", ""
@@ -161,7 +162,7 @@ class Comparison:
             )
         for name, kept in zip(names, self.kept, strict=True):
             if kept:
-                reasons.append(f"in {kept:,} row{'s' * (kept > 1)} that only {name} trains")
+                reasons.append(f"in {counted(kept, 'row')} that only {name} trains")
         if reasons == ["in the scale of each group"]:
             return "They differ in the scale of each group alone: its advantages differ by a factor."
         return f"They differ {', and '.join(reasons)}." if reasons else ""

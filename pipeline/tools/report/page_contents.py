@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 
 from headrace.pipeline.wording import printable
+from headrace.transforms.table import counted
 from headrace.transforms.table.options import takes_options
 
 from .advice import Advice, History, Setup, advice_at, symptoms
@@ -273,8 +274,10 @@ def shortened(text: str, most: int = CHARACTERS) -> str:
         >>> shortened("abcdefghij", 4)
         'abc [… 6 characters left out …] j'
     """
-    start, missing, end = cut_text(text, most).values()
-    return f"{start} [… {missing:,} characters left out …] {end}" if missing else str(start)
+    cut = cut_text(text, most)
+    if not cut["missing"]:
+        return cut["start"]
+    return f"{cut['start']} [… {counted(cut['missing'], 'character')} left out …] {cut['end']}"
 
 
 def cut_tokens(tokens: TokenValues, most: int = TOKENS) -> PageTokens:
