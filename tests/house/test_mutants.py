@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import random
@@ -151,3 +152,23 @@ def test_an_annotation_has_no_mutant(tmp_path, monkeypatch):
     for place in places:
         now = mutants.mutant_at("some.py", place, random.Random(0)).now
         assert now.count("int | None") == (2 if now.startswith("def") else 1), now
+
+
+def test_a_folder_has_its_faults_of_the_sample_and_further_ones_up_to_a_number(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import mutation
+
+    def faults(files, base, number, seed):
+        found = [mutants.Mutant(file, line, "", "", "") for file in files or [FILE] for line in (3, 1, 2)]
+        return found[:number]
+
+    monkeypatch.setattr(mutation, "chosen_mutants", faults)
+    for each, of_split in ((0, 2), (1, 2), (3, 3)):
+        found = mutation.faults_by_folder(argparse.Namespace(sample=2, each=each, seed=1))
+        assert [fault.line for fault in found["all"]] == [3, 1]
+        assert len({*found["transforms/split"]}) == len(found["transforms/split"]) == of_split
+        assert {*found["all"]} <= {*found["transforms/split"]}
+        others = {
+            folder: len(own) for folder, own in found.items() if folder not in ("all", "transforms/split")
+        }
+        assert {*others.values()} == ({each} if each else set())
