@@ -268,7 +268,7 @@ def test_the_state_of_a_split_is_described_for_a_comparison_between_ranks():
     next(minibatches)
     restored = ShuffleSplit(minibatches=2, unit="sample")
     restored.load_state_dict(split.state_dict())
-    said = "0 permutations before, 1 minibatches taken, and no batch that is not trained again"
+    said = "0 permutations before, 1 minibatch taken, and no batch that is not trained again"
     assert restored.memory.same_on_all_ranks() == said
     assert len([*minibatches]) == 1
     restored.load_state_dict(split.state_dict())

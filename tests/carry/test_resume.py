@@ -106,7 +106,7 @@ def test_a_state_resumes_only_with_the_same_split(change, message):
     state, _ = left_in_the_middle(sixteen())
     restored = make(**change)
     restored.load_state_dict(state)
-    with pytest.raises(BatchError, match=rf"interrupted after 1 minibatches.*{message}"):
+    with pytest.raises(BatchError, match=rf"interrupted after 1 minibatch.*{message}"):
         restored.minibatches(sixteen())
 
 

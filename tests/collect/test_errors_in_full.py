@@ -106,12 +106,12 @@ ERRORS: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
         StalledError,
         lambda: list(assembled([], GroupAssembler())),
     ),
-    "the source has ended, and 3 whole groups are left over, fewer than a batch of 4 groups: set "
+    "the source has ended with 3 whole groups left over, fewer than the 4 of a batch: set "
     "leftovers='yield' or 'drop'": (
         BatchError,
         lambda: list(assembled([rows(0, 1, 2)], GroupAssembler(groups=4), leftovers="raise")),
     ),
-    "The source has ended, and 2 whole groups have policy versions newer than assembler.version=0: set "
+    "The source has ended with 2 whole groups of policy versions newer than assembler.version=0: set "
     "assembler.version where the policy is updated. Waiting: no group. Rows: 6 arrived, 4 held.": (
         StalledError,
         lambda: list(assembled([rows(0, 1, 2, version=True)], GroupAssembler(**NEWER))),

@@ -59,7 +59,7 @@ def test_a_draw_is_cut_to_the_capacity():
     rows = {"group_id": [0], "rollout_id": [0], ("next", "done"): [True]}
     assembler.put(TensorDict(rows, [1]))
     assert (assembler.pending, assembler.capacity()) == (0, 0)
-    with pytest.raises(StalledError, match="No capacity to dispatch 1 groups"):
+    with pytest.raises(StalledError, match="No capacity to dispatch 1 group"):
         next(draws)
 
 

@@ -231,7 +231,7 @@ def answers(assembler: Any, seed: int) -> list[Any]:
         found.append([assembler.capacity(), assembler.capacity(3), len(assembler.blocked_by)])
         found.append((assembler.survivors.fates["turns"], assembler.survivors.outstanding))
     words = str(assembler.stalled("It stops", (0, 1))), str(assembler.stalled("It stops"))
-    found.append([re.sub(r"\d+ puts old", "", each) for each in words])
+    found.append([re.sub(r"\d+ puts? old", "", each) for each in words])
     return [*found, assembler.discard_batch(), assembler.counts, assembler.held, assembler.unfinished()]
 
 
@@ -253,7 +253,7 @@ def test_warnings_of_the_actor_come_when_the_trainer_takes_and_name_its_line():
             warnings.simplefilter("always")
             assert assembler.take() is None
         assert [(each.category, each.filename) for each in caught] == [(StreamWarning, __file__)] * times
-        assert all("1 rollouts were lost" in str(each.message) for each in caught)
+        assert all("1 rollout got lost" in str(each.message) for each in caught)
 
 
 # -- writers that end -------------------------------------------------------------------------------------

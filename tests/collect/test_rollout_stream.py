@@ -174,7 +174,7 @@ def test_leftovers_decides_how_a_stream_ends_with_too_few_groups(make, leftovers
         RepeatSampler(4, group_size=2, prompts_per_batch=1), groups=3, epochs=1, leftovers=leftovers
     )
     if leftovers == "raise":
-        with pytest.raises(BatchError, match="1 whole groups are left over"):
+        with pytest.raises(BatchError, match="1 whole group left over"):
             in_one_thread(stream, Random(0))
     else:
         assert [len(batch) for batch in in_one_thread(stream, Random(0))] == [3]
@@ -246,6 +246,6 @@ def test_an_error_names_puts_that_were_refused_in_other_threads():
         with suppress(MissingKeyError):  # a thread pool keeps the error of its thread
             stream.put(draws)
     with pytest.raises(
-        StalledError, match=r"2 puts of rows were refused, the last by MissingKeyError.*version"
+        StalledError, match=r"The stream refused 2 puts, the last by MissingKeyError.*version"
     ):
         next(iter(stream))

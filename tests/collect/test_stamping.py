@@ -235,7 +235,7 @@ def collected(env) -> Collector:
     return Collector(env, policy, frames_per_batch=12, **options)
 
 
-@pytest.mark.filterwarnings("ignore:.* rollouts were lost")
+@pytest.mark.filterwarnings("ignore:.* got lost")
 @pytest.mark.parametrize("slots", [None, 3])
 @pytest.mark.parametrize("order", ["the stream", "the environment before", "environment and assembler"])
 def test_a_collector_goes_on_with_unused_ids_for_any_order_of_loading(slots, order):

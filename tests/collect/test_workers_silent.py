@@ -74,7 +74,7 @@ def train_alone(source, assembler) -> int:
 def test_rows_a_collector_discards_are_counted_and_not_trained():
     source, assembler = collector(), GroupAssembler()
     try:
-        with pytest.warns(StreamWarning, match="rollouts were lost between their worker and the assembler"):
+        with pytest.warns(StreamWarning, match="rollouts? got lost between their worker and the assembler"):
             trained = train_alone(source, assembler)
     finally:
         close(source)

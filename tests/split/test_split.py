@@ -136,7 +136,7 @@ def cut_again(split, order=slice(None)):
         ),
         (
             lambda: cut_rows(ranks=3),
-            "minibatch 0 has 2 rows for 3 ranks × 1 micro-batches, and no micro-batch may be empty: set "
+            "minibatch 0 has 2 rows for 3 ranks × 1 micro-batch, and no micro-batch may be empty: set "
             "remainder='pad', or make minibatches larger",
         ),
         (
@@ -233,7 +233,7 @@ def test_a_rank_without_rows_pads_with_the_first_row_of_the_first_rank_that_has_
         (
             [[0, 1], [2]],
             {"minibatches": 1, "microbatches": 2},
-            "minibatch 0 has 1 rows for 1 ranks × 2 micro-batches, and no micro-batch may be empty: set "
+            "minibatch 0 has 1 row for 1 rank × 2 micro-batches, and no micro-batch may be empty: set "
             "remainder='pad', or make minibatches larger (These are the rows of rank 1.)",
         ),
         (

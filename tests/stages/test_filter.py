@@ -132,7 +132,7 @@ def test_removing_all_rows_gives_an_empty_batch_and_a_metric(make_batch):
 
 def test_a_row_that_cannot_be_masked_is_refused(make_batch):
     batch = make_batch([1.0, 8], [0, 0]).exclude(MASK, LOG_PROBS)
-    with pytest.raises(BatchError, match=r"1 rows must be masked out of the loss, but .*would still train"):
+    with pytest.raises(BatchError, match=r"1 row must be masked out of the loss, but .*would still train"):
         SampleFilter(criterion=RewardWithin(high=5.0))(batch)
     assert len(SampleFilter(criterion=RewardWithin(high=9.0))(batch)) == 2
 

@@ -228,7 +228,7 @@ CHANGED: dict[str, Callable[[TensorDict], TensorDictBase]] = {
     ),
     "rollout_id must be integers, got torch.float32. If these are whole numbers, convert them with .long(); "
     "ids may also be strings": lambda rows: rows.set("rollout_id", torch.ones(1)),
-    "GroupAssembler needs one number per row in 'rollout_id' (rollout_key), for 1 rows; found (1, 2)": (
+    "GroupAssembler needs one number per row in 'rollout_id' (rollout_key), for 1 row; found (1, 2)": (
         lambda rows: rows.set("rollout_id", torch.ones(1, 2, dtype=torch.int64))
     ),
 }

@@ -373,7 +373,7 @@ def test_an_error_of_a_journal_has_all_its_words(committed, tmp_path):
         "commit() needs a journal: set journal=PATH": GroupAssembler().commit,
         f"the weights have trained 4 groups, and the journal {path} has 2 that were committed and 1 after "
         "them. Load the weights of step 7, or begin a new journal": lambda: again.commit(8, emitted=4),
-        f"the weights have trained 1 groups, and the journal {path} has 2 that were committed and 1 after "
+        f"the weights have trained 1 group, and the journal {path} has 2 that were committed and 1 after "
         "them. Load the weights of step 7, or begin a new journal": lambda: again.commit(8, emitted=1),
         f"this assembler continues from its journal {path}, which is at least as new as the state: do not "
         "load the state; or set journal to a new path, and load the state then": lambda: (

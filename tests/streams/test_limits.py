@@ -77,7 +77,7 @@ def test_a_refused_group_is_described_with_its_rollouts_and_its_age():
     put(raises, one[0])
     assert error_of(lambda: put(raises, *two, one[1]), IncompleteGroupsError) == (
         "2 groups cannot become whole because rollouts failed: group 1 has 1 of 2 (1 completed, 1 failed), 1 "
-        f"puts old, group 2 has 1 of 2 (1 completed, 1 failed), 0 puts old. {remedy}"
+        f"put old, group 2 has 1 of 2 (1 completed, 1 failed), 0 puts old. {remedy}"
     )
 
 
@@ -104,7 +104,7 @@ def test_groups_that_are_too_many_or_too_old_are_listed_from_the_oldest(monkeypa
         lambda: put(old, Line(3, 30, 1, True, partition=5, expected=3)), IncompleteGroupsError
     ) == (
         "2 groups did not become whole in time: group 7 has 1 of 2 (1 completed), 2 puts old, group 3 of "
-        "partition 5 has 1 of 3 (1 completed), 1 puts old. Raise timeout or timeout_seconds, or set "
+        "partition 5 has 1 of 3 (1 completed), 1 put old. Raise timeout or timeout_seconds, or set "
         "on_timeout='drop', 'keep' with min_rollouts, or 'refill'"
     )
 
@@ -147,9 +147,9 @@ def test_a_stall_lists_the_awaited_groups_first_and_counts_all_rows():
     row[ORIGIN] = torch.tensor([[0, 0, 3, 0, 9], [0, 1, 3, 0, 9], [1, 1, 3, 0, 9]], dtype=torch.int32)
     assembler.put(row)
     groups = {
-        0: "group 0 has 0 of 2 (1 unfinished), 1 puts old, of worker 0, announced at step -1; this is step 0",
-        3: "group 3 has 0 of 2 (no rows), 1 puts old, of worker 0, announced at step 0; this is step 0",
-        1: "group 1 has 1 of 2 (1 completed), 1 puts old, of worker 1, announced at step 0; this is step 0",
+        0: "group 0 has 0 of 2 (1 unfinished), 1 put old, of worker 0, announced at step -1; this is step 0",
+        3: "group 3 has 0 of 2 (no rows), 1 put old, of worker 0, announced at step 0; this is step 0",
+        1: "group 1 has 1 of 2 (1 completed), 1 put old, of worker 1, announced at step 0; this is step 0",
     }
     rows = (
         "Rows: 3 arrived, 2 held, 1 duplicate. Check that all rollouts of a group are put into this "
@@ -179,8 +179,8 @@ def test_a_stall_without_rows_or_without_waiting_groups_says_so():
 def test_refused_puts_are_counted_in_a_stall_with_the_last_error():
     assembler = GroupAssembler()
     for times, found in (
-        (1, "It waits. 1 put of rows was refused"),
-        (2, "It waits. 2 puts of rows were refused"),
+        (1, "It waits. The stream refused 1 put"),
+        (2, "It waits. The stream refused 2 puts"),
     ):
         with pytest.raises(BatchError):
             assembler.put(batch_of_lines([Line(0, -times, 0, True)]))
@@ -226,9 +226,9 @@ def test_a_rollout_without_an_end_is_reported_once_it_is_four_times_as_old_as_an
     if warned is not None:
         assert found[warned] == (
             f"rollouts do not end: rollout 60 of group 6 (2 rows, {warned} puts old); the 10 that ended took "
-            f"at most {took} puts. The groups of the others wait in memory. Check whether the environment "
-            "hangs or never sets done. Set timeout or timeout_seconds, and on_timeout, to continue without "
-            "them"
+            f"at most {took} put{'s' * (took > 1)}. The groups of the others wait in memory. Check whether "
+            "the environment hangs or never sets done. Set timeout or timeout_seconds, and on_timeout, to "
+            "continue without them"
         )
 
 

@@ -91,9 +91,7 @@ def rows_of(*rollouts: tuple[int, list[int], int]) -> TensorDict:
 
 def test_a_rollout_without_its_middle_rows_is_lost():
     assembler = GroupAssembler()
-    with pytest.warns(
-        StreamWarning, match=r"1 rollouts were lost.*rollout 0 of group 0.*MultiAsyncCollector"
-    ):
+    with pytest.warns(StreamWarning, match=r"1 rollout got lost.*rollout 0 of group 0.*MultiAsyncCollector"):
         assembler.put(rows_of((0, [0, 1, 6, 7, 8], 9), (1, [0], 1)))
     assert assembler.take() is None
     assert (assembler.counts["lost"], assembler.held) == (6, 0)
@@ -115,10 +113,11 @@ def test_lost_rollouts_are_a_warning_whenever_their_number_passes_a_power_of_two
     last = passed[-1]
     names = ", ".join(f"rollout {n} of group {n // 9}" for n in range(last - each, last))
     assert found[last] == (
-        f"{last} rollouts were lost between their worker and the assembler, the last: {names}. They are "
-        "counted as 'lost' and not trained. A MultiAsyncCollector drops rows that are not read within a "
-        "second: read it with assembled(collector, …), or let its workers write into a buffer and read that "
-        "with drained(). If you put rows in another order than they were collected, set in_order=False"
+        f"{last} rollout{'s' * (last > 1)} got lost between their worker and the assembler, the last: "
+        f"{names}. They are counted as 'lost' and not trained. A MultiAsyncCollector drops rows that are not "
+        "read within a second: read it with assembled(collector, …), or let its workers write into a buffer "
+        "and read that with drained(). If you put rows in another order than they were collected, set "
+        "in_order=False"
     )
 
 
@@ -203,7 +202,7 @@ def test_a_rollout_without_an_end_is_reported_once_at_four_times_the_usual_age()
             row = Sent(rollout, rollout, number, number == 1, 0, 1)
             if (rollout, number) == (11, 0):
                 with pytest.warns(
-                    StreamWarning, match=r"do not end: rollout 0 of group 0 \(1 rows, 21 puts old"
+                    StreamWarning, match=r"do not end: rollout 0 of group 0 \(1 row, 21 puts old"
                 ):
                     assembler.put(fleet.batch([row]))
             else:

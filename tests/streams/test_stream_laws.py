@@ -406,7 +406,7 @@ def test_a_dispatch_waits_for_capacity_and_raises_in_time_without_any():
     assembler = GroupAssembler(groups=1, max_staleness=0)
     draws = paced(RepeatSampler(4, group_size=2).draws(), assembler, patience=0.1)
     next(draws)
-    with pytest.raises(StalledError, match=r"No capacity to dispatch 1 groups for 0.1 s.*group 0 has 0 of 2"):
+    with pytest.raises(StalledError, match=r"No capacity to dispatch 1 group for 0.1 s.*group 0 has 0 of 2"):
         next(draws)
     with pytest.raises(ValueError, match="finite and > 0"):
         paced([], assembler, patience=-1)
@@ -459,7 +459,7 @@ def test_rows_of_a_later_version_are_refused_or_wait_for_it(on_stale):
         put_all(waiting, pieces)
     ending = assembled(rows.split(4), GroupAssembler(max_staleness=0, on_newer="wait"))
     with pytest.raises(
-        StalledError, match=r"1 whole groups have policy versions newer than assembler.version=0"
+        StalledError, match=r"1 whole group of policy versions newer than assembler.version=0"
     ):
         list(ending)
 

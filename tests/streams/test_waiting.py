@@ -82,7 +82,7 @@ def test_before_the_first_batch_the_trainer_may_wait_a_minute(clock):
     clock.seconds += 110
     assert asked(assembler) == [
         "the trainer has waited 240 s for a batch; before at most 0 s. It waits for group 1 has 1 of 2 (1 "
-        f"completed), 1 puts old. {advice}"
+        f"completed), 1 put old. {advice}"
     ]
 
 

@@ -172,7 +172,7 @@ def make_with_updates(worker: int, at: At | None) -> Any:
 # -- what must be reported ---------------------------------------------------------------------------------
 
 
-LOST = "rollouts were lost between their worker and the assembler"
+LOST = " got lost between their worker and the assembler"
 
 
 class Cell(NamedTuple):

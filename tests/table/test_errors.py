@@ -304,7 +304,7 @@ MESSAGES = {
         lambda: schema.read_written(
             TensorDict({"x": torch.ones(1, 2)}, [1]), "x", reader="Mine", writer="Other"
         ),
-        "Mine needs one number per row in 'x' (written by Other), for 1 rows; found (1, 2)",
+        "Mine needs one number per row in 'x' (written by Other), for 1 row; found (1, 2)",
     ),
     "no lengths": (
         lambda: schema.require(

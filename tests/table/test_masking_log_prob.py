@@ -171,7 +171,7 @@ def test_under_keep_a_loss_mask_is_required():
     out = SampleFilter(criterion=RewardWithin(high=5.0))
     assert Pipeline({"collapse": FanOutCollapse(), "filter": out})(batch)[LOG_PROBS][2].isnan().all()
     with pytest.raises(
-        BatchError, match=r"1 rows must be masked out of the loss, but .* under masked_log_prob='keep'"
+        BatchError, match=r"1 row must be masked out of the loss, but .* under masked_log_prob='keep'"
     ):
         Pipeline({"collapse": FanOutCollapse(), "filter": out}, masked_log_prob="keep")(batch)
     split = ShuffleSplit(minibatches=1, microbatches=2, remainder="pad")

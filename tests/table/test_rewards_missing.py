@@ -117,7 +117,7 @@ def test_a_stage_by_itself_masks_tokens_and_log_probabilities(make_batch):
     assert torch.equal(out[MASK][[0, 2]], batch[MASK][[0, 2]])
     assert GroupRelativeAdvantage(scale="none")(out)["advantage"].flatten().tolist() == [-1.0, 0.0, 1.0]
     del batch["masks"], batch["log_probs"]
-    with pytest.raises(BatchError, match="1 rows must be masked"):
+    with pytest.raises(BatchError, match="1 row must be masked"):
         FanOutCollapse(missing="mask")(batch)
 
 

@@ -256,7 +256,7 @@ def test_under_keep_only_the_loss_mask_is_masked():
     assert batch[LOG_PROB].isfinite().all()
     assert not keeps.note(batch.exclude("masks"), MASK, LOG_PROB, out & False)
     said = (
-        "1 rows must be masked out of the loss, but the batch has no ('masks', 'm') (loss_mask_key), the "
+        "1 row must be masked out of the loss, but the batch has no ('masks', 'm') (loss_mask_key), the "
         "only mask "
         "under masked_log_prob='keep', so they would still train; it has [('log_probs', 'full')]. Set the "
         "keys, or "

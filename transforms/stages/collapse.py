@@ -17,6 +17,7 @@ from headrace.transforms.table import (
     Missing,
     Rows,
     as_rewards,
+    counted,
     require_identity,
     require_rewards,
     weighted_reward,
@@ -209,7 +210,7 @@ class FanOutCollapse(
         if value.shape[1:] != ((width,) if width > 1 else ()):
             needed = f"{width} numbers" if width > 1 else "one number"
             raise BatchError(
-                f"{{reader}} needs {needed} per row in {{column}}, for {len(rows)} rows; found "
+                f"{{reader}} needs {needed} per row in {{column}}, for {counted(len(rows), 'row')}; found "
                 f"{tuple(value.shape)}. If these are several rewards, set columns to their number",
                 **rows.facts("reward"),
             )

@@ -599,11 +599,11 @@ class GroupAssembler(
             known = self._stream.emitted
             more = 0 if emitted is None else emitted - known
             if not 0 <= more <= len(self._taken_back):
-                was = self.committed
+                was, trained = self.committed, counted(known + more, "group")
                 then = "Begin" if was is None else f"Load the weights of step {was}, or begin"
                 raise ValueError(
-                    f"the weights have trained {emitted} groups, and the journal {self.journal} has {known} "
-                    f"that were committed and {len(self._taken_back)} after them. {then} a new journal"
+                    f"the weights have trained {trained}, and the journal {self.journal} has {known} that "
+                    f"were committed and {len(self._taken_back)} after them. {then} a new journal"
                 )
             self._commit(step, more)
             self._journal.commit(self, step, more)

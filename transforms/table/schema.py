@@ -71,7 +71,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
-from .errors import BatchError, MissingKeyError
+from .errors import BatchError, MissingKeyError, counted
 from .options import takes_options
 from .tensordicts import any_row_has, entries_of
 
@@ -292,7 +292,7 @@ def read_column(batch: TensorDictBase, key: NestedKey, *, reader: str, option: s
         if labels and option == "status_key":
             labels = ". Write the numbers of headrace.transforms.Status, such as Status.FAILED"
         facts = facts_of(batch, key, option, reader)
-        needed = f"one number per row in {{column}}, for {len(batch)} rows"
+        needed = f"one number per row in {{column}}, for {counted(len(batch), 'row')}"
         raise BatchError(f"{{reader}} needs {needed}; found {found}{labels}", **facts)
     return value if value.ndim == 1 else value.reshape(-1)
 

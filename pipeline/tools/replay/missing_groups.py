@@ -15,6 +15,7 @@ import numpy as np
 
 from headrace.pipeline.tools.report import BIASED, FittedTable, StepReport, percent, tenths_table
 from headrace.transforms.streams import Survivors, bin_of
+from headrace.transforms.table import counted
 
 MISSING = "missing"
 OTHER = "length in another epoch"
@@ -114,8 +115,8 @@ class GroupHoles:
         holes, first, last = self.holes
         if not holes:
             return []
-        text = f"{holes:,} groups are not in this dump: of the ids {first} to {last}, it lacks {holes:,}. "
-        text += "They were lost, or left out before the dump was written."
+        text = f"This dump lacks {counted(holes, 'group')} of the ids {first} to {last}, "
+        text += "lost or left out before the dump was written."
         found = {} if self.survivors is None else self.survivors.numbers()
         if self._unknown:
             return [f"{text} It is not known whether their rollouts are long: {self._unknown}."]

@@ -1388,7 +1388,7 @@ def row(**changes):
         ),
         (
             [row(expected_rollouts=1), row(rollout=1, expected_rollouts=1)],
-            "^here: the group '0' was dispatched with 1 rollouts; found 2: here, here. Was its prompt "
+            "^here: the group '0' was dispatched with 1 rollout; found 2: here, here. Was its prompt "
             "drawn twice, or is "
             "source.group_size wrong.$",
         ),

@@ -316,7 +316,7 @@ def test_draws_of_one_prompt_are_separated_by_order_or_left_out(tmp_path):
     assert draws[:3] == (0, 1, 4)
     assert draws.drawn[0][1] == 4
     assert len(batch) == 4
-    with pytest.raises(SourceError, match="dispatched with 1 rollouts; found 2"):  # all groups are too large
+    with pytest.raises(SourceError, match="dispatched with 1 rollout; found 2"):  # all groups are too large
         list(open_dump(tmp_path / "kept", group_by="prompt", group_size=1))
 
 

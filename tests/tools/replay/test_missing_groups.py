@@ -133,7 +133,7 @@ def test_one_line_says_why_lengths_cannot_be_compared(how, why):
     steps, _ = planted(0, lambda _: 0.2, epochs=1)
     found = collected(steps, **how)
     (text,) = found.said
-    assert text.startswith(f"{found.holes[0]:,} groups are not in this dump")
+    assert text.startswith(f"This dump lacks {found.holes[0]:,} group")
     assert text.endswith(f"It is not known whether their rollouts are long: {why}")
     assert found.table is None
 
@@ -176,10 +176,7 @@ def test_the_missing_ids_below_those_of_the_last_step_are_counted(steps, holes):
     assert collected([[(number, number, 9) for number in step] for step in steps]).holes == holes
 
 
-LOST = (
-    "1,200 groups are not in this dump: of the ids 3 to 9000, it lacks 1,200. They were lost, or left out "
-    "before the dump was written."
-)
+LOST = "This dump lacks 1,200 groups of the ids 3 to 9000, lost or left out before the dump was written."
 
 
 @pytest.mark.parametrize(
@@ -235,9 +232,9 @@ def test_a_replay_shows_missing_groups_in_the_terminal_and_on_the_page(tmp_path)
     _, text = told(replay_dump, config, tmp_path / "out")
     page = data_of(tmp_path / "out" / "report.html")
     flat = " ".join(text.split())
-    assert "groups are not in this dump" in flat
+    assert "This dump lacks" in flat
     assert "more often groups with long rollouts" in flat
     (table,) = page["steps"][-1]["survivors"]
     assert table["head"] == ["length in another epoch", "dispatched", "trained", "missing"]
     assert table["lines"][-1][0] in text
-    assert any("groups are not in this dump" in notice for notice in page["notices"])
+    assert any("This dump lacks" in notice for notice in page["notices"])

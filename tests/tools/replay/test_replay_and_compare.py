@@ -128,8 +128,8 @@ NO_LENGTHS = (
     "count them."
 )
 HOLES = (
-    "1 groups are not in this dump: of the ids 0 to 4, it lacks 1. They were lost, or left out before the "
-    "dump was written. It is not known whether their rollouts are long: the dump has no {}."
+    "This dump lacks 1 group of the ids 0 to 4, lost or left out before the dump was written. It is not "
+    "known whether their rollouts are long: the dump has no {}."
 )
 TREES = "tokens of prompts and responses: 70 row by row; 50 as trees of groups, 1.4 times fewer, all {} steps"
 
@@ -170,7 +170,7 @@ def test_a_replay_says_what_its_dump_lacks(has_tokens, option, trees, notices, t
     console = Console(width=1000, file=io.StringIO())
     result = replay_dump(configured("replay", tmp_path / "dump", *words, option), tmp_path / "out", console)
     lines = console.file.getvalue().splitlines()
-    said = [line for line in lines if "this dump" in line or line.startswith("tokens of")]
+    said = [line for line in lines if "his dump" in line or line.startswith("tokens of")]
     assert said == [TREES.format(trees)] * bool(trees) + notices
     assert result["notices"] == notices == data_of(tmp_path / "out" / "report.html")["notices"]
     assert len(result["failed_steps"]) == (option == "source.skip_bad=true")

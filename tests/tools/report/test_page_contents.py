@@ -206,5 +206,5 @@ def test_columns_beside_a_response_are_plain_and_short():
     others = [json.dumps({"a": "x" * 300, "b": "x" * 301, "c\x1b": 0.5, "d": {"e": [False]}})] * 4
     found = columns_beside(report_by_hand({"other_columns": others}), 1)
     assert found == {"a": "x" * 300, "b": shortened("x" * 301, 300), "c\\x1b": 0.5, "d": "{'e': [False]}"}
-    assert found["b"] == f"{'x' * 225} [… 1 characters left out …] {'x' * 75}"
+    assert found["b"] == f"{'x' * 225} [… 1 character left out …] {'x' * 75}"
     assert columns_beside(report_by_hand({}), 1) == {}

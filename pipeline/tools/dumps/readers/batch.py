@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.pipeline.tools.report import AGREE, asked_line
 from headrace.transforms import Status, number_labels
-from headrace.transforms.table import listing
+from headrace.transforms.table import counted, listing
 from headrace.transforms.table.schema import FLOAT, IN_LOSS, NO_LENGTHS
 from headrace.transforms.table.tensordicts import as_texts
 
@@ -309,7 +309,7 @@ def check_groups(rows: Sequence[Sample]) -> None:
             places = listing([other.where for other in rollouts.values()])
             raise SourceError(
                 f"{row.where}: the group {quote(label_text(row.group))} was dispatched with "
-                f"{row.expected_rollouts} rollouts; found {len(rollouts)}: {places}. "
+                f"{counted(row.expected_rollouts, 'rollout')}; found {len(rollouts)}: {places}. "
                 "Was its prompt drawn twice, or is source.group_size wrong?"
             )
 
@@ -506,8 +506,8 @@ def fits_advantages(rollouts: Sequence[list[Sample]]) -> bool | None:
     far = np.abs(logged).max()
     if (rewards[has] == rewards[has][0]).all() and far <= ZERO:
         return None
-    for counted in (np.ones_like(has), has):
-        centred = rewards[has] - rewards[counted].mean(0)
+    for voters in (np.ones_like(has), has):
+        centred = rewards[has] - rewards[voters].mean(0)
         factors, *_ = np.linalg.lstsq(centred, logged, rcond=None)
         close = np.abs(centred @ factors - logged).max() <= AGREE * far
         if close and far > ZERO and rewards.shape[1] < len(voters):
