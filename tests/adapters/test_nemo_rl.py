@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
-from itertools import count
+from itertools import count, product
 from types import SimpleNamespace
 
 import pytest
@@ -59,9 +58,7 @@ def broken(found: Run, bound: int, ahead: int) -> list[str]:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(("bound", "ahead"), SETTINGS)
 def test_every_prompt_is_trained_once_and_in_time(world, bound, ahead):
-    for seed in range(2):
-        found = run(replace(WORLDS[world], seed=seed), bound, ahead)
-        assert broken(found, bound, ahead) == []
+    assert broken(run(WORLDS[world], bound, ahead), bound, ahead) == []
 
 
 class Uncounted(DeadlineSampler):
@@ -124,13 +121,8 @@ class NeverWaits(DeadlineSampler):
 @pytest.mark.parametrize("kind", [Uncounted, TakenIsGone, OneTooMany, OneStepOlder, ByArrival, NeverWaits])
 def test_each_rule_is_needed(kind):
     """A sampler that lacks one rule breaks a law in one of the worlds."""
-    found = {
-        law
-        for bound, ahead in [(1, 0), (3, 0), (4, 2)]
-        for world in WORLDS.values()
-        for law in broken(run(world, bound, ahead, kind), bound, ahead)
-    }
-    assert found, kind.__doc__
+    settings = product([(1, 0), (3, 0), (4, 2)], WORLDS.values())
+    assert any(broken(run(world, *each, kind), *each) for each, world in settings), kind.__doc__
 
 
 def filled(*slots: tuple[int, bool]) -> Buffer:

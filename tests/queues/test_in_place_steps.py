@@ -12,7 +12,7 @@ from headrace.pipeline import QueuedGroups, assembled
 from headrace.pipeline.queues import in_place
 from headrace.transforms import GroupAssembler
 
-SEEDS, PARTS = 60, 4
+SEEDS, PARTS = 24, 2
 
 
 def random_trainer(seed: int) -> Trainer:

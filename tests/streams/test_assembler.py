@@ -183,17 +183,6 @@ def test_a_selector_chooses_among_surplus_rollouts():
 # -- groups that do not become whole -----------------------------------------------------------------------
 
 
-def test_a_group_with_too_few_rollouts_is_dropped_or_refused():
-    lines = [Line(0, 0, 0, True, expected=3), Line(0, 1, 0, False, 2, expected=3)]
-    rows = batch_of_lines([*lines, Line(0, 2, 0, True, expected=3)])
-    for least, failed in (({"min_fraction": 0.7}, 3), ({"min_fraction": 0.6}, 1)):
-        assembler = GroupAssembler(on_failure="keep", **least)
-        assembler.put(rows)
-        assert assembler.counts["failed"] == failed
-    with pytest.raises(IncompleteGroupsError, match=r"group 0 has 2 of 3 \(1 aborted, 2 completed\)"):
-        GroupAssembler(on_failure="raise").put(rows)
-
-
 def test_missing_rollouts_are_requested_up_to_a_limit():
     asked = []
     assembler = GroupAssembler(
@@ -356,6 +345,7 @@ def test_text_ids_are_shown_in_errors():
 def test_counts_of_groups_and_rollouts_are_integers():
     assembler = GroupAssembler(groups=2, max_staleness=1)
     calls = {"n": assembler.take, "rollouts": assembler.capacity, "groups": assembler.want}
+    calls |= {"step": assembler.commit}
     for (name, call), wrong in itertools.product(calls.items(), (1.5, True, "2", float("nan"))):
         with pytest.raises(ValueError, match=f"{name} must be an integer"):
             call(wrong)

@@ -26,26 +26,6 @@ def test_no_group_is_skipped_or_repeated_after_many_kills(world, tmp_path):
         once_each(world, 100 + seed, 1 if seed < 50 else 3, tmp_path / str(seed))
 
 
-def test_weights_unknown_to_the_journal_are_refused(tmp_path):
-    options = {"group_size": 1, "groups": 1, "journal": tmp_path / "journal"}
-    assembler = GroupAssembler(**options)
-    ids = {"group_id": [0, 1, 2], "rollout_id": [0, 1, 2], ("next", "done"): [True] * 3}
-    assembler.put(TensorDict(ids, batch_size=[3]))
-    assembler.take()
-    assembler.commit(5)
-    assembler.take()
-    again = GroupAssembler(**options)
-    assert again.committed == 5
-    for emitted in (0, 3):  # weights older than the commit, and weights of another run
-        with pytest.raises(
-            ValueError,
-            match=r"has 1 that were committed and 1 after them\. Load the weights of step 5, or begin a new",
-        ):
-            again.commit(6, emitted=emitted)
-    again.commit(6, emitted=2)
-    assert again.take()["group_id"].tolist() == [2]
-
-
 @pytest.mark.parametrize("text", [False, True])
 def test_a_partial_rollout_gets_a_new_id_and_its_rows_are_surplus(text):
     ids = ["a", "b"] if text else [8, 9]

@@ -428,8 +428,6 @@ def test_capacity_is_the_least_of_all_limits():
     assert (assembler.capacity(2), assembler.capacity(3), assembler.pending) == (2, 2, 1)
     with pytest.raises(ValueError, match=r"at least the rollouts of a group \(8\); got 7"):
         assembler.capacity(8)
-    with pytest.raises(ValueError, match=r"at least group_size \(4\); got 3"):
-        GroupAssembler(group_size=4, max_concurrent_rollouts=3)
 
 
 # -- versions are not counted ------------------------------------------------------------------------------
