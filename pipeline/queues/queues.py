@@ -363,7 +363,7 @@ def _stored_in(state: Any, name: str = "") -> Iterator[Tensor]:
     elif isinstance(state, list | tuple):
         for value in state:
             yield from _stored_in(value)
-    elif isinstance(state, Tensor) and name == ELSEWHERE[-1]:
+    elif isinstance(state, Tensor) and name == ELSEWHERE[1]:
         yield state
 
 
@@ -691,7 +691,7 @@ def encode_rows(batch: TensorDictBase) -> tuple[TensorDict, dict[str, Any]]:
 
 def _ragged(rows: Sequence[Any]) -> Any:
     if not isinstance(rows[0], Tensor):
-        return NonTensorStack(*(row.tolist() if hasattr(row, "tolist") else row for row in rows))
+        return NonTensorStack(*rows)
     if len({row.shape for row in rows}) == 1:
         return torch.stack(rows)
     return torch.nested.nested_tensor(rows, layout=torch.jagged)

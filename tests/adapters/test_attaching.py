@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections import defaultdict
 from contextlib import suppress
+from inspect import getsourcelines
 from itertools import product
 from math import nan
 from types import ModuleType, SimpleNamespace
@@ -24,7 +25,6 @@ from recipes import CHAINS
 from tensordict import TensorDict
 
 from headrace.adapters import FewerRowsWarning, attach
-from headrace.adapters.attaching import warn_of_no_rows
 from headrace.adapters.environment import scale_overrides
 from headrace.adapters.swift import RecipeAdvantages as OfSwift
 from headrace.adapters.trl import RecipeAdvantagesOfUnsloth, say_without_reward
@@ -238,13 +238,6 @@ def test_a_recipe_that_is_set_later_is_checked_and_a_refused_one_changes_nothing
     assert trainer.pipeline is after
 
 
-def test_the_first_batch_without_a_training_row_is_a_warning():
-    trainer = trainer_of(state=SimpleNamespace(global_step=7))
-    with pytest.warns(FewerRowsWarning, match="no row of the batch of step 7 trains"):
-        warn_of_no_rows(trainer)
-    warn_of_no_rows(trainer)  # warnings are errors here
-
-
 def test_the_reward_functions_without_a_reward_are_named():
     rewards = torch.tensor([[1.0, nan, 0.0], [1.0, 2.0, nan]])
     assert say_without_reward(["a", "b", "c"], rewards).endswith(": b, c")
@@ -333,8 +326,11 @@ def test_an_evaluation_without_a_training_row_is_no_warning():
     assert trainer._metrics["eval"]["headrace/rows/trained"] == [0]
     assert not trainer._metrics["train"]
     trainer.model.training = True
-    with pytest.warns(FewerRowsWarning, match="step 3"):
+    with pytest.warns(FewerRowsWarning, match="no row of the batch of step 3 trains") as found:
         trainer.step()
+    trainer.step()  # the warning comes once
+    line = getsourcelines(OfTrl.step)[1] + 1  # the line that calls the adapter
+    assert [(each.filename, each.lineno) for each in found] == [(__file__, line)]
 
 
 def test_a_loss_of_whole_completions_refuses_advantages_and_masks_of_tokens():

@@ -570,6 +570,10 @@ def test_verl_gives_all_outputs_of_a_session_the_advantage_of_the_last_output(mo
     data = SimpleNamespace(batch={"response_mask": few, "token_level_rewards": torch.eye(3)[:, :2]})
     found = compute(data, ["a_0_0", "a_1_0", "a_2_0"], "headrace", num_repeat=3).batch["advantages"]
     assert not found.any()  # the other two have equal rewards
+    monkeypatch.setitem(sys.modules, "verl.trainer.ppo.v1", None)  # a verl without TransferQueue
+    registry.clear()
+    adapter("verl")
+    assert [*registry] == ["headrace"]
 
 
 def test_rllm_gets_its_usual_advantages_for_each_role(monkeypatch, recipe):
@@ -692,7 +696,8 @@ def test_openrlhf_gets_its_own_numbers_with_its_kl(monkeypatch, recipe):
             mask = torch.tensor(
                 [[at < length for at in range(5)] for length in rng.choices(range(1, 6), k=3)]
             )
-            given = torch.tensor([rewards[row] for row in rows]), mask, torch.rand(3, 5) * mask
+            kl = torch.rand(3, 5, requires_grad=True) * mask
+            given = torch.tensor([rewards[row] for row in rows]), mask, kl
             experiences.append(foreign.openrlhf_experience(rows, [prompts[row // 4] for row in rows], *given))
         terms = [each.kl for each in experiences]
         found = maker.compute_advantages_and_returns(experiences)
@@ -705,6 +710,7 @@ def test_openrlhf_gets_its_own_numbers_with_its_kl(monkeypatch, recipe):
                 assert each.advantages[at].tolist() == pytest.approx(returns, abs=1e-4)
                 assert each.info["return"][at].item() == pytest.approx(shaped - sum(penalty), abs=1e-4)
             assert torch.equal(each.returns, each.advantages)
+            assert not each.returns.requires_grad
             assert each.kl is None
     experiences[0].prompts[0] = "another"
     with pytest.raises(IncompleteGroupsError, match="of 4"):

@@ -235,6 +235,7 @@ def warm(batches: float) -> dict[str, Any]:
             "key needs the groups (?P<group>…) and (?P<rollout>…); got '(?P<group>a)'",
         ),
         (lambda: QueuedGroups.of("verl", group_size=0), "group_size must be an integer ≥ 1; got 0"),
+        (lambda: QueuedGroups.of("verl", reward=5), "reward must be a string; got 5"),
         (
             lambda: QueuedGroups.of("verl", announce_to=GroupAssembler()),
             PROMPTS.format("'is_prompt', 'global_steps' and None"),
@@ -298,6 +299,36 @@ def test_a_group_with_enough_rollouts_of_other_numbers_lacks_none():
     rows = QueuedGroups.of("verl", group_size=2).read()
     assert (rows["rollout_id"] % 2**16).tolist() == [1, 3]
     assert rows["next", "status"].tolist() == [0, 0]
+
+
+def test_a_prompt_that_ends_without_rows_is_a_failed_rollout():
+    """It has `group_size` failed rollouts, or one if no size is known."""
+    group("a", [None])
+    for size in (None, 1, 3):
+        rows = QueuedGroups.of("verl", group_size=size).read()
+        assert rows["next", "status"].tolist() == [3] * (size or 1)
+        assert rows["expected_rollouts"].tolist() == [size or 1] * (size or 1)
+
+
+def test_a_group_that_others_delete_is_forgotten():
+    group("a", [1.0, 2.0])
+    group("b", [3.0])
+    source = QueuedGroups.of("verl")
+    (a, b) = dict.fromkeys(source.read()["group_id"].tolist())
+    transfer_queue.kv_clear(["a", "a_0_0", "a_1_0"], "train")
+    assert source.read() is None
+    assert (source.keys, source.groups) == ({2: "b_0_0"}, {b: ("b", range(2, 3))})
+    group("a", [4.0])
+    assert source.keys_of(source.read()) == ["a_0_0"]
+    assert source.groups == {b: ("b", range(2, 3)), a: ("a", range(3, 4))}
+
+
+def test_more_groups_may_fail_than_a_batch_has():
+    """Without `refill_fn` they are not replaced."""
+    for uid in ("a", "b", "c"):
+        group(uid, [1.0, None])
+    meta, metrics = build({"group_size": 2}).sample(1, "train", 2)
+    assert (meta.keys, metrics) == ([], {"training/rollout_failure/evicted_samples": 3})
 
 
 # -- NeMo RL, as TQReplayBuffer.commit writes by pack_payload (7ea279ab) -------------------------------------

@@ -396,16 +396,21 @@ def test_an_error_of_a_queue_says_what_is_wrong_where_and_what_to_do(message, cl
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "name"),
-    [
-        (RolloutQueue, {"producers": 0}, "producers"),
-        (RolloutQueue, {"max_rows": 0}, "max_rows"),
-        (StepQueue, {"ranks": 0}, "ranks"),
-        (StepQueue, {"ranks": 1, "max_steps": 0}, "max_steps"),
-    ],
-)
-def test_a_number_below_one_is_refused(kind, options, name):
-    with pytest.raises(ValueError, match=f"^{name} must be an integer ≥ 1; got 0"):
+WRONG: dict[str, tuple[type, dict[str, Any]]] = {
+    "producers must be an integer ≥ 1; got 0": (RolloutQueue, {"producers": 0}),
+    "max_rows must be an integer ≥ 1; got 0": (RolloutQueue, {"max_rows": 0}),
+    "clear must be one of 'read', 'saved'; got 'never'": (RolloutQueue, {"clear": "never"}),
+    "ranks must be an integer ≥ 1; got 0": (StepQueue, {"ranks": 0}),
+    "max_steps must be an integer ≥ 1; got 0": (StepQueue, {"ranks": 1, "max_steps": 0}),
+    "rollouts must be a string or None; got 5": (StepQueue, {"ranks": 1, "rollouts": 5}),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_an_invalid_option_of_a_queue_is_refused(message):
+    kind, options = WRONG[message]
+    with pytest.raises(ValueError, match="must") as caught:
         kind("q", **options)
-    kind("q", **options | {name: 1})
+    assert str(caught.value) == message
+    if message.endswith(" 0"):
+        kind("q", **options | {message.split()[0]: 1})

@@ -474,6 +474,17 @@ def test_a_long_faulty_stream_gives_each_good_group_once_and_leaks_nothing():
     assert sum(held[-15:]) < 1.3 * sum(held[15:30])
 
 
+def test_a_stream_may_have_a_billion_puts():
+    """A row has the number of its put and its place in the put, as one number of 64 bits."""
+    old, new = GroupAssembler(), GroupAssembler()
+    old.put(batch_of_lines([Line(0, 0, 0, True)]))
+    state = old.state_dict()
+    state["state"]["puts"] = 2**30
+    new.load_state_dict(state)
+    new.put(batch_of_lines([Line(0, 1, 0, True)], 1))
+    assert saved_plain(new).take()["number"].tolist() == [0, 1]
+
+
 def test_an_evicted_group_is_not_requested_again():
     asked = []
     options = {"on_failure": "refill", "refill": lambda *what: asked.append(what), "max_pending_groups": 1}

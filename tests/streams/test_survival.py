@@ -148,9 +148,29 @@ def test_tenths_are_in_order_and_keep_equal_values_together():
     assert Survivors({"latency": {}}, 3).numbers() == {}
 
 
-def test_different_values_are_in_ten_parts():
-    found = Survivors({"latency": {("trained", True, number): 3 for number in range(100)}}, 0)
-    assert [tenth.trained for tenth in found.tenths("latency")] == [30] * 10
+FATES = ("trained", "stale", "timeout")
+COUNTS = st.dictionaries(
+    st.tuples(st.sampled_from(FATES), st.booleans(), st.integers(-40, 40)), st.integers(1, 9), min_size=1
+)
+
+
+@given(COUNTS, st.sampled_from(["latency", "reward"]))
+def test_a_group_is_in_the_tenth_of_the_middle_of_its_bin(fates, value):
+    """With b groups in lower bins, n in its own and N in all, it is in part ⌊10 · (b + n / 2) / N⌋."""
+    total, parts = sum(fates.values()), dict[int, list[tuple[str, bool, int]]]()
+    for key in sorted(fates, key=lambda key: key[2]):
+        below = sum(groups for (_, _, bin), groups in fates.items() if bin < key[2])
+        own = sum(groups for (_, _, bin), groups in fates.items() if bin == key[2])
+        parts.setdefault(5 * (2 * below + own) // total, []).append(key)
+    least, expected = signed_least_of if value == "reward" else least_of, []
+    for keys in parts.values():
+        lost = {name: sum(fates[key] for key in keys if key[0] == name) for name in FATES}
+        trained, early = lost.pop("trained"), sum(fates[key] for key in keys if not key[1])
+        lost = {name: groups for name, groups in lost.items() if groups}
+        expected.append((least(keys[0][2]), least(keys[-1][2] + 1), trained, lost, early))
+    found = Survivors({value: fates}, 0).tenths(value)
+    assert found == expected
+    assert [tenth.left for tenth in found] == [sum(fates[key] for key in keys) for keys in parts.values()]
 
 
 # -- what an assembler counts -------------------------------------------------------------------------------
@@ -398,17 +418,6 @@ def lose(seed: int, chance: Callable[[float], float]) -> tuple[list[int], list[b
     run.assembler.put(with_lengths(lengths, status=[3 * each for each in lost]))
     run.assembler.take()
     return lengths, lost, run.assembler.survivors
-
-
-def test_each_tenth_has_the_groups_of_its_lengths():
-    lengths, lost, found = lose(0, lambda place: 0.1 + 0.5 * place)
-    tenths = found.tenths("length")
-    for tenth in tenths:
-        inside = [
-            gone for length, gone in zip(lengths, lost, strict=True) if tenth.least <= length < tenth.below
-        ]
-        assert (tenth.trained, tenth.lost.get("failed", 0)) == (inside.count(False), inside.count(True))
-    assert sum(tenth.left for tenth in tenths) == 400
 
 
 @pytest.mark.parametrize("chance", [0.02, 0.3])
