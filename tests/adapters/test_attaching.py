@@ -8,6 +8,7 @@ import statistics
 import sys
 import threading
 import warnings
+from ast import literal_eval
 from collections import defaultdict
 from contextlib import suppress
 from inspect import getsourcelines
@@ -350,6 +351,27 @@ def test_a_loss_of_whole_completions_refuses_advantages_and_masks_of_tokens():
     wholly = torch.tensor([[1, 1], [1, 1], [0, 0], [1, 1]])  # no token of the third row trains
     found = attach(of_trl("RLOOTrainer", ENDED, tool_mask=wholly), "rloo", "pipeline.empty=count").step()
     assert found["advantages"].tolist() == [1.0, -1.0, 0.0, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "off"),
+    [
+        ("beta", "0.05", "0.0"),
+        ("normalize_advantages", "True", "False"),
+        ("reward_clip_range", "(-1, 1)", "None"),
+    ],
+)
+def test_a_setting_of_rloo_that_changes_rewards_or_advantages_is_refused(name, found, off):
+    for recipe in (None, "grpo"):
+        trainer = of_trl("RLOOTrainer", ENDED)
+        setattr(trainer, name, literal_eval(found))
+        with pytest.raises(ValueError, match="no effect") as caught:
+            attach(trainer, recipe)
+        assert str(caught.value) == (
+            "a recipe takes rewards without a KL term and computes the advantages, so RLOOTrainer's "
+            f"{name}={found} would have no effect: set {name}={off} in RLOOConfig. "
+            "docs/coming-from/trl.md has stages that do the same"
+        )
 
 
 class OfSwiftsTrainer:

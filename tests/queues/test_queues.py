@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 from assembly import Line, batch_of_lines, same_rows
-from batches import batch_of
-from composed import composed
 from queue_here import QueueHere
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 
@@ -147,33 +145,6 @@ def test_a_dead_producer_is_a_stall_in_bounded_time(name):
     assert next(stream)["number"].tolist() == [0, 2, 1, 3]
     with pytest.raises(StalledError, match=r"silent for 0.5 s.*group 1 has 1 of 2.*7 arrived, 3 held"):
         list(stream)
-
-
-# -- optimiser steps --------------------------------------------------------------------------------------
-
-
-def minibatches(ranks: int, *, groups: int = 4, epochs: int = 1) -> list[TensorDictBase]:
-    ids = torch.arange(4 * groups)
-    batch = batch_of((ids % 3).float().tolist(), (ids // 4).tolist(), ids.tolist())
-    words = ("pipeline=grpo", "pipeline.stages.gate.group_size=4", "pipeline.stages.split.minibatches=2")
-    pipeline = composed(
-        *words, f"pipeline.stages.split.ranks={ranks}", "pipeline.stages.split.microbatches=2"
-    )
-    return list(pipeline.run(batch, epochs=epochs).minibatches())
-
-
-def test_each_rank_gets_exactly_its_rows_of_each_step(name):
-    ranks = 2
-    steps, queue = minibatches(ranks, epochs=2), StepQueue(name, ranks=ranks)
-    assert queue.put(iter(steps)) == len(steps) == 4
-    queue.end()
-    reader = StepQueue(name, ranks=ranks)
-    for rank in range(ranks):
-        found = list(reader.minibatches(rank, patience=PATIENCE))
-        for step, part in zip(steps, found, strict=True):
-            same_rows(part, step[step["headrace", "rank"] == rank])
-            assert len(part) == len(step) // ranks
-        assert keys_in(f"{name}/{rank}") == []
 
 
 # -- all of it --------------------------------------------------------------------------------------------

@@ -188,6 +188,7 @@ def test_a_group_that_is_announced_late_is_as_old_as_its_dispatch():
     again.load_state_dict(assembler.state_dict())
     for each in (assembler, again):
         each.put(rows(1, 3))
+        assert each.blocked_by == []
         assert [each.take()["group_id"].item() for _ in range(2)] == [1, 0]
 
 

@@ -117,26 +117,6 @@ def test_a_timeout_in_puts_stands_still_while_the_trainer_trains(clock):
     assert assembler.pending == 1
 
 
-def test_groups_that_hold_up_a_step_are_named_with_worker_and_age():
-    options = {"groups": 1, "group_size": 2, "max_staleness": 1, "steps_ahead": 0, "version_key": "version"}
-    assembler = GroupAssembler(**options)
-    for group in range(2):
-        draw = rows(2 * group, 2 * group + 1)
-        assembler.announce(draw)
-    for number in (2, 3):
-        row = rows(number, workers=2)
-        row["version"] = torch.tensor([assembler.version])
-        assembler.put(row)
-    assert assembler.blocked_by == []
-    assert assembler.take()["group_id"].tolist() == [1, 1]
-    assembler.version = 1
-    (said,) = assembler.blocked_by
-    assert said.startswith("group 0 has 0 of 2 (no rows), ")
-    assert said.endswith(" puts old, of worker 0, announced at step 0; this is step 1")
-    assert assembler.take() is None
-    assert "Waiting: group 0 has 0 of 2" in str(assembler.stalled("It stands still"))
-
-
 @pytest.mark.filterwarnings("ignore:the trainer has waited")
 def test_the_time_of_a_wait_counts_once_for_each_group(clock):
     """Group 0 is too old after 10 seconds of waiting. Group 10 came 20 puts later: it has 20 seconds more."""
