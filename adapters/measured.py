@@ -76,7 +76,7 @@ def recipes_in_verl() -> list[Setting]:
             rewards[:, 0] = batch["next", "reward"].sum(-1)
             size = f"pipeline.stages.gate.group_size={int(batch['expected_rollouts'][0])}"
             with patch.dict(os.environ, {"HEADRACE_RECIPE": recipe, "HEADRACE_OVERRIDES": size}):
-                found = estimate_advantages(rewards, inside, batch["group_id"].flatten().tolist())[0]
+                found, _ = estimate_advantages(rewards, inside, batch["group_id"].flatten().tolist())
             of_row = found.sum(1) / inside.sum(1).clamp_min(1)
             loss(model, batch.clone().set("advantage", of_row[:, None, None]), cut)
 

@@ -374,6 +374,18 @@ def test_a_setting_of_rloo_that_changes_rewards_or_advantages_is_refused(name, f
         )
 
 
+def test_the_default_recipe_has_the_options_of_the_trainers_own_advantages():
+    queued = type("AsyncGRPOTrainer", (), {"__module__": "trl.experimental", "rollout_worker": None})
+    for trainer, expected in (
+        (of_trl("GRPOTrainer", ENDED), {"advantage.scale": "group"}),
+        (of_trl("RLOOTrainer", ENDED), {"advantage.baseline": "leave_one_out", "advantage.scale": "none"}),
+        (queued(), {"advantage.scale": "group", "advantage.ddof": "0", "advantage.eps": "1e-8"}),
+    ):
+        attach(trainer)
+        assert trainer.followed == trainer.of_trainer(trainer) == expected
+        assert trainer.check(trainer) is None
+
+
 class OfSwiftsTrainer:
     """The parts of ms-swift's trainer that the adapter reads; a training group has four rollouts."""
 

@@ -610,7 +610,12 @@ def test_torchtitan_gets_its_usual_advantages_and_failed_rollouts_are_refused(mo
         group = foreign.torchtitan_group(rewards, [status.COMPLETED] * 6)
         mean = sum(rewards) / 6
         assert estimator(group) == pytest.approx([reward - mean for reward in rewards], abs=1e-6)
-    estimator = module.RecipeEstimator.Config(should_std_normalize=True).build()
+    config = module.RecipeEstimator.Config(should_std_normalize=True)
+    with pytest.raises(AttributeError):
+        config.should_normalize = True  # a misspelt option
+    with pytest.raises(TypeError):
+        type(config)(True)
+    estimator = config.build()
     std = np.std(rewards) + 1e-6
     assert estimator(group) == pytest.approx([(reward - mean) / std for reward in rewards], abs=2e-6)
     for each in group.rollouts:
@@ -658,8 +663,9 @@ def test_trinity_gets_its_own_numbers_of_runs_with_several_steps(monkeypatch, re
             assert torch.equal(each.returns, each.advantages)
             assert each.returns is not each.advantages
     assert asyncio.run(operator.process([])) == ([], {})
-    assert not operator.compute_in_trainer()  # a step of the trainer has only some experiences
-    assert operator.default_args() == {}
+    kind = type(operator)  # Trinity calls these two on the class
+    assert not kind.compute_in_trainer()  # a step of the trainer has only some experiences
+    assert kind.default_args() == {}
     last = next(each for each in experiences if each.action_mask.any())
     last.truncate_status = "response_truncated"
     recipe("grpo", "pipeline.stages.gate.group_size=4", NOT_TRUNCATED)

@@ -38,8 +38,10 @@ def test_a_recipe_in_a_trainer_trains_its_declared_weights_in_any_number_of_micr
     from headrace.adapters import measured
 
     settings = getattr(measured, f"recipes_in_{trainer}")()
-    recipes = [setting for setting in settings if measured.DYNAMIC not in setting.name]
-    assert len(recipes) == len(getattr(measured, f"OF_{trainer.upper()}"))
+    dynamic = [each.name.rpartition("mean, ")[2] for each in settings if measured.DYNAMIC in each.name]
+    stages = (2, 3) if trainer == "openrlhf" else ()
+    assert dynamic == [f"{measured.DYNAMIC}=True, ds.zero_stage={stage}" for stage in stages]
+    assert len(settings) == len(getattr(measured, f"OF_{trainer.upper()}")) + len(dynamic)
     for setting in settings:
         found = setting.measure((1, 3)).xray
         if setting.name.endswith(f"{measured.DYNAMIC}=True, ds.zero_stage=2"):  # as the trainer's page says
