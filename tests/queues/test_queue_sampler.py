@@ -138,7 +138,7 @@ def test_the_sampler_takes_the_fewest_whole_groups_with_enough_rows():
     for task in ("train", "log_probs"):
         calls = {"partition": partition_of(tags), "task_name": task}
         assert sampler([0, 1, 2, 9], 2, **calls) == ([], [])  # group 1 lacks a row
-        assert sampler([0, 1, 2, 3, 9], 4, **calls) == ([0, 1, 2, 3], [0, 1, 2, 3])
+        assert sampler([0, 1, 2, 3, 4, 5, 9], 3, **calls) == ([0, 1, 2, 3], [0, 1, 2, 3])
         assert sampler([4, 5, 9], 3, **calls) == ([], [])
         assert sampler([4, 5, 9], 2, **calls) == ([4, 5], [4, 5])
         assert sampler([9], 1, **calls) == ([], [])

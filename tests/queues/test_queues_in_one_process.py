@@ -86,6 +86,17 @@ def test_a_read_ends_with_the_put_that_reaches_its_limit(most, expected, clock):
     assert numbers(reader) == expected
 
 
+@pytest.mark.parametrize("options", [{}, {"decided_by": [GroupAssembler()]}])
+def test_a_put_without_rows_sends_nothing(options, here):
+    producer = RolloutQueue("r", **options)
+    for nothing in (None, rows_of(0)[:0], rows_of(0, 1).reshape(2, 1)[:, :0]):
+        producer.put(nothing)
+    assert here.kv_list() == {}
+    producer.put(rows_of(0))
+    producer.end()
+    assert [batch["rollout_id"].tolist() for batch in RolloutQueue("r", producers=1, **options)] == [[0]]
+
+
 def test_a_handle_that_was_sent_to_another_process_is_another_producer(clock):
     """Both copies count their rows from 0, so with one name the second would replace rows of the first."""
     original = RolloutQueue("r")
