@@ -13,7 +13,7 @@ from collections import defaultdict
 from contextlib import suppress
 from inspect import getsourcelines
 from itertools import product
-from math import nan
+from math import inf, nan
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from recipes import CHAINS
 from tensordict import TensorDict
 
 from headrace.adapters import FewerRowsWarning, attach
-from headrace.adapters.environment import scale_overrides
+from headrace.adapters.environment import scale_overrides, token_stages
 from headrace.adapters.swift import RecipeAdvantages as OfSwift
 from headrace.adapters.trl import RecipeAdvantagesOfUnsloth, say_without_reward
 from headrace.adapters.trl_async import LAST, ROLLOUT, Dispatched, PacedLoops, WholeGroups
@@ -119,6 +119,24 @@ def test_the_trainers_scale_applies_unless_the_overrides_set_the_scale_or_replac
         "pipeline.stages.advantage={_target_: my.Advantage}",
     ):
         assert scale_overrides(False, None, "as/verl", [CLIP, word]) == ()
+
+
+def test_a_term_of_your_own_is_refused_where_rows_have_no_groups_unless_it_is_elementwise():
+    stages = {name: load_pipeline("rloo").stages[name] for name in ("gate", "collapse", "advantage")}
+
+    def term(batch, tokens):
+        return tokens.float()
+
+    pipeline = Pipeline(stages | {"token": TokenAdvantage(term=term)})
+    with pytest.raises(ValueError, match="without their groups") as refused:
+        token_stages(pipeline)
+    assert str(refused.value) == (
+        "the trainer's function sees only some rows, without their groups: stages of tokens must come last, "
+        "and change each token from its own numbers; found gate, collapse, advantage, token; these compare "
+        "rows: token"
+    )
+    term.elementwise = True
+    assert [*token_stages(pipeline)] == ["token"]
 
 
 def test_unsloths_grpo_trainer_is_recognised_and_its_other_trainers_are_refused():
@@ -600,6 +618,58 @@ def test_a_step_ends_the_version_of_its_rows_unless_its_size_is_a_number_of_toke
             put(queued, group, 1.0)
             assert len(taken(queued)) == 2
         assert found == versions
+
+
+@pytest.mark.parametrize("allowed", [None, SimpleNamespace(value=0)], ids=["own worker", "TRL's"])
+def test_rows_that_wait_for_a_later_step_are_dropped_before_they_are_too_old(allowed):
+    """A group of four rollouts with six rows each has enough rows for six steps of four rows."""
+    queued = WholeGroups(queue_of("dr_grpo", size=4).trainer, allowed)
+    if allowed is not None:
+        queued._take_in(Dispatched(0, 0))
+    for at in range(24):
+        put(queued, 0, float(at % 4), headrace_rollout=at % 4, headrace_last=at >= 20)
+    # With TRL's own worker, a row may be one version older than its group.
+    handed_out = 4 * 4 if allowed is None else 4 * 5
+    assert len(taken(queued)) == handed_out
+    assert queued.counts == {"came": 24, "handed_out": handed_out, "waiting": 0, "stale": 24 - handed_out}
+
+
+class OwnWorker:
+    """A worker with TRL's queue."""
+
+    def __init__(self):
+        self.rollout_buffer = queue.Queue()
+
+
+class TrlsWorker(OwnWorker):
+    """A worker that starts TRL's loop in another process."""
+
+    _loop_cls = object
+    _mp_ctx = SimpleNamespace(Value=lambda kind, number: SimpleNamespace(kind=kind, value=number))
+
+
+@pytest.mark.parametrize("worker", [None, OwnWorker(), TrlsWorker()], ids=lambda it: type(it).__name__)
+def test_the_data_of_a_step_come_through_the_recipe_if_there_is_a_worker(worker):
+    def get_train_dataloader(self) -> str:
+        self._rollout_dataset = SimpleNamespace(max_staleness=3, source=getattr(self, "rollout_queue", None))
+        return "TRL's loader"
+
+    methods = {"__module__": "trl.experimental", "get_train_dataloader": get_train_dataloader}
+    trainer: Any = type("AsyncGRPOTrainer", (), methods)()
+    vars(trainer).update(vars(queue_of("grpo").trainer), rollout_worker=worker, pipeline=None)
+    attach(trainer, "grpo")
+    assert trainer.get_train_dataloader() == "TRL's loader"
+    data = trainer._rollout_dataset
+    if worker is None:
+        assert vars(data) == {"max_staleness": 3, "source": None}
+        return
+    assert (data.max_staleness, data.source) == (inf, trainer.queued)
+    allowed = trainer.queued.allowed
+    if isinstance(worker, TrlsWorker):
+        assert vars(allowed) == {"kind": "i", "value": 3}  # two steps ahead, of one group each
+        assert worker._loop_cls == PacedLoops(object, allowed)
+    else:
+        assert allowed is None
 
 
 # -- the rollout loop of AsyncGRPOTrainer, without TRL ------------------------------------------------------

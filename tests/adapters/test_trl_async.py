@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import queue
 from collections import Counter
-from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -146,31 +143,6 @@ def test_rollouts_of_several_samples_count_once_and_their_rows_train(make):
     found = [queued.get(timeout=1) for _ in range(4)]
     assert sorted(sample.advantage for sample in found) == [-3.0, -3.0, 5.0, 5.0]  # the mean is 12 / 4
     assert queued.counts == {"came": 5, "handed_out": 4, "waiting": 0, "pipeline/no_loss_tokens": 1}
-
-
-@pytest.mark.parametrize("allowed", [None, SimpleNamespace(value=0)], ids=["own worker", "TRL's"])
-def test_rows_that_wait_for_a_later_step_are_dropped_before_they_are_too_old(make, allowed):
-    """A group of four rollouts with six rows each has enough rows for six steps of four rows."""
-    worker = own_worker(lambda answer, random: 0.0)
-    options = {"gradient_accumulation_steps": 1, "max_staleness": 3, "weight_sync_steps": 1}
-    trainer = attach(make(rollout_worker=worker, **options), scale="none")
-    queued = WholeGroups(trainer, allowed)
-    for at in range(6):
-        worker.put(0, np.random.default_rng(at), 0)
-    if allowed is not None:
-        queued._take_in(Dispatched(0, 0))
-    for at in range(24):
-        sample = worker.rollout_buffer.get()
-        sample.metrics |= {ROLLOUT: at % 4, LAST: at >= 20}
-        worker.rollout_buffer.put(sample)
-    found = 0
-    with suppress(queue.Empty):
-        while queued.get(block=False):
-            found += 1
-    # With TRL's own worker, a row may be one version older than its group.
-    handed_out = 4 * 4 if allowed is None else 4 * 5
-    assert found == handed_out
-    assert queued.counts == {"came": 24, "handed_out": found, "waiting": 0, "stale": 24 - found}
 
 
 def test_settings_that_the_adapter_cannot_handle_are_refused_by_name(make):

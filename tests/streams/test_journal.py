@@ -357,6 +357,7 @@ def committed(tmp_path) -> GroupAssembler:
 def test_an_error_of_a_journal_has_all_its_words(committed, tmp_path):
     path, nowhere = tmp_path / "rows", tmp_path / "nowhere"
     (tmp_path / "text").write_text("hello")
+    (tmp_path / "old").write_bytes(path.read_bytes().replace(b"journal 3", b"journal 2"))
     again = GroupAssembler(groups=1, group_size=1, journal=path)
     cases = {
         f"the journal {path} was written with other options: groups is 1 in the file and 2 here, timeout is "
@@ -368,6 +369,9 @@ def test_an_error_of_a_journal_has_all_its_words(committed, tmp_path):
         f"Path('{nowhere}').mkdir(parents=True)": lambda: GroupAssembler(journal=nowhere / "rows"),
         f"{tmp_path}/text is no journal of this version of headrace: set another path": lambda: (
             GroupAssembler(journal=tmp_path / "text")
+        ),
+        f"{tmp_path}/old is no journal of this version of headrace: set another path": lambda: GroupAssembler(
+            groups=1, group_size=1, journal=tmp_path / "old"
         ),
         "commit() needs a journal: set journal=PATH": GroupAssembler().commit,
         f"the weights have trained 4 groups, and the journal {path} has 2 that were committed and 1 after "
