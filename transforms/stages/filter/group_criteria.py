@@ -56,7 +56,7 @@ def best_of(reward: Tensor, groups: Ids, ids: Tensor, k: int, by: By, length: Te
     if by in ("length", "efficiency") and length is not None:
         value = length.double() if by == "length" else -reward / length.clamp_min(1)
     # 1. The rank of each rollout in its group, the best first.
-    by_id = ids.argsort(stable=True)
+    by_id = ids.argsort()
 
     def places(value: Tensor) -> Tensor:
         order = by_id[value[by_id].argsort(stable=True)]

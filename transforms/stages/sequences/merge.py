@@ -237,7 +237,7 @@ class MergeTurns(
         may_differ |= {self.turn_key, *MERGED_KEYS, *LAST_KEYS, *PARTS}
         may_differ |= {ROW, IN_LOSS, *OF_SEGMENTS, *([("next", "reward")] if has_key(batch, REWARD) else [])}
         differs = {}
-        for key in batch.keys(include_nested=True, leaves_only=True):
+        for key in batch.keys(include_nested=True):
             if key not in may_differ and (column := _differs(batch, key, into)) is not None:
                 differs[key] = column
         rows.table.load(OF_SEGMENTS)

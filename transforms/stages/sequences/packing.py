@@ -208,7 +208,7 @@ def unpack(packed: TensorDictBase) -> TensorDict:
     out = shallow_copy(rows)
     for key in packed.exclude(*OWN, *OWN_OF_TREE).keys(include_nested=True, leaves_only=True):
         if not has_key(rows, key):  # inputs of a tree are in `rows`; their packed columns are per node
-            out.set(key, _in_rows(packed.get(key)[0], packed))
+            out.set(key, _in_rows(packed.get(key).squeeze(0), packed))
     return out
 
 
@@ -242,13 +242,13 @@ def unpack_tokens(values: Tensor, packed: TensorDictBase) -> Tensor:
         )
     found = values.squeeze(0)
     if has_key(packed, "packed_node"):
-        found = found.index_select(0, packed["packed_node"][0])
+        found = found.index_select(0, packed["packed_node"].squeeze(0))
     return _in_rows(found, packed)
 
 
 def _in_rows(values: Tensor, packed: TensorDictBase) -> Tensor:
     """Unpack (L, ...) values to (n, T, ...)."""
-    at = require(packed, "packed_at", reader="unpack", option="written by pack")[0]
+    at = require(packed, "packed_at", reader="unpack", option="written by pack").squeeze(0)
     rows, width = packed["packed_from"]
     flat = values.new_zeros(rows * width, *values.shape[1:])
     return flat.index_copy_(0, at, values).view(rows, width, *values.shape[1:])
