@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fake_device import waits_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,14 +93,16 @@ def test_padded_rows_equal_those_of_a_loop(rows):
     assert list(dense["text"]) == [f"text {number}" for number in range(len(rows))]
 
 
-@given(some_rows)
-def test_rows_padded_by_a_wrapper_become_padded_on_the_left(rows):
+@given(some_rows, st.booleans())
+def test_rows_padded_by_a_wrapper_become_padded_on_the_left(rows, has_prompts):
     written = as_written_padded(rows)
+    written = written if has_prompts else written.exclude(PROMPT)
     dense = DenseRows(pad_id=PAD)(written)
     assert read(dense) == by_hand(rows, written[FULL].shape[1])
     assert set(dense["tokens"].keys()) == {"full"}
 
 
+@settings(max_examples=20)
 @given(some_rows, some_rows)
 def test_rows_with_different_padding_become_one_batch(first, second):
     """LLMCollector stacks env steps, and pads each of them separately."""
@@ -218,6 +220,19 @@ def with_column(key, values):
     return rows
 
 
+def cut(*keys) -> TensorDict:
+    """Ragged rows. The second lacks its last token in these columns."""
+    rows = ragged(ROWS)
+    for key in keys:
+        rows.tensordicts[1][key] = rows.tensordicts[1][key][:-1]
+    return rows
+
+
+def with_less_of_a_prompt() -> TensorDict:
+    batch = as_written_padded(ROWS)
+    return batch.set(PROMPT, batch[PROMPT][:, 1:])
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -234,9 +249,11 @@ def with_column(key, values):
         (with_column("seen", [torch.zeros(2), None]), r"on none; 'seen' is on 1 of 2 rows: 0"),
         (with_column(ATTENTION, [torch.tensor([True, False, True])] * 2), "after or between tokens in row 0"),
         (with_column(LOSS_MASK, [torch.zeros(3)] * 2), "a loss mask is bool"),
+        (cut(FULL, ATTENTION), r"they are not in row 1 \(rollout 101\)\. Were tokens cut off, or is"),
+        (with_less_of_a_prompt(), r"they are not in row 0 \(rollout 100\)\. Were"),
     ],
 )  # fmt: skip
-def test_invalid_ragged_rows_are_refused_with_their_ids(rows, message):
+def test_invalid_rows_are_refused_with_their_ids(rows, message):
     with pytest.raises(BatchError, match=message):
         DenseRows(pad_id=PAD)(rows)
 
@@ -253,16 +270,6 @@ def test_a_column_of_one_number_per_row_is_no_column_of_one_token():
     batch["next", "reward"] = torch.zeros(2, 1)
     with pytest.raises(BatchError, match="every row needs a token; found none in row 1"):
         DenseRows(pad_id=PAD)(batch)
-
-
-def test_truncated_rows_are_refused():
-    rows = ragged([([5, 6], [7, 8]), ([5], [8])])
-    for row in rows.tensordicts:
-        row[FULL], row[ATTENTION] = row[FULL][:3], row[ATTENTION][:3]
-    with pytest.raises(
-        BatchError, match=r"they are not in row 0 \(rollout 100\)\. Were tokens cut off, or is"
-    ):
-        DenseRows(pad_id=PAD)(rows)
 
 
 def test_a_gap_between_tokens_is_refused():

@@ -93,7 +93,7 @@ def test_a_filter_that_masks_no_row_writes_the_same_columns(make_batch):
 
 @pytest.mark.parametrize(
     ("unit", "kept"),
-    [("sample", [0, 1, 3, 4, 5]), ("rollout", [0, 3, 4, 5]), ("group", [4, 5])],
+    [(None, [0, 1, 3, 4, 5]), ("sample", [0, 1, 3, 4, 5]), ("rollout", [0, 3, 4, 5]), ("group", [4, 5])],
 )
 def test_a_unit_is_kept_or_removed_with_all_its_rows(make_batch, unit, kept):
     batch = make_batch([1.0, 1, 9, 1, 1, 1], [0, 0, 0, 0, 1, 1], [0, 1, 1, 2, 3, 4])
@@ -115,19 +115,22 @@ def test_a_function_that_misses_a_column_is_told_where_the_reward_is(make_batch,
     assert str(refused.value) == f"a function gets the batch, where the reward is {key}; {said}"
 
 
-@pytest.mark.parametrize(("rewards", "kept"), [([1.0], 1), ([8.0], 0), ([8.0, 1, 1, 1, 8], 3)])
-def test_the_metrics_count_the_rows_that_stay(make_batch, rewards, kept):
+@pytest.mark.parametrize(("rewards", "kept"), [([1.0], 1), ([8.0, 9.0], 0), ([8.0, 1, 1, 1, 8], 3)])
+@pytest.mark.parametrize("action", ["mask", "drop"])
+def test_the_metrics_count_the_rows_that_stay(make_batch, rewards, kept, action):
     batch = make_batch(rewards, [0] * len(rewards))
-    said = said_by(SampleFilter(criterion=RewardWithin(high=5.0)), batch)
+    said = said_by(SampleFilter(criterion=RewardWithin(high=5.0), action=action), batch)
     assert said.metrics == {"kept": kept, "fraction_kept": kept / len(rewards)}
+    assert said.reasons == ["reward_bounds" if reward > 5 else "trained" for reward in rewards]
+    assert len(said.batch) == (kept if action == "drop" else len(rewards))
 
 
-def test_removing_all_rows_gives_an_empty_batch_and_a_metric(make_batch):
-    stage = SampleFilter(criterion=RewardWithin(high=-1.0), action="drop")
-    outcome = said_by(stage, make_batch([1.0, 8], [0, 0]))
-    assert outcome.batch.shape == (0,)
-    assert outcome.metrics == {"kept": 0, "fraction_kept": 0}
-    assert outcome.reasons == ["reward_bounds"] * 2
+def test_a_function_is_not_asked_about_a_batch_without_rows(make_batch):
+    stages = {
+        "none": SampleFilter(criterion=RewardWithin(high=-1.0), action="drop"),
+        "asked": SampleFilter(criterion=lambda batch: batch["absent"] > 0),
+    }
+    assert len(Pipeline(stages)(make_batch([1.0, 8], [0, 0]))) == 0
 
 
 def test_a_row_that_cannot_be_masked_is_refused(make_batch):
@@ -142,21 +145,13 @@ def test_a_row_that_cannot_be_masked_is_refused(make_batch):
     [
         (lambda batch: torch.ones(len(batch)), r"float32 \(2,\)"),
         (lambda batch: torch.ones(3, dtype=torch.bool), r"bool \(3,\)"),
+        (lambda batch: torch.ones(1, dtype=torch.bool), r"bool \(1,\)"),
         (lambda batch: [True, True], "list"),
     ],
 )
 def test_a_criterion_that_returns_no_mask_is_refused(make_batch, answer, found):
     with pytest.raises(BatchError, match=rf"one bool per row, \(2,\).*returned .*{found}"):
         SampleFilter(criterion=answer)(make_batch([1.0, 8], [0, 0]))
-
-
-def test_the_default_unit_is_that_of_the_criterion(make_batch):
-    batch = make_batch([1.0, 9, 1, 2], [0, 0, 1, 1])
-    high = RewardWithin(high=5.0)
-    assert len(SampleFilter(criterion=high, action="drop")(batch)) == 3
-    assert len(SampleFilter(criterion=high, action="drop", unit="group")(batch)) == 2
-    batch = make_batch([1.0, 9, 1, 1], [0, 0, 1, 1])
-    assert len(SampleFilter(criterion=RewardsVary(), action="drop")(batch)) == 2
 
 
 # -- criteria -----------------------------------------------------------------------------------------
@@ -276,12 +271,3 @@ def test_versions_of_two_tokens_are_not_read_as_one_version_per_row():
     assert kept_by(Fresh(current=5), batch) == [False, True, True]
     with pytest.raises(BatchError, match=r"that trains, 4 \(current\); found 5 at row 0, 5 at row 1"):
         SampleFilter(criterion=Fresh(current=4))(batch)
-
-
-def test_a_key_error_of_a_criterion_names_the_column_of_the_reward(make_batch):
-    batch, stage = make_batch([1.0, 0.0], [0, 0]), SampleFilter(criterion=lambda rows: rows["reward"] > 0)
-    for run, column in ((stage, "next"), (Pipeline({"collapse": FanOutCollapse(), "it": stage}), "headrace")):
-        with pytest.raises(
-            BatchError, match=rf"gets the batch, where the reward is \('{column}', 'reward'\); "
-        ):
-            run(batch)
