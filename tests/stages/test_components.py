@@ -146,9 +146,9 @@ def rows_in_loss(batch: TensorDict) -> set[int]:
 
 
 def test_each_component_is_the_mean_over_its_tokens_for_any_cut():
-    """Loops over tokens compute the three components of 300 batches."""
+    """Loops over tokens compute the three components of each batch."""
     masked, excluded, padded = 0, 0, 0
-    for seed in range(300):
+    for seed in range(60):  # each combination of a unit, a cut and a form
         batch, components = drawn(seed), components_of(seed)
         in_loss = rows_in_loss(batch)
         cut = {"minibatches": 1 + seed % 2, "microbatches": 1 + seed % 4}
@@ -177,7 +177,7 @@ def test_each_component_is_the_mean_over_its_tokens_for_any_cut():
         }
         excluded += sum(each in empty for each in batch["rollout_id"].tolist())
         masked += len(batch) - len(in_loss)
-    assert min(masked, excluded, padded) > 50, "the batches must have all of these"
+    assert min(masked, excluded, padded) > 10, "the batches must have all of these"
 
 
 def of_ranks(rank: int, world: int, seeds: Sequence[int], gradients: str) -> list[list[float]]:

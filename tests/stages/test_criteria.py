@@ -95,7 +95,7 @@ def test_more_rows_of_a_rollout_change_no_other_rollout():
     draw = random.Random(0)
     for name in CRITERIA:
         with of(name):
-            for _ in range(12):
+            for _ in range(8):
                 full, row = batch(), draw.randrange(8)
                 rewards = draw.sample([1, 2, 3, 3, 3, 4, 9], 7)
                 full[REWARD] = full["next", "reward"] = torch.tensor(

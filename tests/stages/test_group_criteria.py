@@ -10,7 +10,7 @@ import pytest
 import torch
 from batches import batch_of
 from drawn_rollouts import batch_of_rollouts, per_rollout, rollouts
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.pipeline import Pipeline
@@ -74,6 +74,7 @@ def test_a_group_mean_equal_to_the_bound_is_within_it():
         assert GroupMeanWithin(low=value, high=value)(batch).all(), (dtype, value, rows)
 
 
+@settings(max_examples=20)
 @given(rollouts(), st.integers(1, 5))
 def test_the_k_rollouts_with_the_largest_variance_are_kept(drawn, k):
     """No set of k rollouts has a larger variance (PODS, arXiv:2504.13818)."""

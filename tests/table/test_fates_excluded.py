@@ -91,7 +91,7 @@ CRITERIA = {
 
 
 @pytest.mark.slow
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(st.sampled_from(list(CRITERIA)), st.data())
 def test_no_number_about_the_rewards_of_groups_depends_on_the_action_of_a_filter(criterion, data):
     size = data.draw(st.integers(2, 8))

@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 import torch
 from alone import said_by
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipes import ADVANTAGES, FEW, of, pipeline_of
 from tensordict import TensorDict
@@ -94,6 +94,7 @@ def numbers_by_loop(kind, rollouts, rewards, turns, pays) -> list[float]:
     return found
 
 
+@settings(max_examples=20)
 @given(SEGMENTS, st.sampled_from(["to_go", "discount"]), st.booleans(), st.data())
 def test_rows_keep_their_index_when_other_rows_leave(segments, kind, by_turn, data):
     """Rows are masked, excluded or dropped. A stage without a pipeline refuses rollouts with missing rows."""

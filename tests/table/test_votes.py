@@ -58,9 +58,9 @@ def close(found, expected):
 
 
 def test_random_batches_equal_those_of_a_loop():
-    """The 300 batches have fan-out, exclusions, several or missing rewards, and every kind of baseline."""
+    """The batches have fan-out, exclusions, several or missing rewards, and every kind of baseline."""
     voted = 0
-    for seed in range(300):
+    for seed in range(72):  # twice each combination of advantage, filter and mean
         batch = voting.drawn(seed)
         run = voting.pipeline_of(seed).run(batch)
         advantage, weight, steps = voting.found_in(run)
@@ -81,13 +81,13 @@ def test_random_batches_equal_those_of_a_loop():
         units = [len({int(batch["rollout_id"][row]) for row in step}) for step in steps]
         assert not units or max(units) - min(units) <= 1
         voted += sum(reason == "pipeline/votes_only" for reason in reasons.values())
-    assert voted > 300
+    assert voted > 72
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_that_share_a_batch_count_the_votes_of_all_ranks(world, tmp_path):
-    seeds = range(world % 2, 300, 2)  # both halves have each advantage, filter and mean
+    seeds = range(world % 2, 72, 2)  # both halves have each advantage, filter and mean
     of_ranks = results_of(voting.vote_on_ranks, world, tmp_path, seeds)
     for at, seed in enumerate(seeds):
         batch = voting.drawn(seed)
