@@ -233,6 +233,12 @@ def with_less_of_a_prompt() -> TensorDict:
     return batch.set(PROMPT, batch[PROMPT][:, 1:])
 
 
+def marked(*columns) -> TensorDict:
+    """One dense row of tokens, with its attention mask and its loss mask."""
+    tokens, attention, loss = (torch.tensor([column]) for column in columns)
+    return TensorDict({FULL: tokens, ATTENTION: attention.bool(), LOSS_MASK: loss.bool()}, [1])
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -251,6 +257,9 @@ def with_less_of_a_prompt() -> TensorDict:
         (with_column(LOSS_MASK, [torch.zeros(3)] * 2), "a loss mask is bool"),
         (cut(FULL, ATTENTION), r"they are not in row 1 \(rollout 101\)\. Were tokens cut off, or is"),
         (with_less_of_a_prompt(), r"they are not in row 0 \(rollout 100\)\. Were"),
+        (marked([0, 5, 0, 6], [0, 1, 0, 1], [0, 0, 0, 1]), r"after or between tokens in row 0\. Pad on"),
+        (marked([5, 6, 0], [1, 1, 0], [0, 1, 0]), r"after or between tokens in row 0\. Pad on the left"),
+        (marked([0, 5, 6], [0, 1, 1], [1, 0, 1]), "the loss mask is True on padding in row 0"),
     ],
 )  # fmt: skip
 def test_invalid_rows_are_refused_with_their_ids(rows, message):
@@ -269,26 +278,6 @@ def test_a_column_of_one_number_per_row_is_no_column_of_one_token():
     batch = as_written_padded([([], [5]), ([], [])])
     batch["next", "reward"] = torch.zeros(2, 1)
     with pytest.raises(BatchError, match="every row needs a token; found none in row 1"):
-        DenseRows(pad_id=PAD)(batch)
-
-
-def test_a_gap_between_tokens_is_refused():
-    batch = TensorDict(
-        {FULL: torch.tensor([[0, 5, 0, 6]]), ATTENTION: torch.tensor([[0, 1, 0, 1]]).bool()}, [1]
-    )
-    batch[LOSS_MASK] = torch.tensor([[False, False, False, True]])
-    with pytest.raises(BatchError, match=r"after or between tokens in row 0\. Pad on the left"):
-        DenseRows(pad_id=PAD)(batch)
-
-
-def test_padding_on_the_right_or_in_the_loss_is_refused():
-    batch = TensorDict({FULL: torch.tensor([[5, 6, 0]]), ATTENTION: torch.tensor([[True, True, False]])}, [1])
-    batch[LOSS_MASK] = torch.tensor([[False, True, False]])
-    with pytest.raises(BatchError, match=r"after or between tokens in row 0\. Pad on the left"):
-        DenseRows(pad_id=PAD)(batch)
-    batch[ATTENTION], batch[FULL] = torch.tensor([[False, True, True]]), torch.tensor([[0, 5, 6]])
-    batch[LOSS_MASK] = torch.tensor([[True, False, True]])
-    with pytest.raises(BatchError, match="the loss mask is True on padding in row 0"):
         DenseRows(pad_id=PAD)(batch)
 
 

@@ -59,6 +59,15 @@ def test_a_rollout_without_tokens_is_as_efficient_as_with_one():
         assert kept.nonzero().flatten().tolist() == expected
 
 
+@pytest.mark.parametrize("by", ["reward", "length", "efficiency", "variance"])
+def test_a_rollout_without_a_reward_stays(by):
+    batch = FanOutCollapse(missing="skip")(batch_of([math.nan, math.nan, 1.0, 2.0], [0, 0, 1, 1]))
+    batch["masks", "all_assistant_mask"] = torch.ones(4, 4, dtype=torch.bool)
+    one_of_two = [True, False] if by == "length" else [False, True]  # of equal lengths, the smaller id
+    assert BestOf(k=1, by=by)(batch).tolist() == [True, True, *one_of_two]
+    assert BestOf(k=1, by=by)(batch[:2]).tolist() == [True, True]
+
+
 def test_rounding_does_not_decide_between_sets_of_equal_variance():
     """Sets with the largest reward and any three zeros have equal variances. The smaller ids are kept."""
     for most in (0.1, 0.3, 0.7):

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from headrace.transforms import BatchError, MissingKeyError, pack, unpack, unpack_tokens
 
 ATTENTION, LOSS, FULL = ("masks", "all_attention_mask"), ("masks", "all_assistant_mask"), ("tokens", "full")
+OF_TOKENS = (FULL, ATTENTION, LOSS, ("log_probs", "full"))
 
 
 def batch_of(lengths, width=None, side="left") -> TensorDict:
@@ -38,42 +39,15 @@ def batch_of(lengths, width=None, side="left") -> TensorDict:
     )
 
 
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.sampled_from(["left", "right"]))
-def test_unpacking_restores_the_rows(lengths, side):
-    batch = batch_of(lengths, width=7, side=side)
-    back = unpack(pack(batch))
-    for key in (FULL, ATTENTION, LOSS, ("log_probs", "full")):
-        assert torch.equal(back[key], batch[key])
-    assert torch.equal(back["rollout_id"], batch["rollout_id"])
-    assert list(back["prompt_text"]) == list(batch["prompt_text"])
-    there = batch[ATTENTION]
-    assert torch.equal(
-        back["advantage"].squeeze(-1)[there], batch["advantage"].squeeze(-1).expand(-1, 7)[there]
-    )
-    assert torch.equal(back["loss_weight"][there], batch["loss_weight"].unsqueeze(1).expand(-1, 7)[there])
-
-
 def ragged(dense, lengths) -> TensorDict:
     """The rows, each cut to its length."""
-    return cut_rows(dense, map(slice, lengths), (FULL, ATTENTION, LOSS, ("log_probs", "full")))
-
-
-def test_ragged_rows_are_packed_like_padded_rows():
-    dense = batch_of([2, 1, 3], side="right")
-    rows = ragged(dense, [2, 1, 3])
-    found, expected = pack(rows), pack(dense)
-    for key in (FULL, LOSS, ("log_probs", "full"), "advantage", "loss_weight", "position_ids", "cu_seqlens"):
-        assert torch.equal(found[key], expected[key]), key
-    assert torch.equal(unpack(found)[FULL], dense[FULL])
-    for row in rows.tensordicts:
-        row["advantage"] = row[FULL].float().unsqueeze(-1)
-    assert torch.equal(pack(rows)["advantage"].flatten(), found[FULL].flatten().float())
+    return cut_rows(dense, map(slice, lengths), OF_TOKENS)
 
 
 def packed_by_hand(rows, width) -> dict[str, list]:
     """The packed batch, made token by token."""
-    found = {"input_ids": [], "position_ids": [], "segment_ids": [], "packed_at": [], "loss_weight": []}
-    found["cu_seqlens"] = [0]
+    keys = ("input_ids", "position_ids", "segment_ids", "packed_at", "loss_weight", "advantage")
+    found = {key: [] for key in keys} | {"cu_seqlens": [0]}
     for number, row in enumerate(rows):
         places = [place for place, there in enumerate(row[ATTENTION].tolist()) if there]
         found["input_ids"] += [int(row[FULL][place]) for place in places]
@@ -81,15 +55,19 @@ def packed_by_hand(rows, width) -> dict[str, list]:
         found["segment_ids"] += [number] * len(places)
         found["packed_at"] += [number * width + place for place in places]
         found["loss_weight"] += [float(row["loss_weight"])] * len(places)
+        found["advantage"] += [row["advantage"].flatten().tolist()] * len(places)
         found["cu_seqlens"].append(len(found["input_ids"]))
     return found
 
 
-@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), min_size=1, max_size=6), st.booleans())
-def test_packed_rows_equal_those_of_a_loop_for_any_padding(lengths, stacked):
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), min_size=1, max_size=6),
+    st.sampled_from(["left", "right", "ragged"]),
+)
+def test_packed_rows_equal_those_of_a_loop_for_any_padding(lengths, layout):
     """Ragged rows may have padding too, for example from a collector that pads each env step separately."""
-    batch = batch_of([length for length, _ in lengths], width=9, side="right")
-    batch = ragged(batch, [length + more for length, more in lengths]) if stacked else batch
+    batch = batch_of([length for length, _ in lengths], width=9, side="left" if layout == "left" else "right")
+    batch = ragged(batch, [length + more for length, more in lengths]) if layout == "ragged" else batch
     packed, rows = pack(batch), batch.unbind(0)
     width = max(len(row[FULL]) for row in rows)
     for key, values in packed_by_hand(rows, width).items():
@@ -98,8 +76,10 @@ def test_packed_rows_equal_those_of_a_loop_for_any_padding(lengths, stacked):
     assert packed["packed_from"] == (len(rows), width)
     back = unpack(packed)
     for number, row in enumerate(rows):
-        for key in (FULL, ATTENTION, LOSS, ("log_probs", "full")):
+        for key in OF_TOKENS:
             assert back[key][number].tolist() == row[key].tolist() + [0] * (width - len(row[key])), key
+    assert back["rollout_id"].tolist() == [*range(len(rows))]
+    assert list(back["prompt_text"]) == [f"prompt {number}" for number in range(len(rows))]
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -113,9 +93,10 @@ def test_device_reads_do_not_grow_with_the_rows(stacked):
 
 
 def test_an_advantage_per_token_is_packed_per_token():
-    batch = batch_of([2, 3])
-    batch["advantage"] = torch.arange(6.0).view(2, 3, 1)
-    assert pack(batch)["advantage"].flatten().tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+    batch = batch_of([2, 3], side="right")
+    batch["advantage"] = batch[FULL].float().unsqueeze(-1)
+    for rows in (batch, cut_rows(batch, map(slice, [2, 3]), (*OF_TOKENS, "advantage"))):
+        assert pack(rows)["advantage"].flatten().tolist() == [1.0, 2.0, 4.0, 5.0, 6.0]
 
 
 def test_columns_of_a_corrected_loss_are_packed():
