@@ -13,7 +13,7 @@ from tensordict import TensorDict, lazy_stack
 from tensordict.nn import TensorDictModule
 
 from headrace.pipeline import Pipeline
-from headrace.transforms import BatchError, Criterion, MissingKeyError, SampleFilter
+from headrace.transforms import BatchError, Criterion, MissingKeyError, RewardWithin, SampleFilter
 
 ENTROPY, MASK = ("entropy", "full"), ("masks", "all_assistant_mask")
 
@@ -51,17 +51,25 @@ def test_a_criterion_of_tokens_keeps_the_rows_of_a_loop(drawn):
     assert Pipeline({"best": best, "sure": sure})(batch)["rollout_id"].tolist() == expected
 
 
-def kept_on(rank: int, world: int) -> torch.Tensor:
-    """The rollouts that a rank keeps. Rank 0 has one row, and rank 1 has two."""
+def not_least(batch: TensorDict) -> torch.Tensor:
+    reward = batch["next", "reward"].flatten()
+    return reward >= reward.min()  # fails without rows
+
+
+def kept_on(rank: int, world: int) -> list[list[int]]:
+    """The rollouts that a rank keeps. Rank 0 has one row, and rank 1 has two. Then rank 0 has none."""
     batch = batch_of([0.0, 1.0, 2.0], [0, 0, 0])
     batch[ENTROPY] = torch.tensor([[0.0], [1.0], [0.0]]).expand(3, 4).contiguous()
     own = batch[rank:][: rank + 1]
-    stages = {"sure": SampleFilter(criterion=Sure(most=0.5), action="drop")}
-    return Pipeline(stages, **TOGETHER)(own)["rollout_id"]
+    sure, late = Sure(most=0.5), RewardWithin(low=1.0)
+    judges = {"sure": sure, "late": late, "asked": not_least}
+    stages = {name: SampleFilter(criterion=judge, action="drop") for name, judge in judges.items()}
+    kept = (Pipeline(each, **TOGETHER)(own) for each in ({"sure": stages["sure"]}, stages))
+    return [each["rollout_id"].tolist() for each in kept]
 
 
-def test_each_rank_keeps_its_own_rows_by_their_tokens():
-    assert [kept.tolist() for kept in results_in_threads(kept_on, 2)] == [[0], [2]]
+def test_each_rank_keeps_its_own_rows_by_their_tokens_and_a_rank_without_rows_none():
+    assert results_in_threads(kept_on, 2) == [[[0], []], [[2], [2]]]
 
 
 def test_the_order_check_reads_the_token_columns_of_a_criterion():

@@ -125,14 +125,6 @@ def test_the_metrics_count_the_rows_that_stay(make_batch, rewards, kept, action)
     assert len(said.batch) == (kept if action == "drop" else len(rewards))
 
 
-def test_a_function_is_not_asked_about_a_batch_without_rows(make_batch):
-    stages = {
-        "none": SampleFilter(criterion=RewardWithin(high=-1.0), action="drop"),
-        "asked": SampleFilter(criterion=lambda batch: batch["absent"] > 0),
-    }
-    assert len(Pipeline(stages)(make_batch([1.0, 8], [0, 0]))) == 0
-
-
 def test_a_row_that_cannot_be_masked_is_refused(make_batch):
     batch = make_batch([1.0, 8], [0, 0]).exclude(MASK, LOG_PROBS)
     with pytest.raises(BatchError, match=r"1 row must be masked out of the loss, but .*would still train"):

@@ -68,11 +68,18 @@ def test_a_rollout_without_a_reward_stays(by):
     assert BestOf(k=1, by=by)(batch[:2]).tolist() == [True, True]
 
 
-def test_rounding_does_not_decide_between_sets_of_equal_variance():
+@pytest.mark.parametrize(
+    ("rewards", "kept"),
+    [
+        *(([most, 0, 0, 0, 0], [True] * 4 + [False]) for most in (0.1, 0.3, 0.7)),
+        ([0, 3, 5, 6], [True, False, True, True]),  # three times the variance: 62/3 of 0, 5, 6; 18 of 0, 3, 6
+        ([0, 1, 3, 6], [True, True, False, True]),  # 62/3 of 0, 1, 6; 18 of 0, 3, 6
+    ],
+)
+def test_the_variance_decides_and_rounding_does_not(rewards, kept):
     """Sets with the largest reward and any three zeros have equal variances. The smaller ids are kept."""
-    for most in (0.1, 0.3, 0.7):
-        batch = FanOutCollapse()(batch_of([most, 0, 0, 0, 0], [0] * 5))
-        assert BestOf(k=4, by="variance")(batch).tolist() == [True] * 4 + [False]
+    batch = FanOutCollapse()(batch_of(rewards, [0] * len(rewards)))
+    assert BestOf(k=sum(kept), by="variance")(batch).tolist() == kept
 
 
 def test_a_group_mean_equal_to_the_bound_is_within_it():

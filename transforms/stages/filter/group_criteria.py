@@ -51,7 +51,7 @@ def best_of(reward: Tensor, groups: Ids, ids: Tensor, k: int, by: By, length: Te
         [True, False, False, True]
     """
     if len(reward) == 0:
-        return torch.zeros(0, dtype=torch.bool)
+        return torch.zeros_like(reward, dtype=torch.bool)
     value = -reward
     if by in ("length", "efficiency") and length is not None:
         value = length.double() if by == "length" else -reward / length.clamp_min(1)
