@@ -326,7 +326,7 @@ def test_ragged_rows_of_two_dtypes_are_refused():
 def test_a_column_as_wide_as_moved_tokens_is_refused(more):
     for rows in ([([5], [6, 7, 8]), ([5], [6])], [([5], [6]), ([5], [])]):
         batch = as_written_padded(rows)
-        batch["token_reward"] = torch.zeros(*batch[FULL].shape, *more)
+        batch["mine", "token_reward"] = torch.zeros(*batch[FULL].shape, *more)
         with pytest.raises(BatchError, match=r"moved to the end of the rows.*'token_reward'"):
             DenseRows(pad_id=PAD)(batch)
 

@@ -140,7 +140,7 @@ class DenseRows(
                 is_whole = count_true(other) == 0
             if not bool(attention[:, -1:].all()):
                 behind, width = entries_behind(attention), tokens.shape[1]
-                items = rest.exclude(*columns).items(include_nested=True, leaves_only=True)
+                items = rest.exclude(*columns).items(include_nested=True)
                 if width > 1 and (odd := [key for key, each in items if each.shape[1:2] == (width,)]):
                     raise BatchError(
                         "the tokens of these rows must be moved to the end of the rows, and columns of the "
@@ -350,7 +350,7 @@ def turn_right(column: Tensor, by: Tensor) -> Tensor:
         [[0, 0, 0, 5, 6]]
     """
     rows, width = column.shape[:2]
-    places = (torch.arange(width, device=by.device) - by[:, None]) % max(width, 1)
+    places = (torch.arange(width, device=by.device) - by[:, None]) % width
     return column[torch.arange(rows, device=by.device)[:, None], places]
 
 

@@ -254,7 +254,7 @@ def turn_weight(turn: Tensor, in_loss: Tensor) -> tuple[Tensor, Tensor]:
     tokens = torch.zeros(len(turn), turn.shape[1] + 1, dtype=torch.int64, device=turn.device)
     of_turn = tokens.scatter_add_(1, place, in_loss.long()).gather(1, place)
     turns, length = begins.sum(1), in_loss.sum(1)
-    weight = length.double().unsqueeze(1) / (turns.unsqueeze(1) * of_turn)  # 0 / 0 out of the loss
+    weight = length.double().unsqueeze(1) / (turns.unsqueeze(1) * of_turn)  # not used out of the loss
     return torch.where(in_loss, weight, 0.0), turns
 
 
