@@ -204,15 +204,18 @@ def test_a_mean_that_depends_on_micro_batches_is_measured_to_1e_9():
 
 
 @pytest.mark.slow
-def test_averaged_gradients_of_unequal_ranks_are_a_mean_per_rank():
-    found = xray(mean_of_step, ranks=(1, 2), cuts=(1, 2))
-    assert "mean over the tokens of each rank: with 1 micro-batch, 2 ranks" in found.verdict
-    first, *_, last = found.runs
-    length = last.tokens.inside.sum(1).double()
-    of_rank = torch.zeros(2, dtype=torch.float64).index_add_(0, last.tokens.rank, length)[last.tokens.rank]
-    expected = (1 / of_rank / 2)[:, None] * last.advantage * last.tokens.inside
-    assert torch.allclose(last.coefficient, expected, rtol=1e-9, atol=1e-15)
-    assert first.ranks == 1
+def test_averaged_and_summed_gradients_of_unequal_ranks_are_a_mean_per_rank():
+    """The sum over two ranks is twice their average. With several ranks, a single one has a process, too."""
+    found = xray(mean_of_step, ranks=(1, 2), cuts=(2,))
+    assert "mean over the tokens of each rank: with 2 micro-batches, 2 ranks" in found.verdict
+    (alone, last), summed = found.runs, xray(mean_of_step, ranks=(2,), cuts=(1,), gradients="sum").runs[0]
+    for run, ranks in ((alone, 1), (last, 2), (summed, 2)):
+        length = run.tokens.inside.sum(1).double()
+        of_rank = torch.zeros(2, dtype=torch.float64).index_add_(0, run.tokens.rank, length)
+        weight = 1 / of_rank[run.tokens.rank] / (1 if run is summed else ranks)
+        expected = weight[:, None] * run.advantage * run.tokens.inside
+        assert torch.allclose(run.coefficient, expected, rtol=1e-9, atol=1e-15)
+        assert run.ranks == ranks
 
 
 # -- steps that a table cannot measure ----------------------------------------------------------------------

@@ -399,12 +399,23 @@ def test_each_token_is_a_word_of_the_tokenizer(trl):
 
 
 def test_a_table_is_a_transformers_model(trl):
+    """Its head is the identity, without a gradient. Padding and end token are the two unused tokens."""
     batch = xray_batch([2, 3], [0.0, 1.0], group_size=2)
-    table = TokenTable.of(batch, seed=1)
-    model, tokens = table_as_causal_lm(table), batch["tokens", "full"]
-    logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
-    assert torch.equal(logits, table(tokens))
-    assert [name for name, each in model.named_parameters() if each.requires_grad] == ["model.table.table"]
+    for dtype in (torch.float32, torch.float64):
+        table = TokenTable.of(batch, dtype, seed=1)
+        model, tokens, size = table_as_causal_lm(table), batch["tokens", "full"], table.vocabulary
+        logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+        assert torch.equal(logits, table(tokens))
+        assert torch.equal(model(input_ids=tokens, logits_to_keep=2).logits, logits[:, -2:])
+        assert torch.equal(model.base_model(input_ids=tokens).last_hidden_state, logits)
+        assert torch.equal(model.get_output_embeddings().weight, torch.eye(size, dtype=dtype))
+        assert [name for name, each in model.named_parameters() if each.requires_grad] == [
+            "model.table.table"
+        ]
+        assert model.get_input_embeddings() is None
+    names = "vocab_size hidden_size pad_token_id eos_token_id tie_word_embeddings architectures".split()
+    found = [getattr(model.config, name) for name in names]
+    assert found == [size, size, size - 2, size - 1, False, ["TableForCausalLM"]]
     log_probs = logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
     inside = batch["masks", "all_assistant_mask"]
     (-3 * log_probs[inside[:, 1:]]).sum().backward()
