@@ -413,7 +413,14 @@ def test_a_table_is_a_transformers_model(trl):
             "model.table.table"
         ]
         assert model.get_input_embeddings() is None
-    names = "vocab_size hidden_size pad_token_id eos_token_id tie_word_embeddings architectures".split()
+    names = [
+        "vocab_size",
+        "hidden_size",
+        "pad_token_id",
+        "eos_token_id",
+        "tie_word_embeddings",
+        "architectures",
+    ]
     found = [getattr(model.config, name) for name in names]
     assert found == [size, size, size - 2, size - 1, False, ["TableForCausalLM"]]
     log_probs = logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
