@@ -28,7 +28,7 @@ def drawn(rng: random.Random) -> list[dict[str, Any]]:
             for _ in range(rng.randint(1, 3)):
                 first = rng.choice([-1.0, 0.0, 0.5, 2.0, math.nan])
                 second = rng.choice([-1.0, 0.0, 2.0, math.nan]) if kind == "any" else factor * first
-                tokens = rng.choice([1, 2, 3, 4, 5, 8, 9])
+                tokens = rng.choice([-1, 0, 1, 2, 3, 4, 5, 8, 9])  # −1: not known
                 rows.append(
                     {
                         "group": 40 - group,
@@ -36,7 +36,7 @@ def drawn(rng: random.Random) -> list[dict[str, Any]]:
                         "tokens": tokens,
                         "reason": (rng.choice([0, 0, 0, 1]), rng.choice([0, 0, 0, 2])),
                         "advantage": (first, second),
-                        "weight": (1.0, rng.choice([weight, 0.0, 1.0, 1.0 / tokens])),
+                        "weight": (1.0, rng.choice([weight, 0.0, 1.0, 1.0 / max(tokens, 1)])),
                     }
                 )
     return rows
@@ -87,7 +87,7 @@ def why_by_loops(rows: list[dict[str, Any]]) -> tuple[Counter[str], float]:
     ratios = [math.log(row["weight"][1] / row["weight"][0]) for row in known]
     if len({*ratios}) > 1:
         causes["weights"] = len(known)
-        lengths = [math.log(row["tokens"]) for row in known]
+        lengths = [math.log(max(row["tokens"], 1)) for row in known]
         if len({*lengths}) > 1:
             by_length = len(known) * statistics.correlation(ratios, lengths)
     return causes, by_length
@@ -113,7 +113,8 @@ def test_a_comparison_of_several_steps_equals_that_of_loops():
                 size = []
                 for k in (0, 1):
                     counts = row["reason"][k] == 0 and math.isfinite(row["advantage"][k])
-                    size.append(row["advantage"][k] * row["weight"][k] * row["tokens"] if counts else 0.0)
+                    tokens = max(row["tokens"], 0)
+                    size.append(row["advantage"][k] * row["weight"][k] * tokens if counts else 0.0)
                     trains_alone = row["reason"][k] == 0 and row["reason"][1 - k] != 0
                     numbers[f"only {k}"] += trains_alone
                     numbers[f"kept {k}"] += trains_alone and counts and row["advantage"][k] != 0

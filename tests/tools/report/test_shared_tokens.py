@@ -120,11 +120,13 @@ def test_a_sentence_names_the_trees_with_fewer_tokens(counts, said):
         assert said_of_trees(numbers | {"tree/flops/group": 0.756}).endswith("fewer, with 0.76 of the FLOPs")
 
 
-def test_a_batch_without_tokens_has_no_numbers(make_batch):
+def test_a_batch_without_tokens_or_rows_has_no_numbers(make_batch):
     batch = make_batch([1.0, 0.0], [0, 0])
-    batch = batch.exclude("tokens")
-    assert count_shared_tokens(batch, ids_of(batch)).numbers() == {}
+    for nothing in (batch.exclude("tokens"), batch[:0]):
+        found = count_shared_tokens(nothing, ids_of(nothing))
+        assert (found, found.numbers()) == (SharedTokens({}, {}), {})
     assert said_of_trees({}) == ""
+    batch = batch.exclude("tokens")
     report = make_report(Pipeline({}).run(batch), batch=batch)
     assert not [name for name in report.numbers if name.startswith("tree/")]
 
