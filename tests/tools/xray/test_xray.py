@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from headrace.pipeline import (
+    Pipeline,
     TokenTable,
     kl_weights,
     load_pipeline,
@@ -22,7 +23,7 @@ from headrace.pipeline import (
 )
 from headrace.pipeline.tools.xray.means import StepTokens, odd_part
 from headrace.pipeline.tools.xray.measure import declared
-from headrace.transforms import BatchError, TokenAdvantage, TokenFilter
+from headrace.transforms import BatchError, LossWeight, TokenAdvantage, TokenFilter
 
 FULL, LOSS = ("tokens", "full"), ("masks", "all_assistant_mask")
 
@@ -216,6 +217,8 @@ def test_averaged_and_summed_gradients_of_unequal_ranks_are_a_mean_per_rank():
         expected = weight[:, None] * run.advantage * run.tokens.inside
         assert torch.allclose(run.coefficient, expected, rtol=1e-9, atol=1e-15)
         assert run.ranks == ranks
+    with pytest.raises(ValueError, match=r"^the step failed on a rank; its error is on stderr, above$"):
+        xray(lambda model, batch, cut: batch["no such"], ranks=(2,), cuts=(1,))
 
 
 # -- steps that a table cannot measure ----------------------------------------------------------------------
@@ -241,22 +244,70 @@ def test_the_coefficient_is_exact_at_any_logits_in_any_dtype():
         assert torch.allclose(token_weights(model, batch), expected, rtol=close, atol=close)
 
 
-def test_a_batch_has_no_repeated_pair_of_tokens():
-    for pad in ("left", "right", None):
-        batch = xray_batch([5, 1, 7, 3, 9, 2], [0, 1, 2, 3], 2, segments=[1, 2, 2, 1], prompts=3, pad=pad)
-        rows = [row[FULL][row["masks", "all_attention_mask"]].tolist() for row in batch.unbind(0)]
-        pairs = [pair for row in rows for pair in pairwise(row)]
-        assert len(pairs) == len(set(pairs))
-        assert [len(row) for row in rows] == [8, 4, 10, 6, 12, 5]
-        assert [int(row[LOSS].sum()) for row in batch.unbind(0)] == [5, 1, 7, 3, 9, 2]
-        assert [bool(row["next", "done"]) for row in batch.unbind(0)] == [
-            True,
-            False,
-            True,
-            False,
-            True,
-            True,
-        ]
+@pytest.mark.parametrize("tokens", [2, 3, 5])
+def test_a_batch_may_have_each_pair_of_tokens_once(tokens):
+    """A walk over all pairs of n tokens has n² tokens. The vocabulary has two more, which are in no pair."""
+    batch = xray_batch([tokens**2 - 1], [0.0], 1, prompts=1)
+    walk = batch[FULL][0].tolist()
+    assert len({*pairwise(walk)}) == len(walk) - 1 == tokens**2 - 1
+    assert TokenTable.of(batch).vocabulary == tokens + 2
+    for more in (0, 1):
+        least, length = tokens + 2 + more, tokens**2 - 1 + more
+        says = f"{length + 1} tokens with unique pairs need a vocabulary of at least {least}; got {least - 1}"
+        with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
+            xray_batch([length], [0.0], 1, prompts=1, vocabulary=least - 1)
+
+
+def test_the_columns_of_a_batch_equal_those_by_hand():
+    """The first of four rollouts has two rows. With holes, every third token of a response is masked."""
+    rewards = [[0.5, 2.0], [1.0, -1.0], [0.0, 0.0], [3.0, 4.0]]
+    options = {"prompts": [1, 2, 1, 1, 1], "segments": [2, 1, 1, 1], "holes": True}
+    made = {
+        pad: xray_batch([2, 1, 3, 1, 1], rewards, 2, pad=pad, old_log_prob_shift=0.25, **options)
+        for pad in ("right", "left", None)
+    }
+    tokens = [[0, 0, 1], [0, 2, 0], [3, 1, 1, 2], [1, 3], [2, 2]]  # of six; 4 is padding, and 5 is not used
+    inside = [[0, 1, 1], [0, 0, 1], [0, 1, 1, 0], [0, 1], [0, 1]]
+    for pad, batch in made.items():
+        for row, (own, trains) in enumerate(zip(tokens, inside, strict=True)):
+            score = [0.25 - math.log(6) - (not each) for each in trains]
+            columns = {FULL: (own, 4), LOSS: (trains, 0), ("log_probs", "full"): (score, 0.0)}
+            columns["masks", "all_attention_mask"] = ([1] * len(own), 0)
+            for key, (values, fill) in columns.items():
+                filler = [fill] * (0 if pad is None else 4 - len(own))
+                filled = filler + values if pad == "left" else values + filler
+                assert batch[row][key].tolist() == filled, (pad, row, key)
+        units = {"group_id": [0, 0, 0, 1, 1], "rollout_id": [0, 0, 1, 2, 3], "expected_rollouts": [2] * 5}
+        for key, values in units.items():
+            assert batch[key].tolist() == [[each] for each in values]
+        assert batch["next", "done"].tolist() == [[False], [True], [True], [True], [True]]
+        assert batch["next", "reward"].tolist() == [rewards[0], *rewards]
+    floats = [made["left"][key].dtype for key in (("next", "reward"), ("log_probs", "full"))]
+    assert floats == [torch.float64] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"lengths": [1, 1, 1]},
+            "lengths must have one number for each row: 2 rewards and segments=1 make 2 rows; got 3. The "
+            "number of rewards must be a multiple of group_size=2",
+        ),
+        (
+            {"group_size": 3, "segments": [1, 1]},
+            "lengths must have one number for each row: 2 rewards and segments=[1, 1] make 2 rows; got 2. "
+            "The number of rewards must be a multiple of group_size=3",
+        ),
+        ({"prompts": 0}, "prompts must be a number ≥ 1, or 2 of them; got 0"),
+        ({"prompts": [1, 2, 3]}, "prompts must be a number ≥ 1, or 2 of them; got [1, 2, 3]"),
+        ({"segments": [1, 0]}, "segments must be a number ≥ 1, or 2 of them; got [1, 0]"),
+    ],
+)
+def test_a_batch_of_unequal_numbers_of_rows_is_refused(options, says):
+    given = {"lengths": [1, 1], "rewards": [0.0, 1.0], "group_size": 2} | options
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
+        xray_batch(**given)
 
 
 @pytest.mark.parametrize(
@@ -294,22 +345,64 @@ def test_repeated_pairs_and_models_without_a_table_are_refused():
     with pytest.raises(ValueError, match=r"has dropout.*model.eval\(\)"):
         token_weights(shaky, batch)
     assert torch.equal(token_weights(shaky.eval(), batch), token_weights(model, batch))
-    with pytest.raises(ValueError, match="need a vocabulary of at least 5; got 4"):
-        xray_batch([2, 3], [0.0, 1.0], 2, vocabulary=4)
+    other = batch.clone()
+    other[FULL][0, 1] = (padding := model.vocabulary - 2)
+    said = (
+        f"^each pair of tokens must occur once, and tokens {padding} and {padding + 1} never, as in "
+        rf"xray_batch\(\); found token {padding}$"
+    )
+    with pytest.raises(BatchError, match=said):
+        token_weights(model, other)
+    first = batch.clone().set(LOSS, torch.ones_like(batch[LOSS]))
+    with pytest.raises(
+        BatchError, match=r"^the first token of a row must not be in the loss mask, because it"
+    ):
+        token_weights(model, first)
 
 
 def test_an_unexplained_part_of_a_gradient_is_named_by_its_tokens():
+    """No token follows the last token of the vocabulary. The others share an entry at it."""
     model, batch = small()
     size = model.vocabulary
-    (7 * model.table[size - 1, 0]).backward()  # no token follows the last token of the vocabulary
-    largest = f"after 1 of {size} tokens: the largest is -7, for token 0 after token {size - 1}"
+    (7 * model.table[size - 1, 0] + 0.5 * model.table[3, size - 1]).backward()
+    largest = (
+        f"^the gradient has parts that no token explains, after 2 of {size} tokens: the largest is -7, for "
+        f"token 0 after token {size - 1}; tokens of the batch have up to 0.5. Causes may be "
+    )
     with pytest.raises(BatchError, match=largest):
         token_weights(model, batch)
-    model.table.grad = None
     every = batch.clone().set(LOSS, torch.ones_like(batch[LOSS]))
-    (-5 * model.get_dist(every).log_prob(batch[FULL])[2, 1]).backward()  # the prompt has two tokens
-    with pytest.raises(BatchError, match="token 1 of row 2 is outside the mask and has a coefficient of 5"):
-        token_weights(model, batch)
+    log_probs = model.get_dist(every).log_prob(batch[FULL])
+    for place, said in (
+        ((2, 1), "token 1 of row 2 is outside the mask and has a coefficient of 5"),  # of two in the prompt
+        ((2, 4), "padding has coefficients of up to 5"),  # behind two of the prompt and one of the response
+    ):
+        model.table.grad = None
+        (-5 * log_probs[place]).backward(retain_graph=True)
+        with pytest.raises(BatchError, match=f"no token in the loss mask explains: {said}. Check whether"):
+            token_weights(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "close"), [(torch.float64, 1e-6), (torch.float32, 1e-4), (torch.bfloat16, 0.05)]
+)
+def test_weights_are_equal_up_to_the_rounding_of_the_dtype(dtype, close):
+    found = xray(mean_of_step, dtype=dtype, cuts=(1, 2))
+    assert found.close == close
+    found.assert_uniform()
+    if dtype != torch.float64:
+        with pytest.raises(AssertionError):
+            found.assert_uniform(1e-12)
+
+
+def test_ragged_rows_have_the_weights_of_padded_rows():
+    def step(model, batch, cut):
+        padded = {key: batch.get(key, as_padded_tensor=True, padding_value=0) for key in (FULL, LOSS)}
+        mean_of_step(model, TensorDict(padded | {"advantage": batch["advantage"]}, [len(batch)]), cut)
+
+    found = xray(step, pad=("right", None), cuts=(1, 2))
+    assert found.verdict == f"{OF_TOKENS}, in 4 of 4 runs"
+    assert found.runs[-1].where == "2 micro-batches, ragged rows"
 
 
 def test_one_of_two_micro_batches_is_not_said_to_be_the_odd_one():
@@ -655,6 +748,11 @@ def test_a_pipeline_without_weights_and_a_step_that_changes_the_table_are_refuse
 
     with pytest.raises(ValueError, match=r"has changed 'advantage' of the batch in place.*Change a clone"):
         xray(whitened_in_place)
+    reorders = Pipeline(
+        {"weight": LossWeight(), "mine": lambda batch: batch.set(FULL, batch[FULL].roll(1, 1))}
+    )
+    with pytest.raises(ValueError, match=r"^the pipeline changes the rows"):
+        xray(mean_of_step, reorders)
     with pytest.raises(ValueError, match=r"has changed the table: remove optimizer.step\(\)"):
         xray(moves)
 

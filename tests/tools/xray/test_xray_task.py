@@ -188,7 +188,10 @@ def test_a_curve_goes_from_the_least_to_the_greatest_ratio():
 
 
 def test_the_colour_of_a_token_is_its_weight_over_the_documented_one():
-    """The legend has nine colours. A square of another colour than the middle one says its weight."""
+    """The legend has nine colours. A square of another colour than the middle one says its weight.
+
+    The last row has the mean reward of its group, so its advantage is 0, and its squares have no colour.
+    """
     shares = [0.2, 0.3, 0.6, 0.85, 1.0, 1.1, 1.5, 3.0, 5.0]  # in this order, one for each colour
 
     def step(model, batch, cut):
@@ -198,7 +201,8 @@ def test_the_colour_of_a_token_is_its_weight_over_the_documented_one():
         terms = model.get_dist(batch).log_prob(batch["tokens", "full"]) * batch["advantage"].squeeze(-1)
         (-(terms * factor)[inside].sum() / inside.sum()).backward()
 
-    found = xray(step, cuts=(1,), lengths=(3, 9, 5, 4, 8, 2, 6, 7, 5, 3, 11, 4))
+    rewards = (1.0, 0.0, 0.25, 0.5, 0.0, 1.0, 0.75, 0.1, 0.75, 0.75, 0.0, 0.5)
+    found = xray(step, cuts=(1,), lengths=(3, 9, 5, 4, 8, 2, 6, 7, 5, 3, 11, 4), rewards=rewards)
     documented = MeasuredSetting("mine", found, TOKENS_OF_STEP, note="a note")
     page = xray_page("a page", [documented])
     assert f"Documented: {TOKENS_OF_STEP} (a note)" in page
@@ -207,11 +211,14 @@ def test_the_colour_of_a_token_is_its_weight_over_the_documented_one():
     assert [tuple(map(float, each)) for each in squares] == [
         (row, 13 * 3, 13 * row, row, 3, share) for row, share in enumerate(shares) if share != 1
     ]
-    (panel,) = re.findall(r'aria-label="1 micro-batch" width="(\d+)" height="(\d+)"><path ([^>]*)/>', page)
+    (panel,) = re.findall(
+        r'aria-label="1 micro-batch" width="(\d+)" height="(\d+)">(<path [^>]*><path [^>]*>)', page
+    )
     inside = documented.xray.runs[0].tokens.inside
     usual = [(row, at) for row, at in inside.nonzero().tolist() if at != 3 or row in (4, 9, 10, 11)]
-    path = "".join(f"M{13 * at} {13 * row}h11v11h-11z" for row, at in usual)
-    assert panel == ("169", "156", f'class="c4" d="{path}"')
+    drawn = [(row, at, f"M{13 * at} {13 * row}h11v11h-11z") for row, at in usual]
+    paths = ["".join(d for row, _, d in drawn if (row == 11) == out) for out in (False, True)]
+    assert panel == ("169", "156", f'<path class="c4" d="{paths[0]}"/><path class="out" d="{paths[1]}"/>')
     names = ["≤ ¼", "≤ ½", "≤ 0.8", "< 1", "1", "> 1", "> 1.25", "> 2", "> 4"]
     legend = "".join(
         f'<rect class="c{at}" x="{64 * at}" y="0" width="11" height="11"/>'
