@@ -16,7 +16,6 @@ from headrace.pipeline.tools.audit import logged
 from headrace.pipeline.tools.audit.logged import LoggedRows
 from headrace.pipeline.tools.dumps.readers import open_dump
 from headrace.pipeline.tools.replay import replay_dump
-from headrace.pipeline.tools.report.numbers import logged_numbers
 
 pytestmark = pytest.mark.slow
 
@@ -181,20 +180,6 @@ def test_recipes_as_near_as_the_nearest_are_named_the_plainest_first(
     assert found == said or (
         said.startswith("match") and re.match(f"they {said.replace('*', str(len(ALL)))}", found)
     )
-
-
-def test_the_numbers_of_logged_advantages_equal_numbers_by_hand():
-    columns = {
-        "logged_advantage": np.array([1.0, -1.0, np.nan, 2.0]),
-        "advantage": np.array([1, -1.5, 0, np.nan]),
-    }
-    assert logged_numbers(columns) == {
-        "logged_advantage/rows": 2.0,
-        "logged_advantage/max_difference": 0.5,
-        "logged_advantage/mean_difference": 0.25,
-        "logged_advantage/agree": 0.5,
-    }
-    assert logged_numbers({"advantage": np.ones(2)}) == {}
 
 
 def test_rows_without_an_advantage_or_a_reward_are_not_compared():

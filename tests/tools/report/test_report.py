@@ -67,35 +67,6 @@ def test_the_funnel_equals_one_by_hand(report):
     assert levels["pipeline"][1:4] == (3, 3, 1)
 
 
-def test_the_groups_of_a_report_equal_those_by_hand(report):
-    groups = {name: values.tolist() for name, values in report.groups.items()}
-    assert groups["id"] == [0, 1, 2]
-    assert groups["rollouts"] == [3, 2, 3]
-    assert groups["segments"] == [4, 2, 3]
-    assert groups["expected"] == [3, 3, 3]
-    assert groups["complete"] == [True, False, True]
-    assert groups["zero_variance"] == [False, False, True]
-    assert groups["reward_mean"] == [3.0, 1.5, 4.0]
-    assert groups["reward_std"] == pytest.approx([2.0, 0.5**0.5, 0.0])
-    assert groups["trained"] == [3, 0, 0]
-    # Rollout 1 has one row that trains and one that does not.
-    assert [report.names[code] for code in report.rollouts["reason"][:3]] == ["trained"] * 3
-
-
-def test_the_numbers_of_a_report_equal_those_by_hand(report):
-    numbers = report.numbers
-    assert numbers["frac_reward_zero_std"] == pytest.approx(1 / 3)
-    assert (numbers["group_size/min"], numbers["group_size/max"]) == (2, 3)
-    assert numbers["group_size/mean"] == pytest.approx(8 / 3)
-    assert numbers["reward/all/mean"] == 3.0  # (1+3+5 + 1+2 + 4+4+4) / 8
-    assert numbers["reward/effective/mean"] == 3.0
-    assert numbers["reward/effective/std"] == 2.0
-    assert numbers["advantages/fraction_zero"] == pytest.approx(1 / 3)
-    assert numbers["fan_out/max"] == 2
-    assert numbers["rows/trained"] == 3
-    assert (numbers["solve_none"], numbers["solve_all"], numbers["solve_partial"]) == (0, 1, 0)
-
-
 def test_solve_rates_use_the_reward_that_solves(make_batch):
     run = Pipeline({"collapse": FanOutCollapse()}).run(make_batch([0.0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]))
     numbers = make_report(run).numbers
@@ -153,14 +124,6 @@ def test_carried_rows_keep_the_staleness_of_their_tokens():
     found = report.columns["policy_version"].tolist()
     own = sampled_by(second) + [sampled_by(first)[row] for row in waits]
     assert sorted(found) == sorted(min(versions, default=-1) for versions in own)
-
-
-def test_versions_behind_the_newest_row_are_those_of_the_oldest_segment(make_batch):
-    batch = make_batch([1.0, 1, 2, 0, 1], [0, 0, 0, 1, 1], [0, 0, 1, 2, 3])
-    batch["next", "policy_version"] = torch.tensor([7, 4, 7, 7, 7])
-    report = report_of(batch)
-    assert report.groups["staleness"].tolist() == [3, 0]
-    assert (report.numbers["behind_newest/max"], report.numbers["behind_newest/mean"]) == (3, 0.75)
 
 
 ROWS = st.lists(
@@ -335,12 +298,6 @@ def test_several_rewards_are_added_up_with_the_weights_of_the_recipe(make_batch,
         assert report.columns[name].tolist() == sums
     assert report.columns["rewards"].tolist() == batch["next", "reward"].tolist()
     assert report.columns["reason"].tolist()[:2] == [0, 0]
-
-
-def test_a_group_without_rewards_has_no_spread(make_batch):
-    groups = report_of(make_batch([0.0] * 3, [0, 0, 1], status=[3, 3, 0])).groups
-    assert np.isnan(groups["reward_std"]).tolist() == [True, True]
-    assert groups["rollouts"].tolist() == [0, 1]
 
 
 def test_a_drafts_reward_is_not_reported_for_a_rollout_dropped_before_the_collapse(make_batch):

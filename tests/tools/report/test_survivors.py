@@ -27,15 +27,25 @@ def report(found: Survivors | None):
     return make_report(run, survivors=found)
 
 
-@pytest.mark.parametrize("reason", KINDS)
-def test_the_advisory_names_the_shares_the_reason_and_the_option(reason):
-    (found,) = [each for each in report(survivors(reason)).advisories if each.name == "slow-groups-lost"]
-    assert (
-        "Of the groups that took at least 64 s, 0 % were trained, and of the others 100 % (z = -"
-        in found.text
+@pytest.mark.parametrize(
+    ("value", "slow", "which", "reason"),
+    [
+        *(("latency", SLOW, "took at least 64 s", reason) for reason in KINDS),
+        ("turns", SLOW, "have at least 64 turns", "stale"),
+        ("length", 83, "have a rollout of at least 1,328 tokens", "stale"),  # bin 83 begins at 1,327.9 tokens
+    ],
+)
+def test_an_advisory_has_the_shares_of_slow_and_other_groups_the_reason_and_the_option(
+    value, slow, which, reason
+):
+    made = report(survivors(reason, value=value, slow=slow))
+    (found,) = [each for each in made.advisories if each.name == "slow-groups-lost"]
+    z = made.numbers[f"survivors/{value}/z"]
+    assert (found.number, found.text) == (
+        f"survivors/{value}/z",
+        f"Of the groups that {which}, 0 % were trained, and of the others 100 % (z = {z:.1f}). Most of the "
+        f"lost were {WORDS.get(reason, reason)}. Set {OPTIONS[reason]}.",
     )
-    assert found.text.endswith(f"Most of the lost were {WORDS.get(reason, reason)}. Set {OPTIONS[reason]}.")
-    assert found.number == "survivors/latency/z"
 
 
 def test_an_advisory_says_that_lost_groups_are_slow_if_z_is_below_minus_4():
@@ -48,19 +58,6 @@ def test_an_advisory_says_that_lost_groups_are_slow_if_z_is_below_minus_4():
     numbers = {f"survivors/{name}": value for name, value in numbers.items()}
     assert lost_groups(numbers | {"survivors/latency/z": -4.0}) is None
     assert lost_groups(numbers | {"survivors/latency/z": -4.001}) is not None
-
-
-def test_long_groups_are_found_by_their_turns():
-    (found,) = advise(report(survivors("stale", value="turns")).numbers)
-    assert "Of the groups that have at least 64 turns, 0 % were trained" in found.text
-
-
-def test_long_groups_are_found_by_their_length():
-    found = survivors("stale", value="length", slow=83)  # bin 83 begins at 1,327.9 tokens
-    (advisory,) = advise(report(found).numbers)
-    assert "Of the groups that have a rollout of at least 1,328 tokens, 0 % were trained" in advisory.text
-    assert advisory.text.endswith(f"Set {OPTIONS['stale']}.")
-    assert advisory.number == "survivors/length/z"
 
 
 def test_the_reward_has_a_table_with_signs_and_no_advisory():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.pipeline.tools.report import last_user_turn
+from headrace.pipeline.tools.report import asked_line, last_user_turn
 
 
 def special(head: str, tail: str) -> tuple[str, str, str, str]:
@@ -57,6 +57,11 @@ def test_a_prompt_is_shown_by_its_last_user_turn(name, asked):
     system, user, assistant, begins = FAMILIES[name]
     before = system.format("Be brief.") + user.format("What is 1 + 1?") + assistant.format("2")
     assert last_user_turn(before + user.format(asked) + begins) == asked
+
+
+def test_a_line_has_80_characters_of_the_last_user_turn():
+    assert asked_line("user: " + "x" * 80) == "x" * 80
+    assert asked_line("user: " + "x" * 81) == "x" * 79 + "…"
 
 
 def test_a_llama_2_system_prompt_in_the_first_turn_is_left_out():
