@@ -154,8 +154,8 @@ def test_data_are_escaped_in_html():
 
 def test_numbers_are_short_and_ids_are_whole():
     values = [2**62, np.int64(7), 0.123456, 11610.0, float("nan"), np.inf, np.True_, "text", False, -np.inf]
-    values += [1e15, 1e15 - 1, -1e15, np.float32(0.5)]
+    values += [1e15, 1e15 - 1, -1e15, np.float32(0.5), 2.6, 1.4]
     assert [shown_value(value) for value in values] == [
         str(2**62), "7", "0.1235", "11,610", "–", "inf", "yes", "text", "no", "-inf",
-        "1e+15", "999,999,999,999,999", "-1e+15", "0.5",
+        "1e+15", "999,999,999,999,999", "-1e+15", "0.5", "2.6", "1.4",
     ]  # fmt: skip
