@@ -30,7 +30,7 @@ from headrace.pipeline.tools.report import (
 )
 from headrace.pipeline.tools.report.advice import Setup
 from headrace.pipeline.tools.report.folder import Thinned
-from headrace.transforms import CombineIds, Finite, GroupRelativeAdvantage, LossWeight, Status
+from headrace.transforms import CombineIds, Finite, GroupRelativeAdvantage, LossWeight
 
 pytestmark = pytest.mark.slow
 
@@ -107,14 +107,6 @@ def test_each_rule_fires_beyond_its_bound_and_not_at_it(name, number, bound, say
     (found,) = advise(QUIET | {number: above}, [(7, QUIET), (8, QUIET | {number: 0.6 * above})])
     assert found == (name, f"{says} (step 8).", number, (8,))
     assert symptoms()[name].title
-
-
-def test_an_advisory_uses_the_last_five_steps():
-    for old, new in ((1.0, 0.0), (0.0, 1.0)):
-        history = steps_of("rollouts/truncated", [old] * 7 + [new] * 5)
-        assert names(history[-1][1], history) == (["rollouts-truncated"] if new else [])
-    history = steps_of("rollouts/truncated", [0.0, 0.0, 0.0, 0.0, 1.0])
-    assert names(history[-1][1], history) == []  # one of five steps gives a mean of 0.2
 
 
 @pytest.mark.parametrize(
@@ -302,20 +294,6 @@ def test_the_unit_of_the_reward_changes_no_advisory(values, factor, shift):
 # -- the numbers that rules read -------------------------------------------------------------------------
 
 
-def test_the_numbers_that_rules_read_equal_those_by_hand(make_batch):
-    """Rollout 1 has two rows, one of them truncated. Rollout 2 failed. Rollouts have 2, 4, 2 and 2 tokens."""
-    batch = make_batch([1.0, 3, 3, 5, 1], [0, 0, 0, 1, 1], [0, 1, 1, 2, 3])
-    batch["status"] = torch.tensor(
-        [int(Status[name]) for name in ("COMPLETED", "COMPLETED", "TRUNCATED", "FAILED", "COMPLETED")]
-    )
-    batch["masks", "all_assistant_mask"] = torch.tensor([[True, False, True, False]] * 5)
-    numbers = make_report(Pipeline({}).run(batch)).numbers
-    assert numbers["rollouts/truncated"] == 0.25
-    assert numbers["rollouts/failed"] == 0.25
-    assert numbers["response_length/mean"] == 2.5
-    assert numbers["response_length/max"] == 4
-
-
 def test_permuted_rows_have_the_same_numbers(make_batch):
     batch = busy_batch(make_batch)
     batch["status"] = torch.tensor([0, 0, 0, 1, 0, 0, 0, 3, 0])
@@ -352,19 +330,6 @@ def test_equal_rewards_are_counted_within_each_role(rollouts):
     assert (seen.equal.sum(), seen.compared.sum()) == (sum(equal), len(equal))
     assert report.groups["id"].tolist() == list(dict.fromkeys(groups))
     assert report.columns["advantage_by_row"] == pytest.approx(report.columns["advantage"], nan_ok=True)
-
-
-def test_a_group_of_large_advantages_carries_the_gradient(make_batch):
-    """Advantages are ±1 in four groups and ±9 in one, and rows have one token. So its share is 18 of 26."""
-    rewards = [value for size in (1, 1, 1, 1, 9) for value in (size, -size)]
-    pipeline = Pipeline({"advantage": GroupRelativeAdvantage(scale="none")})
-    batch = make_batch([float(value) for value in rewards], [i // 2 for i in range(10)])
-    batch["masks", "all_assistant_mask"] = torch.tensor([[True, False, False, False]] * 10)
-    pipeline(batch)
-    report = make_report(pipeline)
-    assert report.numbers["groups/largest_gradient_share"] == pytest.approx(18 / 26)
-    (found,) = report.advisories
-    assert found.text == "One group makes up 69 % of the gradient of its step."
 
 
 # -- symptoms --------------------------------------------------------------------------------------------
@@ -525,13 +490,6 @@ def test_three_advisories_are_shown_without_a_number_of_others():
         "not checked, for lack of data: x",
     ]
     assert [text.plain for text in show_advisories([], "")] == [""]
-
-
-def test_rollouts_without_a_reward_are_counted(make_batch):
-    """One of three rollouts has two rows, and neither row has a reward."""
-    batch = make_batch([0.0, 1, float("nan"), float("nan")], [5, 5, 5, 5], [0, 1, 2, 2])
-    numbers = make_report(Pipeline({}).run(batch)).numbers
-    assert numbers["rollouts/unrewarded"] == pytest.approx(1 / 3)
 
 
 def test_an_advisory_names_a_penalty_that_no_response_reaches():

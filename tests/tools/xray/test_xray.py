@@ -699,16 +699,11 @@ def clipped_by_cut(model, batch, cut):
     (-trains.sum() / batch[LOSS].sum()).backward()
 
 
-EQUAL = (1.0, 0.0, 0.25, 0.5, 0.0, 1.0, 0.75, 0.1, 0.3, 0.3, 0.3, 0.3)
-
-
 @pytest.mark.parametrize(
     ("step", "options", "says"),
     [
-        (up_the_loss, {}, r"^the step increases the loss: each weight is negative, in 3 of 3 runs"),
         (whitened_by_part, {}, r"with 2 micro-batches.*the step's own advantages differ from those with 1"),
         (masked_by_cut, {}, r"63 tokens are in the loss, and with 1 micro-batch 66 are"),
-        (with_a_bonus, {"rewards": EQUAL}, r"^\d+ tokens without an advantage have a weight"),
         (without_the_first_tokens, {}, r"^the first token of each response has no weight"),
         (over_shifted_logits, {}, r"mean over all positions but one of each row, padding included"),
         (
