@@ -143,6 +143,8 @@ class Strategy:
         assert zero_stage == args.ds.zero_stage
         assert train_batch_size == args.train.batch_size == 12 == 4 * args.rollout.batch_size
         assert args.rollout.n_samples_per_prompt == 4
+        alone = (args.local_rank, args.ds.tensor_parallel_size, args.ds.ring_attn_size)
+        assert (alone, args.actor.aux_loss_coef) == ((-1, 1, 1), 0)  # one process, and one loss
 
     def mesh(self) -> Any:
         raise NotImplementedError

@@ -826,9 +826,8 @@ def test_two_draws_of_a_problem_with_exact_advantages_are_no_finding(write, tmp_
     assert "16 rows have one, 100% agree with yours" in " ".join(text.split())
 
 
-@pytest.mark.parametrize("write", [trl_draws, slime_draws])
-def test_equal_rewards_of_both_draws_are_no_finding(write, tmp_path):
-    path, words = write(tmp_path / "dump", [[1.0] * 8] * 2)
+def test_equal_rewards_of_both_draws_are_no_finding(tmp_path):
+    path, words = trl_draws(tmp_path / "dump", [[1.0] * 8] * 2)
     _, checks = audited(path, tmp_path, *words, *ORDERED)
     assert found(checks) == {}
 
@@ -941,10 +940,10 @@ def test_groups_by_row_order_leave_three_checks_unmade(tmp_path):
 
 
 def test_an_audit_of_a_run_of_headrace_names_the_recorded_recipe_if_it_audits_another(tmp_path):
-    headrace_here(tmp_path, "pipeline=rloo", "train.steps=2", "hydra.run.dir=run", "report.html=false")
+    headrace_here(tmp_path, "pipeline=rloo", "train.steps=1", "hydra.run.dir=run", "report.html=false")
     hint = "the run has recorded the recipe pipeline=rloo. The run that wrote it set pipeline.stages."
     text, checks = audited(tmp_path / "run", tmp_path / "other")
-    assert "The recipe refuses 2 of 2 steps. The run that wrote it set pipeline.stages." in text
+    assert "The recipe refuses 1 of 1 steps. The run that wrote it set pipeline.stages." in text
     assert hint in checks["advantages"]["hint"]
     options = (
         checks["advantages"]["hint"].partition("the recipe ")[2].replace(". The run that wrote it set", "")

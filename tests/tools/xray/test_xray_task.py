@@ -24,6 +24,7 @@ from command import headrace_here, refused, told
 from composed import configure
 from rich.console import Console
 from small_openrlhf import LISTED, instead_of_openrlhf
+from small_swift import instead_of_swift
 
 from headrace.adapters import attach
 from headrace.adapters import measured as measured_adapters
@@ -480,6 +481,18 @@ def test_openrlhfs_losses_get_the_denominators_of_the_window(tmp_path):
         found = each.measure((1, 3), curve=False)
         assert found.over_documented() == pytest.approx((1.0, 1.0), abs=1e-5), each.name
         found.xray.assert_uniform()
+
+
+def test_ms_swifts_trainer_trains_the_documented_weights_of_its_own_advantages():
+    """If ms-swift is not installed, a stand-in trains. Two steps of a generation batch share its tokens."""
+    from headrace.pipeline.tools.xray.of_ms_swift import ms_swift_settings
+
+    pytest.importorskip("datasets", reason="the extra `llm` is not installed")
+    with instead_of_swift():
+        for each in ms_swift_settings()[:5]:
+            found = each.measure((1, 3) if "bnpo" in each.name else (3,), curve=False)
+            factor = 0.5 if "steps_per_generation=2" in each.name else 1.0
+            assert found.over_documented() == pytest.approx((factor, factor), abs=1e-5), each.name
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # openrlhf's imports warn
