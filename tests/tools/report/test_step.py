@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import FrozenInstanceError
 
 import numpy as np
 import pytest
@@ -98,6 +99,8 @@ def test_a_report_names_the_numbers_that_its_batch_cannot_have(columns, unsaid):
 def test_a_report_without_statuses_cannot_have_truncations():
     bare = StepReport(0, (), {"reason": np.zeros(2, int), "row": np.arange(2)}, ("trained",), ("trained",))
     assert (bare.unsaid, bare.statuses) == (["rollouts/truncated"], None)
+    with pytest.raises(FrozenInstanceError):  # numbers are computed once
+        bare.step = 1  # type: ignore[misc]
     assert (bare.first_of_group(0), bare.groups, repr(bare)) == (
         None,
         {},

@@ -370,6 +370,7 @@ def test_tool_tokens_and_left_padding_change_nothing_in_trl(trl, capfd):
     found = xray(step, pad=("left", "right"), holes=True, cuts=(1, 2), dtype=torch.float32)
     found.assert_uniform()
     assert found.verdict == "mean over the tokens of the whole step, in 4 of 4 runs"
+    assert [run.tokens.micro.bincount().tolist() for run in found.runs] == [[12], [6, 6]] * 2
     assert capfd.readouterr() == ("", "")
     with pytest.raises(ValueError, match="must have equal sizes; got 12 rows for 5"):
         xray(step, cuts=(5,), dtype=torch.float32)
