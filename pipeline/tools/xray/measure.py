@@ -201,7 +201,7 @@ class XRay:
             if (run.cut, run.pad, run.ranks) != (base.cut, base.pad, base.ranks):
                 continue
             share = run.coefficient / torch.where(base.coefficient == 0, torch.nan, base.coefficient)
-            up, down = (share[(run.advantage * sign > 0) & share.isfinite()] for sign in (1, -1))
+            up, down = (share[side & share.isfinite()] for side in (run.advantage > 0, run.advantage < 0))
             found[math.exp(-run.shift)] = float(up.mean()), float(down.mean())
         return dict(sorted(found.items()))
 

@@ -299,6 +299,11 @@ def test_the_columns_of_a_batch_equal_those_by_hand():
             "lengths must have one number for each row: 2 rewards and segments=[1, 1] make 2 rows; got 2. "
             "The number of rewards must be a multiple of group_size=3",
         ),
+        (
+            {"lengths": [1]},
+            "lengths must have one number for each row: 2 rewards and segments=1 make 2 rows; got 1. The "
+            "number of rewards must be a multiple of group_size=2",
+        ),
         ({"prompts": 0}, "prompts must be a number ≥ 1, or 2 of them; got 0"),
         ({"prompts": [1, 2, 3]}, "prompts must be a number ≥ 1, or 2 of them; got [1, 2, 3]"),
         ({"segments": [1, 0]}, "segments must be a number ≥ 1, or 2 of them; got [1, 0]"),

@@ -276,6 +276,20 @@ half: {same.xray.verdict}
         assert console.file.getvalue() == expected
 
 
+def test_a_share_is_unknown_where_the_documented_weight_is_0():
+    """Each token has the coefficient 1. So it is documented, but for the tokens of the first row."""
+
+    def step(model, batch, cut):
+        batch["advantage"] = (torch.arange(len(batch)) > 0).double()[:, None, None]
+        terms = model.get_dist(batch).log_prob(batch["tokens", "full"])
+        (-terms[batch["masks", "all_assistant_mask"]].sum()).backward()
+
+    found = MeasuredSetting("sum", xray(step, cuts=(1,)), SUM_OF_STEP, constant=12.0)
+    share, inside = found.share(found.xray.runs[0]), found.xray.runs[0].tokens.inside
+    assert torch.equal(share.isnan(), ~inside | (torch.arange(12) == 0)[:, None])
+    assert found.over_documented() == pytest.approx((1.0, 1.0), abs=1e-12)
+
+
 def test_measurements_cannot_be_changed():
     for kind in (ExplainedGradient, Measured, MeasuredSetting, Setting, StepTokens, TokenMean, XRay):
         with pytest.raises(FrozenInstanceError):
