@@ -117,8 +117,6 @@ class ViewServer(ThreadingHTTPServer):
         ConfigError: the port is taken, or this user may not use it.
     """
 
-    daemon_threads = True
-
     def __init__(self, runs: Sequence[StoredRun], port: int = 0):
         self.runs, self.secret = list(runs), secrets.token_urlsafe(16)
         try:

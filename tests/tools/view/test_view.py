@@ -184,6 +184,7 @@ def test_a_prompt_is_found_in_all_steps_of_both_runs_as_by_a_loop(client, run, o
                 of_step.append(row["rollout_reward"])
     listed = client.ask("prompts")
     assert {line["label"] for line in listed["prompts"]} == set(expected)
+    assert all(re.fullmatch("[0-9a-f]{32}", line["key"]) for line in listed["prompts"])  # 128 bits
     for line in listed["prompts"]:
         found = client.ask("prompt", key=line["key"])
         assert found["text"] == line["label"]
@@ -548,6 +549,7 @@ def test_only_the_listed_files_are_served(client, run):
         ("text?run=0&step=0&place=0&column=reward", 422, "step 0 has no text 'reward' of a row 0"),
         ("prompts?order=x", 400, "order is one of lowest, highest; got 'x'"),
         ("prompt?key=x", 422, "no step of these runs has this prompt"),
+        ("runs?odd=", 400, "there is no 'odd'"),
         ("odd", 404, "there is nothing of this name"),
     ],
 )
@@ -595,6 +597,16 @@ def test_only_get_is_answered(client):
         status, headers, _ = client.send(client.path + "api/runs", method=method, body=b"step=0")
         assert (status, headers["Allow"]) == (405, "GET"), method
     assert client.send(client.path, method="NONSENSE")[0] == 501
+
+
+def test_a_body_is_not_read_as_a_second_request(client):
+    first, second = (
+        f"{method} {client.path}api/runs HTTP/1.1\r\nHost: localhost\r\n" for method in ("POST", "GET")
+    )
+    with socket.create_connection(client.server.server_address) as connection:
+        connection.sendall(f"{first}Content-Length: {len(second) + 2}\r\n\r\n{second}\r\n".encode())
+        answer = connection.makefile("rb").read()  # up to the end of the connection
+    assert [line.split()[1] for line in answer.splitlines() if line.startswith(b"HTTP/")] == [b"405"]
 
 
 def test_an_error_is_printed_unless_the_browser_has_closed_the_connection(client, capsys):
@@ -693,6 +705,15 @@ def test_a_file_that_declares_too_much_data_is_not_read(run, monkeypatch):
         assert str(raised.value) == said
 
 
+def test_the_error_of_a_decoder_is_one_line_of_200_letters(run, monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("x" * 201 + "\nmore")
+
+    monkeypatch.setattr(stored_run.pq, "ParquetFile", fails)
+    with pytest.raises(stored_run.UnreadableRows, match=f"^it cannot be read as Parquet: {'x' * 200}$"):
+        stored_run.read_footer(run / "rollouts" / "step_00000002.parquet", 2)
+
+
 @pytest.mark.parametrize(("more", "read"), [(0, True), (1, False)])
 def test_a_step_has_four_million_rows_at_most(tmp_path, more, read):
     path = tmp_path / "step_0.parquet"
@@ -745,6 +766,8 @@ def test_the_command_prints_the_runs_and_the_address(run, other, monkeypatch, ca
         "Ctrl-C ends it.\n\n"
     )
     assert len(server.secret) == 22  # 128 bits
+    assert port > 1023  # any free port
+    assert server.RequestHandlerClass.timeout == 60  # after this many seconds, an idle connection is closed
     assert server.socket.fileno() == -1
     assert view([str(run), "--port", str(port)]) == 0
     for wrong in (-1, 2**16):
