@@ -642,6 +642,15 @@ def test_eight_findings_and_two_reasons_of_a_check_are_printed_and_the_others_co
         assert f"not checked: {title}: {others}, see audit.json\n" in text
 
 
+def test_a_page_has_500_findings_of_a_check_and_the_number_of_the_others(tmp_path):
+    rows = [dumps.verl_row(f"g{group}_0_0", 0.0) for group in range(501)]
+    path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
+    audited(path, tmp_path, "pipeline=as/verl", "source.group_size=2", "source.format=verl")
+    page = (tmp_path / "report.html").read_text()
+    assert page.count(" has 1 of 2 rollouts") == 500
+    assert "and 1 more, see audit.json" in page
+
+
 OF_TURNS = ("pipeline.stages.weight.unit=turn", "pipeline.stages.weight.turn_index_key=turn_index")
 
 

@@ -133,6 +133,15 @@ def test_a_comparison_of_some_steps_says_how_many_it_compared(monkeypatch):
     assert seen.said.endswith(" (compared: the first 16 rows, 1 of 2 steps).")
 
 
+def test_steps_are_compared_until_they_have_16384_rows(monkeypatch):
+    half = rows(centred)._replace(logged=np.zeros(2**13), ours=np.zeros(2**13))
+    monkeypatch.setattr(logged, "logged_rows", lambda _: half)
+    seen = logged.LoggedAdvantages()
+    for kept in (1, 2, 2):
+        seen.add(None)
+        assert len(seen.steps) == kept
+
+
 ALL = ["grpo", "dr_grpo", "rloo", *(name for name in recipes() if name.startswith("as/"))]
 
 

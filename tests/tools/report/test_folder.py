@@ -91,14 +91,19 @@ def test_writing_pages_takes_at_most_two_percent_of_the_time(make_batch, tmp_pat
 
 
 def test_a_long_run_has_a_page_of_bounded_size_with_the_advisories_of_all_steps(make_batch, tmp_path):
+    """A page has fewer than 20 steps and fewer than 500 points of a curve, and also the last."""
     report = reported(make_batch)[1]
     empty = {"rows/trained": 0.0}
     folder = ReportFolder(tmp_path, every=None, dump=None)
-    for step in range(600):
+    steps = {18: range(19), 19: [*range(0, 20, 2), 19]}
+    points = {498: range(499), 499: [*range(0, 500, 2), 499]}
+    for step in range(500):
         folder.add(_with(report, step, empty if step == 333 else {}))
-    data = data_of(folder.close())
-    assert data["curve_steps"] == [*range(0, 600, 2), 599]  # at most 500
-    assert [step["step"] for step in data["steps"]] == [*range(0, 600, 32), 599]  # at most 20
+        data = data_of(folder.close()) if step in {*steps, *points} else {}
+        if step in steps:
+            assert [each["step"] for each in data["steps"]] == [*steps[step]]
+        if step in points:
+            assert data["curve_steps"] == [*points[step]]
     texts = [each["text"] for each in data["steps"][-1]["advisories"]]
     assert any(text.startswith("Nothing was trained at step 333") for text in texts)
 
