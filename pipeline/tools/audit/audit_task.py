@@ -250,7 +250,10 @@ def _logged_rows(step: AuditedStep, batch: TensorDictBase) -> list[LoggedRows]:
     reward = batch["next", "reward"].reshape(len(batch), -1)
     if reward.shape[1] > 1:
         return []
-    rewards, both = reward[:, 0].double(), step.trains & step.logged.isfinite() & step.by_recipe.isfinite()
+    rewards, both = (
+        reward.flatten().double(),
+        step.trains & step.logged.isfinite() & step.by_recipe.isfinite(),
+    )
     columns = (
         step.logged,
         step.by_recipe,

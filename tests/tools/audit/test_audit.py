@@ -267,8 +267,6 @@ def test_wrong_signs_in_a_trl_table_are_found(tmp_path):
     assert json.loads((tmp_path / "audit.json").read_text())["pipeline"] == "as/trl"
     assert set(found(checks)) == {"signs"}
     assert [each["rows"] for each in checks["signs"]["findings"]] == [[1], [4, 6]]
-    assert checks["signs"]["findings"][0]["expected"] == pytest.approx([advantages[1]], abs=1e-6)
-    assert checks["signs"]["findings"][0]["found"] == pytest.approx([-advantages[1]], abs=1e-6)
     assert checks["signs"]["gradient_share"] is None  # the share depends on lengths, and the dump has none
     assert "wrong sign" in text
     assert checks["counted_twice"]["state"] == "not checked"

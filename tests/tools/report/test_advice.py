@@ -455,22 +455,6 @@ def test_thinning_keeps_both_ends_and_even_spacing(most, number):
 # -- in the terminal -----------------------------------------------------------------------------------------
 
 
-def test_the_terminal_has_few_lines_of_advice():
-    """The terminal has three advisories, a line of unchecked symptoms, and no sentence of a verdict twice."""
-    said = [Advisory(name, f"It is {name}.", "", ()) for name in list(symptoms())[:5]]
-    verdict = "The mean reward is flat. It is nothing-trains."
-    lines = [text.plain for text in show_advisories(said, verdict, list(symptoms()))]
-    assert lines[0] == "The mean reward is flat."
-    assert [line.partition(":")[0] for line in lines[1:4]] == [
-        "first, nothing-trains",
-        *list(symptoms())[1:3],
-    ]
-    assert lines[4] == "and 2 more, on the page"
-    assert lines[5].startswith("not checked, for lack of data: nothing-trains, rewards-missing and ")
-    assert len(lines) == 6
-    assert len(lines[5]) < 80
-
-
 @pytest.mark.parametrize(
     ("number", "said"),
     [(0, ""), (1, "a"), (3, "a, b, c"), (4, "a, b and 2 more"), (5, "a, b and 3 more")],
@@ -480,16 +464,19 @@ def test_three_unchecked_symptoms_are_named_or_two_and_the_number_of_the_others(
     assert found == (f"not checked, for lack of data: {said}" if number else "")
 
 
-def test_three_advisories_are_shown_without_a_number_of_others():
-    said = [Advisory(name, f"It is {name}.", "", ()) for name in "abcd"]
-    lines = [text.plain for text in show_advisories(said[:3])]
-    assert lines == ["first, a: It is a.", "b: It is b.", "c: It is c."]
-    assert [text.plain for text in show_advisories(said)][3:] == ["and 1 more, on the page"]
-    assert [text.plain for text in show_advisories(said[:1], "It is a.", ["x"])] == [
-        "It is a.",
-        "not checked, for lack of data: x",
-    ]
-    assert [text.plain for text in show_advisories([], "")] == [""]
+@pytest.mark.parametrize(
+    ("number", "options", "lines"),
+    [
+        (3, (), ["first, a: It is a.", "b: It is b.", "c: It is c."]),
+        (4, (), ["first, a: It is a.", "b: It is b.", "c: It is c.", "and 1 more, on the page"]),
+        (1, ("It is a.", ["x"]), ["It is a.", "not checked, for lack of data: x"]),
+        (1, ("So. It is a.",), ["So.", "a: It is a."]),  # no sentence of a verdict is shown twice
+        (0, ("",), [""]),
+    ],
+)
+def test_three_advisories_are_shown_and_the_number_of_the_others(number, options, lines):
+    said = [Advisory(name, f"It is {name}.", "", ()) for name in "abcd"[:number]]
+    assert [text.plain for text in show_advisories(said, *options)] == lines
 
 
 def test_an_advisory_names_a_penalty_that_no_response_reaches():

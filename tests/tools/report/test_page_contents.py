@@ -192,6 +192,17 @@ def test_texts_are_taken_row_by_row_until_the_room_is_full():
             assert [*found.beside] == [row for row in (2, 0) if row in order[:fits]]
 
 
+@pytest.mark.parametrize(("more", "shown"), [("", 1000), ("x", 999)])
+def test_the_texts_of_a_page_take_at_most_three_megabytes(more, shown):
+    """Each of 1,000 responses takes 3,000 bytes. A page writes a letter `<` in six bytes."""
+    letters = 3000 - size(whole(""))
+    texts = ["<" * (letters // 6) + "x" * (letters % 6)] * 1000
+    columns = {"row": np.arange(1000), "reason": np.zeros(1000, int)}
+    report = report_by_hand({"response": [*texts[:-1], texts[-1] + more]})
+    (step,) = page_data([replace(report, columns=columns, by_token={})], title="t")["steps"]
+    assert sum(text is not None for text in step["rows"]["response"]) == shown
+
+
 def test_the_room_for_texts_is_shared_evenly_by_all_steps(monkeypatch):
     """Three steps have 300 bytes, so each has 100, which is enough for one of two responses."""
     monkeypatch.setattr(CONTENTS, "PAGE_TEXTS", 300)

@@ -13,10 +13,10 @@ from composed import composed
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from tensordict import TensorDict, lazy_stack
+from tensordict import lazy_stack
 from versions import LAYOUTS, sampled_by, with_versions
 
-from headrace.pipeline import Pipeline, load_pipeline, make_report
+from headrace.pipeline import Pipeline, make_report
 from headrace.pipeline.tools.report import StepReport, print_report, show_report
 from headrace.transforms import (
     BatchError,
@@ -65,27 +65,6 @@ def test_the_funnel_equals_one_by_hand(report):
     assert report.numbers["rollouts/out/gate/incomplete"] == 2
     assert report.numbers["groups/out/pipeline/no_loss_tokens"] == 0
     assert levels["pipeline"][1:4] == (3, 3, 1)
-
-
-def test_solve_rates_use_the_reward_that_solves(make_batch):
-    run = Pipeline({"collapse": FanOutCollapse()}).run(make_batch([0.0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]))
-    numbers = make_report(run).numbers
-    assert [numbers[f"solve_{which}"] for which in ("none", "partial", "all")] == pytest.approx([1 / 3] * 3)
-    assert make_report(run, solved=2.0).numbers["solve_none"] == 1
-
-
-def test_staleness_is_relative_to_the_trainer_that_took_the_rows():
-    """A batch can be stale even if all its rows are equally old."""
-    for versions, mean in (([3, 3, 3, 3], 2.0), ([2, 3, 5, 4], 1.5)):
-        assembler = GroupAssembler(groups=2, group_size=2, max_staleness=9)
-        ids = {"group_id": [0, 0, 1, 1], "rollout_id": [0, 1, 2, 3], ("next", "done"): [True] * 4}
-        ids |= {("next", "reward"): [0.0, 1, 0, 1], ("next", "policy_version"): versions}
-        ids["masks", "all_assistant_mask"] = torch.ones(4, 2, dtype=torch.bool)
-        assembler.version = 5
-        assembler.put(TensorDict(ids, batch_size=[4]))
-        report = make_report(load_pipeline("pipeline=grpo").run(assembler.take()))
-        assert report.numbers["staleness/mean"] == mean
-        assert "behind_newest/mean" not in report.numbers
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
