@@ -726,6 +726,14 @@ def test_a_step_has_four_million_rows_at_most(tmp_path, more, read):
         stored_run.read_footer(path, 0)
 
 
+def test_a_file_that_is_gone_is_named_with_the_reason(tmp_path):
+    for read in (stored_run.stamp_of, lambda path: stored_run.opened(path).__enter__()):
+        with pytest.raises(
+            stored_run.UnreadableRows, match=r"^it cannot be read: No such file or directory$"
+        ):
+            read(tmp_path / "step_0.parquet")
+
+
 def test_a_folder_whose_files_cannot_be_read_names_three_of_them(tmp_path):
     (tmp_path / "rollouts").mkdir()
     for step in range(4):

@@ -767,35 +767,23 @@ def kl_to(model, reference, batch):
     return (policy.exp() * (policy - other)).sum(-1)
 
 
-def test_a_kl_term_over_the_vocabulary_is_refused_or_measured_separately():
-    model, batch = small()
-    reference = TokenTable.of(batch, seed=1)
+@pytest.mark.parametrize(("seed", "other"), [(None, 1), (2, None), (None, None)])
+def test_a_term_that_pulls_towards_another_policy_is_refused_or_measured_separately(seed, other):
+    """An entropy bonus pulls towards the uniform policy. At equal logits it has no gradient."""
+    _, batch = small()
+    model, reference = (TokenTable.of(batch, seed=each) for each in (seed, other))
     mean_of_step(model, batch, 1)
-    alone = token_weights(model, batch)
-    (0.3 * kl_to(model, reference, batch)[batch[LOSS]].sum()).backward()
-    with pytest.raises(BatchError, match=r"no token explains.*give its policy as reference="):
-        token_weights(model, batch)
+    alone, term = token_weights(model, batch), kl_to(model, reference, batch)
+    if other is None:
+        policy = model.get_dist(batch).logits.log_softmax(-1)
+        term = (policy.exp() * policy).sum(-1)
+    (0.3 * term[batch[LOSS]].sum()).backward()
+    if seed == other:
+        assert torch.allclose(token_weights(model, batch), alone, atol=1e-12)
+    else:
+        with pytest.raises(BatchError, match=r"no token explains.*give its policy as reference="):
+            token_weights(model, batch)
     assert torch.allclose(token_weights(model, batch, reference=reference), alone, rtol=1e-9, atol=1e-12)
     before = batch[FULL].roll(1, 1)[batch[LOSS]]
-    expected = 0.3 * torch.bincount(before, minlength=model.vocabulary).double()
+    expected = 0.3 * (seed != other) * torch.bincount(before, minlength=model.vocabulary).double()
     assert torch.allclose(kl_weights(model, batch, reference), expected, atol=1e-9)
-
-
-def test_an_entropy_bonus_has_a_gradient_only_at_unequal_logits():
-    for seed in (None, 2):
-        _, batch = small()
-        model = TokenTable.of(batch, seed=seed)
-        uniform = TokenTable.of(batch)
-        mean_of_step(model, batch, 1)
-        alone = token_weights(model, batch)
-        policy = model.get_dist(batch).logits.log_softmax(-1)
-        (0.1 * (policy.exp() * policy).sum(-1)[batch[LOSS]].sum()).backward()
-        found = kl_weights(model, batch, uniform)
-        if seed is None:
-            assert torch.allclose(token_weights(model, batch), alone, atol=1e-12)
-            assert not found.any()
-        else:
-            assert torch.allclose(token_weights(model, batch, reference=uniform), alone, atol=1e-9)
-            before = batch[FULL].roll(1, 1)[batch[LOSS]]
-            expected = 0.1 * torch.bincount(before, minlength=model.vocabulary).double()
-            assert torch.allclose(found, expected, atol=1e-9)

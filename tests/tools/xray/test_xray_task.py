@@ -11,11 +11,7 @@ import runpy
 import sys
 from dataclasses import FrozenInstanceError, replace
 from importlib import import_module
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
-from itertools import accumulate
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import foreign
 import pytest
@@ -99,15 +95,6 @@ def test_the_page_equals_the_stored_numbers():
     assert page == make_xray["page"](KEPT), "run tools/make_xray.py"
 
 
-# The modules that settings of trainers import, for stand-ins of packages that are not installed.
-NEEDED = {
-    "verl": "utils.tensordict_utils workers.config.actor workers.utils.losses trainer.ppo.core_algos",
-    "openrlhf": "models.loss utils.loss_utils utils.deepspeed.deepspeed trainer.ray.ppo_actor "
-    "trainer.ppo_utils.experience_maker",
-    "swift": "model.model_meta rlhf_trainers.grpo_trainer template",
-}
-
-
 # What the trainers' losses divide by, as `unit` and `length` of LossWeight: 16 is the longest response.
 MODES = {
     **dict.fromkeys(("dapo", "token-mean"), ("token", None)),
@@ -116,29 +103,21 @@ MODES = {
 }
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    """Put modules from which every name can be imported in place of a package, and of DeepSpeed."""
-    paths = ["deepspeed", *(f"{package}.{path}" for path in NEEDED[package].split())]
-    for path in paths:
-        for name in accumulate(path.split("."), "{}.{}".format):
-            module = MagicMock(spec=None, __spec__=ModuleSpec(name, None, is_package=True), __path__=[])
-            module.__spec__.submodule_search_locations.append("nowhere")
-            monkeypatch.setitem(sys.modules, name, module)
-
-
 @pytest.mark.parametrize("trainer", KEPT)
-def test_the_settings_of_a_trainer_are_those_of_the_page(trainer, monkeypatch):
-    """The settings of the adapters come last. Without the package, their steps cannot run here."""
-    package = "swift" if trainer == "ms_swift" else trainer
-    if find_spec(package) is None:
-        if package not in NEEDED:
-            pytest.skip(f"{trainer} is not installed")
+def test_the_settings_of_a_trainer_are_those_of_the_page(trainer, monkeypatch, tmp_path):
+    """The settings of the adapters come last. A trainer that is not installed has a stand-in."""
+    if trainer in ("trl", "torchrl"):
+        pytest.importorskip(trainer, reason=f"{trainer} is not installed")
+    if trainer not in ("verl", "torchrl"):
         pytest.importorskip("datasets", reason="the extra `llm` is not installed")
-        stand_in(monkeypatch, package)
-        monkeypatch.delitem(sys.modules, "headrace.adapters.verl", raising=False)
+    foreign.verl_trainer(monkeypatch)
+    foreign.verl_losses(monkeypatch)
+    monkeypatch.delitem(sys.modules, "headrace.adapters.verl", raising=False)
     module = import_module(f"headrace.pipeline.tools.xray.of_{trainer}")
-    settings = getattr(module, f"{trainer}_settings")()
-    for each in (adapted := getattr(measured_adapters, f"recipes_in_{trainer}", list)()):
+    with instead_of_openrlhf(tmp_path), instead_of_swift():
+        settings = getattr(module, f"{trainer}_settings")()
+        adapted = getattr(measured_adapters, f"recipes_in_{trainer}", list)()
+    for each in adapted:
         stages, mode = each.pipeline.stages, re.search(r"loss_(?:type|agg_mode)=([\w-]+)", each.name)[1]
         assert (stages["weight"].unit, stages["weight"].length) == MODES[mode], each.name
         assert stages["split"].minibatches == 1
@@ -149,7 +128,7 @@ def test_the_settings_of_a_trainer_are_those_of_the_page(trainer, monkeypatch):
     ]
     found = [(each.name, each.documented, rounded(each.constant), each.note, each.curve) for each in settings]
     assert found == kept
-    sys.modules.pop("headrace.adapters.verl" if package == "verl" else "", None)
+    sys.modules.pop("headrace.adapters.verl", None)
 
 
 def test_a_curve_goes_from_the_least_to_the_greatest_ratio():
