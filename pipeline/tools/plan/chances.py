@@ -139,7 +139,7 @@ def pools_of(
         [0, 1, 0]
     """
     steps, place = np.unique(step, return_inverse=True)
-    place, alone = place.reshape(-1), -1 - np.arange(len(prompt))  # negative, so never the number of a window
+    place, alone = place.reshape(-1), np.arange(len(prompt))  # for unknown prompts, a pool each
     width = len(steps)
     while True:
         window = np.where(prompt == -1, alone, place // width)

@@ -94,7 +94,7 @@ def groups_seen(report: StepReport) -> GroupsSeen:
     if not of_peers and "prompt" in report.texts:
         for k, row in enumerate(groups["row"][at].tolist()):
             said = "\0".join(text[row] for text in texts).encode("utf-8", "surrogatepass")
-            prompt[k] = int.from_bytes(blake2b(said, digest_size=8).digest(), "big") >> 1
+            prompt[k] = int.from_bytes(blake2b(said, digest_size=7).digest(), "big")  # ≥ 0 in int64
     return GroupsSeen(
         equal=groups["zero_variance"][at],
         prompt=prompt,
@@ -191,8 +191,8 @@ def show_group_sizes(
     if not (enough.any(1) & (np.array(sizes) > 1)).any():
         lines = []
     columns = [
-        FittedColumn(f"G={size}" + "*" * bool((rollouts < size).any()), right=True, leaves=k + 1)
-        for k, size in enumerate(sizes)
+        FittedColumn(f"G={size}" + "*" * bool((rollouts < size).any()), right=True, leaves=size)
+        for size in sizes
     ]
     head = [FittedColumn(name, gives="wrap"), FittedColumn("groups", right=True)]
     table = FittedTable(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from functools import cache
 
 import pytest
 import torch
 from composed import configure
+from dumps import whole
+from omegaconf import OmegaConf
 
 from headrace.pipeline.tools.certify import (
     Certificate,
@@ -14,12 +18,15 @@ from headrace.pipeline.tools.certify import (
     FanOut,
     Forks,
     OneTurn,
+    Prompt,
     Refused,
     SeveralRewards,
     SmallTask,
     StopOrContinue,
+    Trajectory,
     TurnsAsRows,
     certify_recipe,
+    judge_gradient,
 )
 from headrace.pipeline.tools.certify.exact_gradient import (
     ACTIONS,
@@ -29,6 +36,7 @@ from headrace.pipeline.tools.certify.exact_gradient import (
     one_group_a_step,
     rows_of_trajectories,
 )
+from headrace.transforms import Status
 
 pytestmark = pytest.mark.slow
 
@@ -102,6 +110,231 @@ def test_token_weights_are_in_the_gradient_of_the_loss():
     assert max(map(int, trained["masks", "all_assistant_mask"].sum(1))) > 2
     assert float(expected.abs().max()) > 0.1
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-9)
+
+
+class AllKinds(SmallTask):
+    """Two prompts: one whose rollouts all fail before an action, and one with two decisions.
+
+    A rollout may have two rows, and two trajectories may have the same action.
+    """
+
+    def prompts(self):
+        wrong, right = (0, 0), (0, 1)
+        kinds = (
+            Trajectory(
+                ((wrong,), ((1, 0),)), (1.0,), ((4.0,), (-3.0,)), states=(6, 7), status=Status.TRUNCATED
+            ),
+            Trajectory(((wrong, (1, 1)),), (9.0,), states=(8,)),
+            Trajectory(((right,),), (0.0,), states=(9,), chance=0.25, status=Status.ABORTED),
+            Trajectory(((right,),), (4.0,), states=(3,), chance=0.75),
+        )
+        none = Trajectory(((),), (2.0,), states=(5,), status=Status.FAILED)
+        return [Prompt(0.75, (none,)), Prompt(0.25, kinds)]
+
+
+def test_the_rows_of_all_outcomes_equal_those_by_hand():
+    """The policy is right with the probabilities ¾ and ½, the sampler ½ and ¾, and others always ½ or ¾.
+
+    After the first action is wrong, the mean return is (1 + 9) / 2 = 5. It is ¼ · 5 + ¾ · ¾ · 4 = 3.5 before.
+    """
+    odds = math.log(3)
+    task = AllKinds(theta=[odds, 0], sampler=[0, odds], teacher=[0, 0], reference=[odds, odds])
+    batch, probability = all_outcomes(task, 1, turns_paid_apart=True)
+    assert probability.tolist() == pytest.approx([3 / 4, 1 / 32, 3 / 32, 1 / 32, 3 / 32])
+    few, half, most = math.log(1 / 4), math.log(1 / 2), math.log(3 / 4)
+    unsure = -(few / 4 + most * 3 / 4)
+    numbers = {
+        "next.reward": [[2], [4], [-3], [9], [0], [4]],
+        "log_probs.full": [[0] * 3, [0, half, 0], [0, few, 0], [0, half, most], *[[0, half, 0]] * 2],
+        "old_log_probs.full": [[0] * 3, [0, few, 0], [0, half, 0], [0, few, half], *[[0, most, 0]] * 2],
+        "teacher_log_probs.full": [[0] * 3, *[[0, half, 0]] * 2, [0, half, half], *[[0, half, 0]] * 2],
+        "ref_log_probs.full": [[0] * 3, *[[0, few, 0]] * 2, [0, few, most], *[[0, most, 0]] * 2],
+        "entropy.full": [[0] * 3, [0, unsure, 0], [0, -half, 0], [0, unsure, -half], *[[0, unsure, 0]] * 2],
+        "sum_pi_squared.full": [
+            [0] * 3,
+            [0, 5 / 8, 0],
+            [0, 1 / 2, 0],
+            [0, 5 / 8, 1 / 2],
+            *[[0, 5 / 8, 0]] * 2,
+        ],
+        "values.full": [[0] * 3, [0, 3.5, 0], [0, 5, 0], [0, 3.5, 5], *[[0, 3.5, 0]] * 2],
+    }
+    found = whole(batch)
+    for name, expected in numbers.items():
+        torch.testing.assert_close(torch.tensor(found.pop(name)).double(), torch.tensor(expected).double())
+    actions = [[-1, -1, -1], [-1, 0, -1], [-1, 2, -1], [-1, 0, 3], [-1, 1, -1], [-1, 1, -1]]
+    assert found == {
+        "certify.outcome": [0, 1, 1, 2, 3, 4],
+        "certify.actions": actions,
+        "group_id": [0, 1, 1, 2, 3, 4],
+        "rollout_id": [0, 1, 1, 2, 3, 4],
+        "expected_rollouts": [1] * 6,
+        "next.status": [Status.FAILED, *[Status.TRUNCATED] * 2, Status.COMPLETED, Status.ABORTED, 0],
+        "role": [0] * 6,
+        "state_id": [5, 6, 7, 8, 9, 3],
+        "tokens.full": [[4, 6, 6], [5, 0, 6], [5, 2, 6], [5, 0, 3], [5, 1, 6], [5, 1, 6]],
+        "masks.all_assistant_mask": [[action >= 0 for action in row] for row in actions],
+        "masks.all_attention_mask": [[True, *(action >= 0 for action in row[1:])] for row in actions],
+        "node_id": [[0, node, node] for node in (1, 2, 2, 3, 4, 5)],
+    }
+
+
+def test_turns_are_paid_in_their_own_column_or_in_the_reward():
+    task = StopOrContinue(theta=[0.3, -0.2], ends=[0.25, 0.5, 1.0])
+    for apart, rewards in ((True, [0.25, 0.5, 1.0]), (False, [0.25, 1.0, 2.0])):
+        found = whole(all_outcomes(task, 1, turns_paid_apart=apart)[0])
+        assert found["next.reward"] == [[reward] for reward in rewards]
+        assert found["turn_index"] == [[-1, 0, -1], [-1, 0, 1], [-1, 0, 1]]
+        assert found["turn_reward"] == [[0.0, 0.0], [0.5, 0.0], [0.5, 0.5]]
+
+
+@pytest.mark.parametrize("votes", [True, False])
+def test_an_outcome_has_the_rollouts_of_its_families_in_order(votes):
+    """A family is two rollouts, which share the token of their first action. The last family votes."""
+    task = TASKS["forks"]
+    batch, probability = all_outcomes(task, 4, turns_paid_apart=False, votes=votes)
+    families = task.sampled_families(task.prompts()[0])
+    outcomes = [(one, other) for one in families for other in families]
+    assert probability.tolist() == pytest.approx(
+        [one.probability * other.probability for one, other in outcomes]
+    )
+    leaves = [[-1, first, 2 + 2 * first + second] for first in (0, 1) for second in (0, 1)]
+    rollouts = [leaves[at] for outcome in outcomes for family in outcome for at in family.trajectories]
+    found = whole(batch)
+    assert found["certify.actions"] == rollouts
+    assert found["rollout_id"] == [*range(4 * 64)]
+    assert found["group_id"] == found["certify.outcome"] == [at // 4 for at in range(4 * 64)]
+    assert found["expected_rollouts"] == [4] * 4 * 64
+    assert found["node_id"] == [[0, 1 + at // 2 * 2, 1 + at] for at in range(4 * 64)]
+    assert found.get("votes_only") == ([False, False, True, True] * 64 if votes else None)
+
+
+def of_one_turn(at: int) -> tuple[Trajectory, ...]:
+    return (
+        Trajectory(((),), (0.0,), chance=0.2, status=Status.FAILED),
+        Trajectory((((at, 0), (2, 0), (2, 0)),), (0.5,), chance=0.8),
+        Trajectory((((at, 1),),), (2.0,), chance=0.4),
+        Trajectory((((at, 1),),), (2.0,), ((0.0,),), chance=0.4, status=Status.FAILED),
+    )
+
+
+ONE_TURN = {"theta": [0.5, -1.0], "rewards": [0.5, 2.0], "lengths": [3, 1], "fails": [0, 0.5], "dies": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("task", "prompts"),
+    [
+        (OneTurn(**ONE_TURN, shares=[0.25, 0.75]), [(0.25, of_one_turn(0)), (0.75, of_one_turn(1))]),
+        (OneTurn(**ONE_TURN), [(0.5, of_one_turn(0)), (0.5, of_one_turn(1))]),
+        (
+            SeveralRewards(rewards=[(1, 2), (3, 4), (5, 6)]),
+            [(1.0, tuple(Trajectory((((0, at),),), (2 * at + 1, 2 * at + 2)) for at in range(3)))],
+        ),
+        (
+            FanOut(rewards=[0.5, 0.25, 2.0]),
+            [
+                (1.0, (
+                    Trajectory((((0, 0),),), (0.5,)),
+                    Trajectory((((0, 1),), ((1, 0),)), (0.25,)),
+                    Trajectory((((0, 1),), ((1, 1),)), (2.0,)),
+                )),
+            ],
+        ),
+        (
+            Forks(),
+            [
+                (1.0, (
+                    Trajectory((((0, 0), (1, 0)),), (0.0,)),
+                    Trajectory((((0, 0), (1, 1)),), (0.6,)),
+                    Trajectory((((0, 1), (2, 0)),), (0.3,)),
+                    Trajectory((((0, 1), (2, 1)),), (1.0,)),
+                )),
+            ],
+        ),
+        (
+            StopOrContinue(theta=[0.3, 0.1], ends=[0.25, 0.5, 1.0]),
+            [
+                (1.0, (
+                    Trajectory((((0, 0),),), (0.25,), turn_rewards=(0.0,)),
+                    Trajectory((((0, 1), (1, 0)),), (1.0,), turn_rewards=(0.5, 0.0)),
+                    Trajectory((((0, 1), (1, 1)),), (2.0,), turn_rewards=(0.5, 0.5)),
+                )),
+            ],
+        ),
+        (
+            TurnsAsRows(theta=[0.3, 0.1], ends=[0.25, 0.5, 1.0]),
+            [
+                (1.0, (
+                    Trajectory((((0, 0),),), (0.25,), ((0.25,),), states=(0,)),
+                    Trajectory((((0, 1),), ((1, 0),)), (1.0,), ((0.5,), (0.5,)), states=(0, 1)),
+                    Trajectory((((0, 1),), ((1, 1),)), (2.0,), ((0.5,), (1.5,)), states=(0, 1)),
+                )),
+            ],
+        ),
+    ],
+    ids=lambda each: type(each).__name__,
+)  # fmt: skip
+def test_the_trajectories_of_a_task_equal_those_by_hand(task, prompts):
+    assert task.prompts() == prompts
+
+
+SPLIT = {"minibatches": 4, "unit": "rollout", "remainder": "spread", "microbatches": 2, "max_tokens": 64}
+SPLIT |= {"ranks": 2, "rank": 1, "shuffle": True}
+ITS_OWN = {"gate.group_size": 4, "gate.on_incomplete": "keep", "weight.fold": "sum", "collapse.columns": 3}
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "changed"),
+    [
+        ("stop_or_continue", [], {}),
+        ("several_rewards", [], {"collapse.columns": 2}),
+        ("several_rewards", ["++pipeline.stages.collapse.columns=3"], {"collapse.columns": 3}),
+        ("by_chance", [], {"gate.on_incomplete": "keep"}),  # the recipe has set this option
+        ("turns_as_rows", [], {"collapse.reward": "sum"}),
+        ("turns_as_rows", ["pipeline.stages.collapse.reward=shared"], {}),
+    ],
+)
+def test_a_certificate_changes_these_options_of_a_recipe_and_no_others(task, words, changed, monkeypatch):
+    monkeypatch.setattr(f"{one_group_a_step.__module__}.build_pipeline", OmegaConf.to_container)
+    own = [f"pipeline.stages.split.{name}={value}" for name, value in SPLIT.items()]
+    own += [f"pipeline.stages.{name}={value}" for name, value in ITS_OWN.items()]
+    node = configure("load", "pipeline=grpo", "pipeline.process_group=world", *own).pipeline
+    before = OmegaConf.to_container(node)
+    found = one_group_a_step(node, TASKS[task], words)
+    assert OmegaConf.to_container(node) == before
+    expected = copy.deepcopy(before)
+    expected["process_group"] = None
+    cut = {
+        "minibatches": None,
+        "minibatch_size": 1,
+        "unit": "group",
+        "remainder": "raise",
+        "microbatches": None,
+    }
+    cut |= {"max_tokens": None, "ranks": 1, "rank": None, "shuffle": False}
+    more = {"gate.group_size": None, "weight.fold": "none", "collapse.columns": 1} | changed
+    for name, value in ({f"split.{name}": value for name, value in cut.items()} | more).items():
+        stage, _, option = name.partition(".")
+        expected["stages"][stage][option] = value
+    assert found == expected
+
+
+@pytest.mark.parametrize(("rest", "second"), [(4e-15, 0.0), (4e-13, pytest.approx(1e-13, rel=0.01))])
+def test_a_judgement_equals_one_by_hand_up_to_rounding(rest, second):
+    """The mean of (4, 3, 0) and (0, −1, 4) with the chances ¼ and ¾ is (1, 0, 3).
+
+    The true gradient is (2, 1, 4), so each parameter differs by 1. The squares of distances from the mean are
+    27 and 3.
+    """
+    chances = torch.tensor([0.25, 0.75]).double()
+    gradients = torch.tensor([[4, 3 + rest, 0], [0, -1, 4]]).double()
+    found = judge_gradient(chances, gradients, torch.tensor([2.0, 1, 4]).double())
+    assert found.ratio == (0.5, second, 0.75)
+    assert found.relative_bias == pytest.approx((3 / 21) ** 0.5)
+    assert found.cosine == pytest.approx(14 / (10 * 21) ** 0.5)
+    assert (found.variance, found.scale) == pytest.approx((0.25 * 27 + 0.75 * 3, 14 / 21))
+    nothing = judge_gradient(chances, gradients, torch.zeros(3).double())
+    assert (nothing.ratio, nothing.relative_bias, nothing.cosine) == ((None,) * 3, None, None)
 
 
 # -- corrections -----------------------------------------------------------------------------------------
@@ -277,9 +510,13 @@ def by_autograd(task: SmallTask, trained, groups: int, coefficient) -> torch.Ten
 
 
 # There is a recipe for each way to enumerate outcomes: with rows that are turns, with several prompts, one
-# by one, with rewards of turns, and with advantages of rollouts, tokens and nodes.
-SAMPLED = {"gigpo": "turns_as_rows", "mgpo": "prompts"}
-SAMPLED |= dict.fromkeys(("gdpo", "mt_grpo", "opd", "tis", "tree_grpo"), "stop_or_continue")
+# by one, and with advantages of nodes.
+SAMPLED = {
+    "gigpo": "turns_as_rows",
+    "mgpo": "prompts",
+    "gdpo": "stop_or_continue",
+    "tree_grpo": "stop_or_continue",
+}
 
 
 @pytest.mark.parametrize("recipe", SAMPLED)
