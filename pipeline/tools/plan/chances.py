@@ -139,12 +139,12 @@ def pools_of(
         [0, 1, 0]
     """
     steps, place = np.unique(step, return_inverse=True)
-    place, alone = place.reshape(-1), np.arange(len(prompt))  # for unknown prompts, a pool each
+    alone = np.arange(len(prompt))  # for unknown prompts, a pool each
     width = len(steps)
     while True:
         window = np.where(prompt == -1, alone, place // width)
         _, pool = np.unique(np.stack([window, prompt], 1), axis=0, return_inverse=True)
-        pool = pool.reshape(-1)
+        pool = pool.ravel()  # numpy 2.0 has it as (P, 1)
         if width == 1 or excess_between(reward, group, pool) <= CHANCE:
             return pool, width
         width = (width + 1) // 2

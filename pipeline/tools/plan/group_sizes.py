@@ -86,7 +86,7 @@ def groups_seen(report: StepReport) -> GroupsSeen:
         raise ConfigError("a plan needs a column of group ids; the dump has none. Set source.group_by")
     scored = np.flatnonzero(has_reward(each))
     ids, index, number = np.unique(each["group"][scored], return_inverse=True, return_counts=True)
-    several, index = number > 1, index.reshape(-1)
+    several = number > 1
     rows = scored[several[index]]
     by_id = np.argsort(groups["id"])
     at = by_id[np.searchsorted(groups["id"][by_id], ids[several])]
@@ -137,7 +137,7 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
     def seen_in(step: int, batch: TensorDictBase) -> tuple[GroupsSeen, SharedTokens]:
         found = groups_seen(make_report(pipeline.run(batch), step=step, solved=config.report.solved))
         ids = [name for name in ("group_id", "rollout_id") if has_key(batch, name)]
-        return found, count_shared_tokens(batch, {name: batch.get(name).reshape(-1).numpy() for name in ids})
+        return found, count_shared_tokens(batch, {name: batch.get(name).flatten().numpy() for name in ids})
 
     steps = []
     for found_here, counted in read.results(seen_in):
