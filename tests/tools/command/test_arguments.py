@@ -227,14 +227,18 @@ def test_the_help_of_a_stage_has_the_equation_and_the_unit_of_each_option():
 
 @pytest.mark.parametrize("folder", ["stage", "criterion", "term"])
 def test_the_examples_in_the_help_of_each_stage_criterion_and_term_compose(folder):
-    for path in sorted((CONF / folder).glob("*.yaml")):
+    """All stages and terms are added to one recipe, and criteria to one recipe each."""
+    ready = []
+    for number, path in enumerate(sorted((CONF / folder).glob("*.yaml"))):
         shown = answer_of("stages", path.stem)
         assert not re.search(r"make generate|\?\?\?|\$\{|^#", shown, re.M), shown
         examples = shown.partition("\nExample\n")[2].splitlines()
         assert examples, path
         for example in examples:
-            words = example.replace("VALUE", "1").replace("STAGE", "advantage").split()[1:]
-            complete_stages(compose_config("load", *for_hydra(words)).pipeline)
+            words = example.replace("VALUE", "1").replace("STAGE", "advantage")
+            ready.append(for_hydra(words.replace(".mine", f".mine{number}").split()[1:]))
+    for together in ready if folder == "criterion" else [[word for words in ready for word in words]]:
+        complete_stages(compose_config("load", *together).pipeline)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,16 @@ def test_a_wrong_path_is_named_with_the_nearest_name_or_the_suffixes_of_its_fold
         assert refusal(tmp_path / "no" / "such", format) == f"{tmp_path}/no/such: {none}"
 
 
+def test_a_wrong_name_is_compared_with_the_first_1000_names_of_its_folder(tmp_path):
+    for number in range(1001):
+        (tmp_path / f"{number:04}aaaaaaaaaaaa").touch()
+    said = "there is no such file or folder"
+    for number, near in ((999, " (did you mean '0999aaaaaaaaaaaa'"), (1000, "")):
+        path = f"{tmp_path}/{number:04}aaaaaaaaaaab"
+        assert missing_path(path).startswith(f"{path}: {said}{near}")
+        assert (f"{number:04}aaaaaaaaaaaa" in missing_path(path)) == bool(near)
+
+
 CLEAR = "the format must be clear from the suffix and the first record; found"
 SET = f"Set format to one of {', '.join(READERS)}"
 OWN = ". For a file of your own, add options with the names of its columns, such as:\ncolumns="

@@ -20,7 +20,6 @@ import torch
 from dumps import (
     COLUMNS,
     assert_refused,
-    atropos_group,
     episode,
     gym_row,
     hosted_row,
@@ -371,23 +370,6 @@ def test_a_record_without_a_required_key_is_refused_and_without_another_is_read(
 # -- slime and miles ---------------------------------------------------------------------------------
 
 
-def test_slime_tokens_are_padded_on_the_left_with_the_response_last(tmp_path):
-    long = slime_sample(0, 1, 3.0, tokens=[1, 2, 3, 11, 21], status="truncated", loss_mask=[1, 0])
-    step, batch = only(open_dump(slime_dump(tmp_path / "5.pt", 5, [slime_sample(0, 0, 1.0), long])))
-    assert step == 5
-    assert batch["tokens", "full"].tolist() == [[0, 1, 2, 10, 20], [1, 2, 3, 11, 21]]
-    assert batch["masks", "all_attention_mask"].int().tolist() == [[0, 1, 1, 1, 1], [1] * 5]
-    assert batch[MASK].int().tolist() == [[0, 0, 0, 1, 1], [0, 0, 0, 1, 0]]
-    log_probs = batch["log_probs", "full"]
-    assert log_probs[:, 3:].tolist() == [[-0.5, -0.25]] * 2
-    assert log_probs[:, :3].isnan().all()
-    assert batch["status"].tolist() == [Status.COMPLETED, Status.TRUNCATED]
-    assert batch["next", "policy_version"].tolist() == [3, 3]
-    assert list(batch["prompt_text"]) == ["prompt 0", "prompt 0"]
-    assert in_order(batch["group_id"]) == [0, 0]
-    assert rewards(batch) == [1.0, 3.0]
-
-
 def test_slime_segments_share_the_rollout_id_or_use_the_index(tmp_path):
     samples = [
         slime_sample(8, 10, 1.0, rollout_id=10),
@@ -528,23 +510,6 @@ def test_verifiers_groups_are_examples_and_errors_are_failures(tmp_path):
     assert list(batch["response_text"]) == ["assistant: 4", "assistant: 4", "", "plain"]
 
 
-def test_prime_rl_episodes_are_rollouts_with_tool_output_masked(tmp_path):
-    rows = [
-        episode("g", "a", {"right": {"score": 1.0, "weight": 2.0}, "style": {"score": 0.5}}),
-        episode("g", "b", {"right": {"score": 0.0}, "style": {"score": 0.5}}),
-    ]
-    path = write_lines(tmp_path / "traces.jsonl", rows)
-    step, batch = only(open_dump(path))
-    assert step == 2
-    assert rewards(batch) == [2.5, 0.5]
-    assert batch["tokens", "full"][0].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert batch[MASK][0].int().tolist() == [0, 0, 0, 0, 1, 1, 0, 1]
-    assert batch["log_probs", "full"][0].isfinite().int().tolist() == [0, 0, 0, 0, 1, 1, 0, 1]
-    assert batch["next", "policy_version"].tolist() == [1, 1]
-    assert batch["prompt_text"][0] == "user: user says"
-    assert rewards(only(open_dump(path, reward_key="style"))[1]) == [0.5, 0.5]
-
-
 def test_prime_rl_the_reward_is_the_sum_of_score_times_weight(tmp_path):
     """A missing weight is 1. Weights may be 0 or negative."""
     rng, rows, expected = random.Random(0), [], []
@@ -555,6 +520,9 @@ def test_prime_rl_the_reward_is_the_sum_of_score_times_weight(tmp_path):
         expected.append(math.fsum(score if weight is None else score * weight for score, weight in parts))
     path = write_lines(tmp_path / "traces.jsonl", rows)
     assert rewards(only(open_dump(path))[1]) == pytest.approx(expected, abs=1e-6)
+    weighed = [row["traces"][0]["rewards"]["r1"] for row in rows]
+    one = [each["score"] * (1 if each["weight"] is None else each["weight"]) for each in weighed]
+    assert rewards(only(open_dump(path, reward_key="r1"))[1]) == pytest.approx(one, abs=1e-6)
 
 
 def test_prime_rl_branches_are_segments_and_an_abandoned_compaction_is_masked(tmp_path):
@@ -749,28 +717,6 @@ def test_prime_hosted_samples_are_read_from_parquet_and_from_lines(letters, tmp_
         assert batch["prompt_text"][0] == "user: 2+2?"
 
 
-def test_atropos_a_line_is_a_group(tmp_path):
-    messages = [
-        [{"role": "user", "content": "?"}, {"role": "assistant", "content": str(at)}] for at in range(2)
-    ]
-    rows = [
-        atropos_group([1.0, 0.0], messages=messages, advantages=[[0.0, 0.0, 0.5, 0.5], [0.25] * 4]),
-        atropos_group([0.5, 0.5], messages=messages, advantages=[[1, 1, 0.5, 0.75], [2.0] * 4]),
-    ]
-    rows[1]["masks"] = [[0, 1, 0, 1], [0, 0, 0, 0]]
-    rows[0]["overrides"] = [{"set_advantage_to_zero": False}, {"set_advantage_to_zero": True}]
-    source = open_dump(write_lines(tmp_path / "groups.jsonl", rows))
-    ((_, batch),) = source
-    assert source.format == "atropos"
-    assert in_order(batch["group_id"]) == [0, 0, 1, 1]
-    assert batch["next", "reward"].flatten().tolist() == [1.0, 0.0, 0.5, 0.5]
-    assert batch[MASK].int().tolist() == [[0, 0, 1, 1], [0] * 4, [0, 1, 0, 1], [0] * 4]
-    found = batch["logged_advantage"]
-    assert found[:2].tolist() == [0.5, 0.25]
-    assert found[2:].isnan().all()
-    assert batch["response_text"][1] == "assistant: 1"
-
-
 @pytest.mark.parametrize(
     ("name", "change", "trains", "log_probs"),
     [
@@ -856,6 +802,7 @@ DETAILS = {"reason": "max_output_tokens"}
         ("tinker", ("steps", 1), {"episode_done": False}, CUT),
         ("slime", (), {"status": "completed"}, DONE),
         ("slime", (), {"status": "failed"}, LOST),
+        ("slime", (), {"status": "truncated"}, CUT),
         *(
             ("table", (), {"status": word}, status)
             for status, words in {
@@ -986,11 +933,6 @@ def test_table_has_statuses_steps_advantages_and_lengths(tmp_path):
     assert batch["status"].tolist() == [Status.COMPLETED, Status.TRUNCATED]
 
 
-def test_table_a_list_of_tokens_counts_as_its_length(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", [own_row("p", 1.0, ids=[5] * n) for n in (3, 1)])
-    assert trained(read_one(path, columns={**COLUMNS, "length": "ids"})) == [3, 1]
-
-
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
@@ -1013,8 +955,11 @@ def test_table_a_notice_names_columns_that_are_not_read(columns, said, tmp_path)
 
 def test_a_file_of_lines_is_not_called_a_damaged_parquet_file(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [own_row("p", 1.0)])
-    with pytest.raises(SourceError, match=r"found JSON Lines\. For a file of your own, set source\.columns"):
-        list(open_dump(path, "trl"))
+    said = "found JSON Lines. For a file of your own, set source.columns"
+    assert_refused(re.escape(said), path, "trl")
+    for begin in (b"z", b"|", b""):
+        path.write_bytes(begin + b"a text")
+        assert_refused("found (?!JSON)", path, "trl")
 
 
 def test_table_lines_with_one_prompt_are_one_group_only_with_group_by(tmp_path):
@@ -1404,6 +1349,25 @@ def row(**changes):
 def test_contradicting_samples_are_refused(samples, message):
     with pytest.raises(SourceError, match=message):
         to_batch(samples)
+
+
+@pytest.mark.parametrize(
+    ("known", "extent"),
+    [
+        ({}, None),
+        ({"response_length": 2}, (2, 2)),
+        ({"log_probs": [-1.0] * 3}, (3, 3)),
+        ({"loss_mask": [1] * 4}, (4, 4)),
+        ({"tokens": [7] * 5}, (5, 5)),
+        ({"tokens": [7] * 5, "response_length": 0}, (5, 0)),
+        ({"tokens": [7] * 5, "log_probs": [-1.0] * 3}, (5, 3)),
+        ({"tokens": [7] * 5, "loss_mask": [1] * 4}, (5, 4)),
+        ({"tokens": [7] * 5, "log_probs": [-1.0] * 3, "loss_mask": [1] * 5}, (5, 3)),
+        ({"tokens": [7] * 5, "response_length": 2, "loss_mask": [1] * 5}, (5, 2)),
+    ],
+)
+def test_the_length_of_a_response_is_that_of_the_first_list_for_it(known, extent):
+    assert row(**known).check().extent() == extent
 
 
 def test_samples_up_to_the_limits_are_read(monkeypatch):

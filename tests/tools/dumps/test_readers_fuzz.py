@@ -90,7 +90,7 @@ def changed(value, path, new):
     return copy
 
 
-@settings(fuzz, max_examples=120)
+@fuzz
 @given(data=st.data())
 def test_any_value_in_any_field_of_a_line_reads_or_raises_source_error(tmp_path_factory, data):
     name = data.draw(st.sampled_from(list(RECORDS)))
@@ -150,7 +150,7 @@ def test_files_cut_at_any_byte_raise_source_error(tmp_path):
                 list(open_dump(path, name, **options))
 
 
-@settings(fuzz, max_examples=60)
+@fuzz
 @given(data=st.data())
 def test_flipped_bits_read_or_raise_source_error(tmp_path_factory, data):
     path, name, options = data.draw(st.sampled_from(list(good_files(tmp_path_factory.getbasetemp()))))

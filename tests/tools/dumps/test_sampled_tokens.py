@@ -405,12 +405,6 @@ def test_an_assistants_message_in_the_prompt_is_not_in_the_loss(letters, tmp_pat
     batch = read_one(write_lines(tmp_path / "results.jsonl", rows), tokenizer=folder)
     assert trained_text(batch, 0) == '@add{"a": 2};4;'
     _, folder = chat_folder(
-        letters,
-        tmp_path / "two",
-        TEMPLATE.replace("{{ m.content or '' }}", "x{% endgeneration %}|{% generation %}"),
-    )
-    assert_refused("found . runs", tmp_path / "results.jsonl", tokenizer=folder)
-    _, folder = chat_folder(
         letters, tmp_path / "bad", "{% generation %}{{ raise_exception('no tools') }}{% endgeneration %}"
     )
     assert_refused(

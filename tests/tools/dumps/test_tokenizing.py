@@ -252,6 +252,19 @@ def test_the_marked_tokens_of_a_rows_own_messages_train(roles, own, marked, trai
     assert (sample.extent(), sample.loss_mask) == ((len(marked), len(trains)), trains)
 
 
+@pytest.mark.parametrize(("marked", "runs"), [([0, 0, 0], 0), ([0, 1, 1], 1), ([1, 0, 1, 0, 1], 3)])
+def test_a_template_marks_a_run_of_tokens_for_each_message_of_the_assistant(marked, runs):
+    template = Tokenizer(lambda texts: [], lambda messages: ([*range(len(marked))], marked))
+    sample = Sample("g", 0, 1.0, response="yes", where="here", chat=[(False, SAID["a"]), (True, SAID["a"])])
+    said = (
+        "here: the chat template must mark a run of tokens for each message of the assistant (2), because "
+        f"this row did not sample all messages; found {runs} runs. To encode the texts one by one, set "
+        "source.tokenizer to the file tokenizer.json"
+    )
+    with pytest.raises(SourceError, match=f"^{re.escape(said)}$"):
+        add_tokens([sample], template)
+
+
 def test_only_the_marked_tokens_of_a_rows_own_messages_train_in_any_chat():
     """A loop writes the marks: each message of the assistant is one run of marked tokens."""
     for seed in range(60):
