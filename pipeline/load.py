@@ -235,12 +235,12 @@ def _overrides(recipe: str, overrides: Sequence[str], rows: str | None) -> list[
             f"a recipe is a name, such as 'grpo'; got a {type(recipe).__name__}. Give options by "
             "keyword, and columns to headrace.decide"
         )
-    if bare := [each for each in overrides if not (isinstance(each, str) and _is_override(each))]:
+    if bare := [each for each in overrides if not (isinstance(each, str) and is_override(each))]:
         raise ConfigError(
             f"an override must be KEY=VALUE; got {bare[0]!r:.200}. Give options by keyword, such as "
             f"group_size=8, and one recipe, here {recipe!r}"
         )
-    chosen = [] if _is_override(recipe) else [f"pipeline={recipe}"]
+    chosen = [] if is_override(recipe) else [f"pipeline={recipe}"]
     others = [recipe, *overrides] if not chosen else list(overrides)
     chosen += [f"rows={rows}"] if rows else []
     for override in chosen:
@@ -250,7 +250,8 @@ def _overrides(recipe: str, overrides: Sequence[str], rows: str | None) -> list[
     return [*chosen, *for_hydra(others)]
 
 
-def _is_override(text: str) -> bool:
+def is_override(text: str) -> bool:
+    """Whether a text is an override, and not the name of a recipe."""
     return "=" in text or text.startswith("~")
 
 

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 from headrace.pipeline.composing.compose import for_hydra
 from headrace.pipeline.composing.recipe_names import Recipe
-from headrace.pipeline.load import ConfigError, PipelineOptions, configured, shows_options
+from headrace.pipeline.load import ConfigError, PipelineOptions, configured, is_override, shows_options
 from headrace.pipeline.tools.command.perform import perform
 from headrace.pipeline.tools.dumps import TaskResult
 from headrace.pipeline.wording import said_in_python
@@ -162,6 +162,6 @@ def _result(
         OmegaConf.update(config, "source", {**(source or {}), "path": str(path)}, merge=True)
     with tempfile.TemporaryDirectory() as nowhere:
         folder = Path(nowhere if output is None else output)
-        typed = ready if "=" in recipe else [f"pipeline={recipe}", *ready]
+        typed = for_hydra([recipe, *overrides]) if is_override(recipe) else [f"pipeline={recipe}", *ready]
         found = cast(TaskResult, perform(config, folder, typed, Console(quiet=True)))
     return changed(found, folder=None if output is None else folder)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import inspect
 import re
 import shlex
+from dataclasses import FrozenInstanceError
+from pathlib import Path
 
 import pytest
 import torch
-from command import headrace_here, told
+from command import headrace_here
 from composed import configure
 from dumps import write_lines
+from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 import headrace
 from headrace.pipeline import ConfigError, TaskResult, load_pipeline, make_report, write_dump
-from headrace.pipeline.tools.audit import audit_dump
 from headrace.pipeline.tools.dumps.readers import SourceError
-from headrace.pipeline.tools.plan import tabulate_group_sizes
-from headrace.pipeline.tools.replay import compare_recipes, replay_dump
+from headrace.pipeline.wording import for_python
 
 pytestmark = pytest.mark.slow
 
@@ -41,31 +42,82 @@ def dump(tmp_path_factory):
     return folder
 
 
-def config_of(task, dump, *words):
-    return configure("config", f"task={task}", f"source.path={dump}", *words)
+def grade(prompts, responses):
+    return [0.0] * len(responses)
 
 
-def test_a_task_in_python_has_the_numbers_of_the_command(dump, tmp_path, capsys):
-    trained, _ = told(replay_dump, config_of("replay", dump, "pipeline=rloo"), tmp_path / "replay")
-    assert headrace.replay(dump, "rloo").number == trained == 32
+OVERLONG = ["pipeline.stages.overlong.max_length=4", "pipeline.stages.overlong.cache=2"]
 
-    told(audit_dump, config_of("audit", dump, "pipeline=as/trl"), tmp_path / "audit", ["pipeline=as/trl"])
-    found = headrace.audit(dump, "as/trl")
-    assert found.numbers == json.loads((tmp_path / "audit" / "audit.json").read_text())
-    assert found["pipeline"] == "as/trl"
 
-    told(tabulate_group_sizes, config_of("plan", dump, "plan.group_sizes=[2,4]"), tmp_path / "plan")
-    found = headrace.plan(str(dump), group_sizes=[2, 4])
-    assert found.numbers == json.loads((tmp_path / "plan" / "plan.json").read_text())
-    assert found.number == found["uninformative"]
+@pytest.mark.parametrize("output", [None, "out"])
+@pytest.mark.parametrize(
+    ("call", "words", "keywords", "source"),
+    [
+        (lambda **kept: headrace.replay("d", **kept), "replay pipeline=grpo", [], {}),
+        (
+            lambda **kept: headrace.replay("d", "rloo", "seed=3", group_size=4, **kept),
+            "replay pipeline=rloo seed=3",
+            ["pipeline.stages.gate.group_size=4"],
+            {"group_by": "prompt"},
+        ),
+        (
+            lambda **kept: headrace.audit(Path("d"), "pipeline=as/trl", "audit.strict=true", **kept),
+            "audit pipeline=as/trl audit.strict=true",
+            [],
+            {"regrade": grade},
+        ),
+        (
+            lambda **kept: headrace.plan(
+                "d", "~pipeline.stages.filter", "seed=3", group_sizes=(2, 4), missing="skip", **kept
+            ),
+            "plan pipeline.stages.filter=null plan.group_sizes=[2, 4] seed=3",
+            ["pipeline.stages.collapse.missing=skip"],
+            {},
+        ),
+        (
+            lambda **kept: headrace.compare("d", "dapo", "grpo", "seed=3", *OVERLONG, **kept),
+            f"compare pipeline=grpo pipelines=[dapo,grpo] seed=3 {' '.join(OVERLONG)}",
+            [],
+            {"group_size": 8},
+        ),
+    ],
+)
+def test_a_function_runs_the_task_of_the_command_that_has_its_options(
+    call, words, keywords, source, output, tmp_path, monkeypatch
+):
+    """A fake task looks at the configuration, the folder and the overrides. It gets those of the command."""
+    task, *typed = re.split(r"(?<!,) ", words)
+    expected = OmegaConf.to_container(
+        configure("config", f"task={task}", *(each for each in typed if each not in OVERLONG), *keywords)
+    )
+    expected["source"] |= {**source, "path": "d"}
 
-    words = ["pipeline.stages.overlong.max_length=4", "pipeline.stages.overlong.cache=2"]
-    both = config_of("compare", dump, "pipelines=[dapo,grpo]")
-    told(compare_recipes, both, tmp_path / "compare", words)
-    found = headrace.compare(dump, "dapo", "grpo", *words)
-    assert found.numbers == json.loads((tmp_path / "compare" / "compare.json").read_text())
-    assert float(found) == found["numbers"]["correlation"]
-    assert capsys.readouterr() == ("", "")
+    def perform(config, folder, overrides, console):
+        assert OmegaConf.to_container(config) == expected
+        assert (folder.is_dir(), console.quiet, for_python(), overrides) == (True, True, "tasks", typed)
+        (folder / "a").touch()
+        return TaskResult(0.5, {"a": 1}, "8 rows")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("headrace.pipeline.tools.tasks.perform", perform)
+    (tmp_path / "out").mkdir()
+    found = call(source=source or None, output=output)
+    assert (float(found), found["a"], found.said, found.folder) == (0.5, 1, "8 rows", output and Path(output))
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("a")] == ["out/a"] * (
+        output is not None
+    )
+    with pytest.raises(FrozenInstanceError):
+        found.number = 1.0
+
+
+@pytest.mark.parametrize("function", [headrace.replay, headrace.audit, headrace.plan])
+def test_the_signature_of_a_task_has_the_keywords_of_load_pipeline(function):
+    def keywords(of):
+        parameters = inspect.signature(of).parameters.values()
+        return {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+
+    own = {"source", "output"} | ({"group_sizes"} if function is headrace.plan else set())
+    assert keywords(function) == own | keywords(headrace.load_pipeline)
 
 
 def test_a_replay_takes_the_options_of_load_pipeline_and_has_numbers_for_each_step(dump):
@@ -163,6 +215,7 @@ OF_THE_COMMAND = re.compile(r"\bheadrace [a-z]|task=|hydra\.|\bnull\b|\bfalse\b|
         (lambda own: headrace.replay(own, columns={"uid": "x"}), "pipeline.columns: unknown column 'uid'"),
         (lambda own: headrace.replay(own, "RLOO"), "(did you mean 'rloo'?); headrace.recipes() lists all"),
         (lambda own: load_pipeline("RLOO"), "(did you mean 'rloo'?); headrace.recipes() lists all"),
+        (lambda own: headrace.compare(own, "dapo", 3), "second must be a string; got 3"),
         (
             lambda own: load_pipeline("grpo", "pipeline.patience=1,2"),
             "For a list: 'pipeline.patience=[1",
