@@ -107,8 +107,9 @@ def require_options(source: Source, config: DictConfig) -> None:
         typed += [each for each in asked.hydra if not each.startswith("hydra.mode=")]
     todo = "type:\n" + shlex.join(["headrace", *typed, *(f"{name}={value}" for name, value in named.items())])
     if for_python():
-        todo = f"add source={lacking}" * bool(lacking) + " and " * bool(lacking and not summed)
-        todo += f"stages={{'collapse': {{'columns': {len(rewards)}}}}}" * (not summed)
+        keywords = [f"source={lacking}"] if lacking else []
+        keywords += [] if summed else [f"stages={{'collapse': {{'columns': {len(rewards)}}}}}"]
+        todo = f"add {' and '.join(keywords)}"
     why, when = list[str](), list[str]()
     if "group_by" in lacking:
         why.append("it has no ids of groups")

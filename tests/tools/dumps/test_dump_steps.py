@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from dumps import verl_row, write_lines
@@ -162,3 +163,14 @@ def test_rows_of_repeated_prompts_are_counted(tmp_path):
     _, _, _, steps = read(tmp_path, task({}), group_by="prompt", group_size=2)
     assert steps.counted == "3 rows in 1 step, without 3 rows of repeated prompts"
     assert steps.said == said_of_draws(steps.source.draws)
+
+
+@pytest.mark.parametrize(("names", "shown"), [([], "1"), (["x"], "?")])
+def test_a_terminal_shows_the_step_that_was_read_last_or_that_its_file_names_none(names, shown, tmp_path):
+    dump_of(tmp_path, steps=2)
+    for name in names:
+        write_lines(tmp_path / f"{name}.jsonl", [])  # a file without records, whose step would be its name
+    text, looks = io.StringIO(), {"force_terminal": True, "color_system": None, "_environ": {"TERM": "xterm"}}
+    console = Console(width=80, file=text, **looks)
+    assert [*DumpSteps(open_dump(tmp_path, "verl"), console).results(task({}))] == [0, 1]
+    assert re.findall(r"step (\S)", text.getvalue())[-1] == shown

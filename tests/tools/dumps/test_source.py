@@ -23,6 +23,7 @@ from headrace.pipeline.tools.dumps import (
     said_of_overrides,
     sizes_of_groups,
 )
+from headrace.pipeline.wording import said_in_python
 
 
 def test_the_address_of_the_page_is_printed_if_the_folder_has_a_page(tmp_path):
@@ -196,7 +197,15 @@ def test_one_message_says_why_options_are_needed_and_when_they_fit(
     typed = " ".join(["headrace", f"task={given['task']}", f"source.path={path}", *options])
     with pytest.raises(ConfigError) as raised:
         open_configured(OmegaConf.create(config))
-    assert str(raised.value) == f"{path}, a dump of trl: {reasons}. If {conditions}, type:\n{typed}"
+    said = f"{path}, a dump of trl: {reasons}. If {conditions}, "
+    assert str(raised.value) == f"{said}type:\n{typed}"
+    own = {BY_PROMPT: "'group_by': 'prompt'", SIZE: "'group_size': 2"}
+    lacking = ", ".join(own[each] for each in options if each in own)
+    todo = [f"source={{{lacking}}}"] * bool(lacking)
+    todo += ["stages={'collapse': {'columns': 2}}"] * (SUM in options)
+    with pytest.raises(ConfigError) as raised, said_in_python():
+        open_configured(OmegaConf.create(config))
+    assert str(raised.value) == f"{said}add {' and '.join(todo)}"
 
 
 @pytest.mark.parametrize("source", [{}, {"path": None}, {"path": ""}])
