@@ -150,6 +150,8 @@ def test_a_step_has_at_most_the_rows_of_the_limit(tmp_path, monkeypatch):
     monkeypatch.setattr("headrace.pipeline.tools.dumps.readers.open.MAX_ROWS", 2)
     ((_, batch),) = open_dump(path, group_by="prompt")
     assert len(batch) == 2
+    monkeypatch.setattr("headrace.pipeline.tools.dumps.readers.open.MAX_ROWS", 1)
+    assert "a step has at most 1 rows; step 4 has more" in refusal(path, group_by="prompt")
 
 
 def test_a_dump_without_a_record_is_refused_with_the_records_that_were_skipped(tmp_path):
