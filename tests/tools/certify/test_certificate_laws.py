@@ -96,8 +96,9 @@ def test_token_weights_are_in_the_gradient_of_the_loss():
     batch, probability = all_outcomes(task, 2, turns_paid_apart=False)
     batch["turn_index"] = batch["turn_index"].clamp(max=1)
     pipeline = one_group_a_step(configure("load", "pipeline=grpo", *words).pipeline, task)
-    found = gradients_of(pipeline, batch, task.score(), len(probability), 2).loss
+    advantage, found = gradients_of(pipeline, batch, task.score(), len(probability), 2)
     trained, score, expected = pipeline.run(batch).batch, task.score(), torch.zeros_like(found)
+    credit = torch.zeros_like(found)
     for outcome in range(len(probability)):
         turns: dict = {}
         for row in trained[trained[OUTCOME] == outcome].unbind(0):
@@ -107,9 +108,11 @@ def test_token_weights_are_in_the_gradient_of_the_loss():
                 turns.setdefault(whose, []).append(gradient)
         for gradients in turns.values():
             expected[outcome] += torch.stack(gradients).mean(0) / len(turns)
+            credit[outcome] += torch.stack(gradients).sum(0) / 2
     assert max(map(int, trained["masks", "all_assistant_mask"].sum(1))) > 2
     assert float(expected.abs().max()) > 0.1
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-9)
+    assert torch.allclose(advantage, credit, rtol=1e-5, atol=1e-9)
 
 
 class AllKinds(SmallTask):
@@ -150,13 +153,7 @@ def test_the_rows_of_all_outcomes_equal_those_by_hand():
         "teacher_log_probs.full": [[0] * 3, *[[0, half, 0]] * 2, [0, half, half], *[[0, half, 0]] * 2],
         "ref_log_probs.full": [[0] * 3, *[[0, few, 0]] * 2, [0, few, most], *[[0, most, 0]] * 2],
         "entropy.full": [[0] * 3, [0, unsure, 0], [0, -half, 0], [0, unsure, -half], *[[0, unsure, 0]] * 2],
-        "sum_pi_squared.full": [
-            [0] * 3,
-            [0, 5 / 8, 0],
-            [0, 1 / 2, 0],
-            [0, 5 / 8, 1 / 2],
-            *[[0, 5 / 8, 0]] * 2,
-        ],
+        "sum_pi_squared.full": [[0] * 3, [0, 5 / 8, 0], [0, 0.5, 0], [0, 5 / 8, 0.5], *[[0, 5 / 8, 0]] * 2],
         "values.full": [[0] * 3, [0, 3.5, 0], [0, 5, 0], [0, 3.5, 5], *[[0, 3.5, 0]] * 2],
     }
     found = whole(batch)
@@ -180,7 +177,7 @@ def test_the_rows_of_all_outcomes_equal_those_by_hand():
 
 
 def test_turns_are_paid_in_their_own_column_or_in_the_reward():
-    task = StopOrContinue(theta=[0.3, -0.2], ends=[0.25, 0.5, 1.0])
+    task = StopOrContinue(theta=[0.3, 0.1], ends=[0.25, 0.5, 1.0])
     for apart, rewards in ((True, [0.25, 0.5, 1.0]), (False, [0.25, 1.0, 2.0])):
         found = whole(all_outcomes(task, 1, turns_paid_apart=apart)[0])
         assert found["next.reward"] == [[reward] for reward in rewards]
@@ -218,6 +215,11 @@ def of_one_turn(at: int) -> tuple[Trajectory, ...]:
     )
 
 
+def one(*trajectories: Trajectory) -> list[tuple[float, tuple[Trajectory, ...]]]:
+    return [(1.0, trajectories)]
+
+
+TWO_TURNS = {"theta": [0.3, 0.1], "ends": [0.25, 0.5, 1.0]}
 ONE_TURN = {"theta": [0.5, -1.0], "rewards": [0.5, 2.0], "lengths": [3, 1], "fails": [0, 0.5], "dies": 0.2}
 
 
@@ -228,49 +230,29 @@ ONE_TURN = {"theta": [0.5, -1.0], "rewards": [0.5, 2.0], "lengths": [3, 1], "fai
         (OneTurn(**ONE_TURN), [(0.5, of_one_turn(0)), (0.5, of_one_turn(1))]),
         (
             SeveralRewards(rewards=[(1, 2), (3, 4), (5, 6)]),
-            [(1.0, tuple(Trajectory((((0, at),),), (2 * at + 1, 2 * at + 2)) for at in range(3)))],
+            one(*(Trajectory((((0, at),),), (2 * at + 1, 2 * at + 2)) for at in range(3))),
         ),
-        (
-            FanOut(rewards=[0.5, 0.25, 2.0]),
-            [
-                (1.0, (
-                    Trajectory((((0, 0),),), (0.5,)),
-                    Trajectory((((0, 1),), ((1, 0),)), (0.25,)),
-                    Trajectory((((0, 1),), ((1, 1),)), (2.0,)),
-                )),
-            ],
-        ),
-        (
-            Forks(),
-            [
-                (1.0, (
-                    Trajectory((((0, 0), (1, 0)),), (0.0,)),
-                    Trajectory((((0, 0), (1, 1)),), (0.6,)),
-                    Trajectory((((0, 1), (2, 0)),), (0.3,)),
-                    Trajectory((((0, 1), (2, 1)),), (1.0,)),
-                )),
-            ],
-        ),
-        (
-            StopOrContinue(theta=[0.3, 0.1], ends=[0.25, 0.5, 1.0]),
-            [
-                (1.0, (
-                    Trajectory((((0, 0),),), (0.25,), turn_rewards=(0.0,)),
-                    Trajectory((((0, 1), (1, 0)),), (1.0,), turn_rewards=(0.5, 0.0)),
-                    Trajectory((((0, 1), (1, 1)),), (2.0,), turn_rewards=(0.5, 0.5)),
-                )),
-            ],
-        ),
-        (
-            TurnsAsRows(theta=[0.3, 0.1], ends=[0.25, 0.5, 1.0]),
-            [
-                (1.0, (
-                    Trajectory((((0, 0),),), (0.25,), ((0.25,),), states=(0,)),
-                    Trajectory((((0, 1),), ((1, 0),)), (1.0,), ((0.5,), (0.5,)), states=(0, 1)),
-                    Trajectory((((0, 1),), ((1, 1),)), (2.0,), ((0.5,), (1.5,)), states=(0, 1)),
-                )),
-            ],
-        ),
+        (FanOut(rewards=[0.5, 0.25, 2.0]), one(
+            Trajectory((((0, 0),),), (0.5,)),
+            Trajectory((((0, 1),), ((1, 0),)), (0.25,)),
+            Trajectory((((0, 1),), ((1, 1),)), (2.0,)),
+        )),
+        (Forks(rewards=[0.0, 0.5, 2.0, 1.0]), one(
+            Trajectory((((0, 0), (1, 0)),), (0.0,)),
+            Trajectory((((0, 0), (1, 1)),), (0.5,)),
+            Trajectory((((0, 1), (2, 0)),), (2.0,)),
+            Trajectory((((0, 1), (2, 1)),), (1.0,)),
+        )),
+        (StopOrContinue(**TWO_TURNS), one(
+            Trajectory((((0, 0),),), (0.25,), turn_rewards=(0.0,)),
+            Trajectory((((0, 1), (1, 0)),), (1.0,), turn_rewards=(0.5, 0.0)),
+            Trajectory((((0, 1), (1, 1)),), (2.0,), turn_rewards=(0.5, 0.5)),
+        )),
+        (TurnsAsRows(**TWO_TURNS), one(
+            Trajectory((((0, 0),),), (0.25,), ((0.25,),), states=(0,)),
+            Trajectory((((0, 1),), ((1, 0),)), (1.0,), ((0.5,), (0.5,)), states=(0, 1)),
+            Trajectory((((0, 1),), ((1, 1),)), (2.0,), ((0.5,), (1.5,)), states=(0, 1)),
+        )),
     ],
     ids=lambda each: type(each).__name__,
 )  # fmt: skip
@@ -304,14 +286,8 @@ def test_a_certificate_changes_these_options_of_a_recipe_and_no_others(task, wor
     assert OmegaConf.to_container(node) == before
     expected = copy.deepcopy(before)
     expected["process_group"] = None
-    cut = {
-        "minibatches": None,
-        "minibatch_size": 1,
-        "unit": "group",
-        "remainder": "raise",
-        "microbatches": None,
-    }
-    cut |= {"max_tokens": None, "ranks": 1, "rank": None, "shuffle": False}
+    cut = dict.fromkeys(("minibatches", "microbatches", "max_tokens", "rank"))
+    cut |= {"minibatch_size": 1, "unit": "group", "remainder": "raise", "ranks": 1, "shuffle": False}
     more = {"gate.group_size": None, "weight.fold": "none", "collapse.columns": 1} | changed
     for name, value in ({f"split.{name}": value for name, value in cut.items()} | more).items():
         stage, _, option = name.partition(".")
