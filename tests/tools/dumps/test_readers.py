@@ -419,17 +419,6 @@ def test_slime_evaluations_are_skipped_and_steps_come_by_number(tmp_path):
 # -- verl --------------------------------------------------------------------------------------------
 
 
-def test_verl_keys_are_split_from_the_right(tmp_path):
-    uids = ["math_42_0_0", "math_42_1_0", "math_42_1_1", "math_4_2_0", "math_4_10_0"]
-    rows = [verl_row(uid, s) for uid, s in zip(uids, [1.0, 3.0, 3.0, 0.0, 1.0], strict=True)]
-    step, batch = only(open_dump(write_lines(tmp_path / "7.jsonl", rows)))
-    assert step == 7
-    assert in_order(batch["group_id"]) == [0, 0, 0, 1, 1]
-    assert in_order(batch["rollout_id"]) == [0, 1, 1, 2, 3]
-    assert list(batch["group_label"]) == ["math_42"] * 3 + ["math_4"] * 2
-    assert MASK not in batch.keys(True)
-
-
 def test_verl_rows_that_fill_a_batch_are_not_rollouts(tmp_path):
     rows = [verl_row(f"u_{session}_0", 1.0) for session in range(2)]
     filling = [verl_row(f"pad{7:032x}_{number}_0", 0.0) for number in range(3)]
@@ -592,17 +581,13 @@ def test_nemo_rl_rows_are_slices_of_one_tensor_up_to_their_length(tmp_path):
     assert step == 12
     assert rewards(batch) == [1.0, 3.0, 5.0, 7.0]
     assert in_order(batch["group_id"]) == [0, 0, 1, 1]
-    assert batch["tokens", "full"][0].tolist() == [1, 2, 3, 4]
     assert batch[MASK].sum(1).tolist() == [2, 0, 2, 2]
-    assert batch["log_probs", "full"][0, 2:].tolist() == [-1.0, -2.0]
     assert batch["logged_advantage"][[0, 1, 3]].tolist() == [0.5] * 3
     assert batch["logged_advantage"][2].isnan()
 
 
 def test_open_instruct_groups_are_prompts_and_metadata_are_skipped(tmp_path):
-    rows = [
-        open_instruct_row(i, i // 2, float(i), finish_reason="length" if i == 3 else "stop") for i in range(4)
-    ]
+    rows = [open_instruct_row(i, i // 2, float(i)) for i in range(4)]
     write_lines(tmp_path / "run_metadata.jsonl", [{"run_name": "run"}])
     write_lines(tmp_path / "run_rollouts_000000.jsonl", rows)
     write_lines(tmp_path / "run_rollouts_000001.jsonl", [open_instruct_row(0, 0, 1.0, step=4)])
@@ -610,9 +595,6 @@ def test_open_instruct_groups_are_prompts_and_metadata_are_skipped(tmp_path):
     (step, batch), (after, _) = list(source)
     assert (source.format, step, after) == ("open_instruct", 3, 4)
     assert in_order(batch["group_id"]) == [0, 0, 1, 1]
-    assert batch["status"].tolist() == [0, 0, 0, Status.TRUNCATED]
-    assert batch["tokens", "full"][2].tolist() == [101, 101, 7, 8, 9]
-    assert batch["log_probs", "full"][0, 2:].tolist() == [-1.0, -2.0, -3.0]
 
 
 def test_open_instruct_a_prompt_index_of_two_prompts_is_refused(tmp_path):
@@ -623,17 +605,11 @@ def test_open_instruct_a_prompt_index_of_two_prompts_is_refused(tmp_path):
     )
 
 
-def test_tinker_summaries_have_only_lengths(tmp_path):
-    rows = [tinker_row(0, 0, 1.0), tinker_row(0, 1, 3.0), tinker_row(1, 0, 0.0, steps=[])]
-    rows.append(tinker_row(1, 1, 1.0, steps=[tinker_row(0, 0, 0)["steps"][0]]))
-    write_lines(tmp_path / "iteration_000006" / "train_rollout_summaries.jsonl", rows)
-    step, batch = only(open_dump(tmp_path))
-    assert step == 6
-    assert batch[MASK].int().tolist() == [[0, 1, 1, 1], [1, 1, 1, 1], [0] * 4, [0, 0, 1, 1]]
-    assert batch["status"].tolist() == [0, 0, 0, Status.TRUNCATED]
-    assert batch["next", "policy_version"].tolist() == [5] * 4
+def test_tinker_rewards_are_total_or_final(tmp_path):
     path = tmp_path / "iteration_000006" / "train_rollout_summaries.jsonl"
-    assert rewards(only(open_dump(path, reward_key="final_reward"))[1]) == [0.0] * 4
+    write_lines(path, [tinker_row(0, at, 3.0) for at in range(2)])
+    assert rewards(only(open_dump(tmp_path))[1]) == [3.0] * 2
+    assert rewards(only(open_dump(path, reward_key="final_reward"))[1]) == [0.0] * 2
 
 
 # -- verifiers, NeMo Gym, hosted prime, Atropos ------------------------------------------------------------
@@ -651,7 +627,6 @@ def test_verifiers_results_may_name_the_example_id(tmp_path):
 
 def test_nemo_gym_rows_are_grouped_by_task_and_their_items_are_messages(letters, tmp_path):
     rows = [gym_row(1, 0, 0.5), gym_row(0, 1, 1.0), gym_row(1, 1, 0.0), gym_row(0, 0, 0.0)]
-    rows[1]["response"]["incomplete_details"] = {"reason": "max_output_tokens"}
     rows[2]["response"] = {"error": {"code": "server_error"}, "output": None}
     write_lines(tmp_path / "rollouts.jsonl", rows)
     for other in ("materialized_inputs", "failures"):
@@ -661,15 +636,8 @@ def test_nemo_gym_rows_are_grouped_by_task_and_their_items_are_messages(letters,
     assert source.format == "nemo_gym"
     assert list(batch["group_label"]) == ["1", "0", "1", "0"]
     assert list(batch["rollout_label"]) == ["1/0", "0/1", "1/1", "0/0"]
-    ends = [Status.COMPLETED, Status.TRUNCATED, Status.FAILED, Status.COMPLETED]
-    assert batch["status"].tolist() == ends
     assert trained_text(batch, 0) == 'Add.add{"a": 2}4'
     assert trained(batch)[2] == 0
-    call = '<tool_call>\nadd({"a": 2})\n</tool_call>'
-    said = f"assistant: <think>\nAdd.\n</think>\n{call}\ntool: four\nassistant: 4"
-    assert batch["response_text"][0] == said
-    again = write_lines(tmp_path / "rollouts.jsonl", [gym_row(0, 0, 1.0)] * 2)
-    assert_refused("a record must occur once in a step", again)
     strange = gym_row(0, 0, 1.0)
     strange["response"]["output"].append({"type": "strange"})
     assert_refused("a known type; found 'strange'", write_lines(tmp_path / "rollouts.jsonl", [strange]))

@@ -93,20 +93,6 @@ def test_a_grader_gets_the_columns_it_asks_for():
     regrade(batch, lambda prompts, responses, **more: [len(more["columns"])] * 2)
 
 
-def test_lost_rollouts_are_not_graded():
-    batch = to_batch(
-        [
-            Sample("g", 0, 1.0, response="a"),
-            Sample("g", 1, status=Status.FAILED),
-            Sample("g", 2, 0.5, response="b"),
-        ]
-    )
-    again, changed = regrade(batch, lambda prompts, responses: [len(responses)] * len(responses))
-    assert again["next", "reward"][[0, 2]].flatten().tolist() == [2.0, 2.0]
-    assert again["next", "reward"][1].isnan()
-    assert (changed.rollouts, changed.lost) == (2, 1)
-
-
 def loop_over(rows, several, count):
     """The new rewards of the rows, and what changed. A row is (group, rollout, text, old rewards, lost)."""
     rollouts = {}
@@ -182,12 +168,6 @@ def test_new_rewards_and_the_counts_of_changes_equal_those_of_a_loop():
         assert "reward_names" not in again.keys()
 
 
-def test_a_grader_may_replace_one_reward_by_several():
-    again, changed = regrade(batch_of("a", "bb"), lambda prompts, responses: [[1, 0], [1, 2]])
-    assert again["next", "reward"].tolist() == [[1.0, 0.0], [1.0, 2.0]]
-    assert (changed.changed, changed.gained, changed.after) == (2, 1, 4.0)
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -210,12 +190,6 @@ def test_a_grader_may_replace_one_reward_by_several():
 )
 def test_the_changes_of_several_steps_are_said_together(changes, said):
     assert str(changes) == f"re-graded: {said}"
-
-
-def test_logged_advantages_of_the_old_rewards_are_removed():
-    batch = batch_of("a", "b", advantage=0.5)
-    assert "logged_advantage" in batch.keys()
-    assert "logged_advantage" not in regrade(batch, by_length)[0].keys()
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from dumps import (
 from headrace.pipeline import make_report
 from headrace.pipeline.tools.dumps.readers import open_dump, regrade
 from headrace.pipeline.tools.replay import replay_dump
-from headrace.pipeline.tools.report import gradient_share, write_dump
+from headrace.pipeline.tools.report import write_dump
 
 pytestmark = pytest.mark.slow
 
@@ -285,32 +285,6 @@ def test_a_grader_and_a_dump_of_headrace_get_all_parts_of_a_message(letters, tmp
         assert list(again["response_text"]) == list(batch["response_text"])
 
 
-def test_arguments_move_the_shares_of_the_gradient(letters, tmp_path):
-    """15 rows have 1,060 letters of content and 10,511 of arguments, in groups of 3 with rewards 1, 1 and 0.
-
-    The sizes of the advantages in a group are 1 : 1 : 2, and all tokens of a step have one weight. The shares
-    in the first group are 102 : 72 : 2·13 by the contents alone, and 200 : 1120 : 2·1340 by all letters.
-    """
-    contents = [102, 72, 13, *[72] * 11, 81]
-    arguments = [95, 1045, 1324, *[670] * 11, 677]
-    assert (sum(contents), sum(arguments)) == (1060, 10_511)
-    counted = {}
-    for called in (False, True):
-        rows = []
-        for at, (content, letters_of) in enumerate(zip(contents, arguments, strict=True)):
-            given = json.dumps({"x": "a" * (letters_of - len('{"x": ""}'))})
-            message = {"role": "assistant", "content": "c" * content}
-            if called:
-                message["tool_calls"] = [{"function": {"name": "run", "arguments": given}}]
-            rows.append(verifiers_row(at // 3, float(at % 3 < 2), completion=[message, TOOL]))
-        batch = read_one(write_lines(tmp_path / "results.jsonl", rows), tokenizer=letters, group_size=3)
-        report = make_report(composed("pipeline=grpo", "pipeline.stages.gate.group_size=3").run(batch))
-        assert trained(batch) == [c + called * (3 + a) for c, a in zip(contents, arguments, strict=True)]
-        first = gradient_share(report.columns)[:3]
-        counted[called] = [round(100 * float(share)) for share in first / first.sum()]
-    assert counted == {False: [51, 36, 13], True: [5, 28, 67]}
-
-
 # -- a chat template that marks the assistant's tokens -----------------------------------------------------
 
 TEMPLATE = (
@@ -485,55 +459,13 @@ def test_groups_by_order_are_consecutive_rows(tmp_path):
     assert in_order(batch["group_id"]) == [at // 4 for at in range(12)]
     assert list(batch["group_label"])[4] == "What is this? #2"
     assert source.notices[0].startswith("Groups come from the order of the rows: each 4 rollouts next to one")
-    assert_refused(
-        "must divide the rollouts of each step; found 12 .*group_size=5", path, group_by="order", group_size=5
-    )
     assert_refused("a sample needs a group", path)
-    rows[5]["input"] = "another"
-    write_lines(path, rows)
-    assert_refused(
-        "7.jsonl:6: .* must have the same prompt; found another prompt", path, group_by="order", group_size=4
-    )
     for options, why in (
         ({"group_by": "order"}, "so group_size is required"),
         ({"group_by": "order", "group_size": 4, "skip_bad": True}, "needs every record"),
     ):
         with pytest.raises(ValueError, match=why):
             open_dump(path, **options)
-    named = write_lines(tmp_path / "8.jsonl", [verl_row("a_0_0", 1.0)])
-    assert_refused("order is for rows without a group; found", named, group_by="order", group_size=1)
-
-
-def test_a_group_by_order_needs_one_prompt_in_the_first_segments_of_its_rollouts(tmp_path):
-    """Each rollout of the prime-rl dump forks, and its second branch has another prompt."""
-    rows = []
-    for name in "abcd":
-        fork = [node(None, "user", [], [], message={"role": "user", "content": "?"})]
-        said = {"role": "user", "content": f"{name} asks"}
-        fork += [node(0, "assistant", [], [], sampled=True), node(0, "user", [], [], message=said)]
-        fork += [node(2, "assistant", [], [], sampled=True)]
-        rows.append({**episode("g", name, {"r": {"score": 1.0}}, trace={"nodes": fork}), "group": None})
-    path = write_lines(tmp_path / "traces.jsonl", rows)
-    batch = read_one(path, group_by="order", group_size=2)
-    assert in_order(batch["group_id"]) == [0] * 4 + [1] * 4
-    assert [text.endswith("asks") for text in batch["prompt_text"]] == [False, True] * 4
-    rows[1]["traces"][0]["nodes"][0]["message"]["content"] = "another"
-    assert_refused("found another prompt", write_lines(path, rows), group_by="order", group_size=2)
-
-
-def test_a_step_that_is_one_huge_group_of_one_text_is_suspicious(tmp_path):
-    rows = [verl_row(None, float(at % 3), prompt="What is this?") for at in range(144)]
-    path = write_lines(tmp_path / "7.jsonl", rows)
-    for how in ("prompt", "order"):
-        source = open_dump(path, group_by=how, group_size=144)
-        list(source)
-        assert (
-            "all 144 rollouts have one prompt text, and are one group. This is suspicious"
-            in source.notices[-1]
-        )
-    source = open_dump(path, group_by="order", group_size=8)
-    list(source)
-    assert len(source.notices) == 1
 
 
 def test_the_terminal_and_the_page_say_where_groups_and_tokens_come_from(letters, tmp_path):
