@@ -47,7 +47,10 @@ class Coin(SmallTask):
 def certified(folder: Path, *words: str) -> tuple[float, str, list[dict]]:
     """Run the command. Return its number, its text and the certificates of its file."""
     value, text = told(certify, configure("config", "task=certify", *words), folder, words)
-    return value, text, json.loads((folder / "certificate.json").read_text())["certificates"]
+    written = (folder / "certificate.json").read_text()
+    found = json.loads(written)
+    assert written.strip() == json.dumps(found, indent=1)
+    return value, text, found["certificates"]
 
 
 def test_the_command_prints_a_table_and_writes_the_numbers(tmp_path):
@@ -225,6 +228,17 @@ def test_a_nan_advantage_gets_no_certificate(tmp_path):
 def test_options_of_a_task_that_cannot_be_are_refused(make, says):
     with pytest.raises(ValueError, match=says):
         make()
+
+
+def test_a_terminal_shows_a_bar_that_is_erased_at_the_end(tmp_path):
+    text, looks = io.StringIO(), {"force_terminal": True, "color_system": None, "_environ": {"TERM": "xterm"}}
+    words = [ONLY, "certify.group_sizes=2", "pipeline=rloo", "report.html=false"]
+    certify(
+        configure("config", "task=certify", *words), tmp_path, words, Console(file=text, width=80, **looks)
+    )
+    assert "certifying" in text.getvalue()
+    shown = text.getvalue().rpartition("certifying")[2]
+    assert shown.index("\x1b[2K") < shown.index("stop_or_continue, groups of 2")  # it erases the line
 
 
 def test_certify_most_is_the_greatest_number_of_outcomes(tmp_path):

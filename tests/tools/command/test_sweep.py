@@ -25,7 +25,9 @@ def test_the_numbers_of_a_training_are_those_of_its_file(tmp_path):
     (tmp_path / "metrics.csv").write_text("\n".join(["step,reward/all/mean,rows/in,rows/trained", *lines]))
     said = {"job": 0, "task": "train", "overrides": [], "number": 11.0, "failure": ""}
     record_job(tmp_path, began=0.0, **said)
-    found = json.loads((tmp_path / FILE).read_text())
+    written = (tmp_path / FILE).read_text()
+    found = json.loads(written)
+    assert written.strip() == json.dumps(found, indent=1)
     assert (found["steps"], found["rewards"], found["trained"]) == (12, [1.0, 10.0], 66 / 240)
     later = time.time() + 60
     record_job(tmp_path, began=later, **said)

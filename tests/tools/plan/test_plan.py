@@ -616,7 +616,9 @@ def test_a_prompt_of_several_steps_is_one_prompt(tmp_path):
     _, text = planned(
         configured(tmp_path, "source.group_by=null", "plan.group_sizes=[2,4]"), tmp_path / "out"
     )
-    found = json.loads((tmp_path / "out" / "plan.json").read_text())
+    written = (tmp_path / "out" / "plan.json").read_text()
+    found = json.loads(written)
+    assert written.strip() == json.dumps(found, indent=1)
     assert (found["groups"], found["prompts"], found["pooled_steps"]) == (4, 2, 2)
     of_all = found["ranges"][-1]["chance_of_equal"]
     assert [of_all[size]["at_most"] for size in ("2", "4")] == [0.5, 0]
