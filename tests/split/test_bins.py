@@ -168,7 +168,7 @@ def even_out_by_loops(held, length, cost, budget, close):
             return
         for light in sorted(range(len(held)), key=load.__getitem__)[:8]:
             gap, best = load[heavy] - load[light], []
-            others = [*held[light], *([None] if len(held[heavy]) > 1 else [])]
+            others = [*held[light], None]
             for x in sorted(held[heavy], key=cost.get):
                 wanted = cost[x] - gap / 2
                 below = [y for y in others if cost[y] < wanted]

@@ -440,8 +440,7 @@ def _exchange(
     For each heavy item, only its two nearest partners by cost are tried. Returns None if none of them fits
     the budget and brings the costs closer.
     """
-    partners: list[int | None] = [None] if len(bins[heavy]) > 1 else []
-    partners += bins[light]
+    partners = [None, *bins[light]]  # to move the only item of a bin never brings the costs closer
     costs = [0 if item is None else cost[item] for item in partners]  # ascending: `even_out` sorts bins
     best, smallest = None, gap
     for x in bins[heavy]:
