@@ -553,6 +553,10 @@ def test_each_reward_function_of_the_queue_is_a_column():
     put(queued, 0, 9.0, rewards_a=1.0, rewards_b=2.0)
     put(queued, 0, 9.0, rewards_a=0.0, rewards_b=1.0)
     assert [each.advantage for each in taken(queued)] == [1.0, -1.0]
+    queued = queue_of("dr_grpo", "~pipeline.stages.collapse")  # one column, the reward of all functions
+    put(queued, 0, 9.0, rewards_a=1.0, rewards_b=2.0)
+    put(queued, 0, 7.0, rewards_a=0.0, rewards_b=1.0)
+    assert [each.advantage for each in taken(queued)] == [1.0, -1.0]
 
 
 def test_a_row_of_the_queue_keeps_its_own_mask():

@@ -396,6 +396,13 @@ def test_a_waiting_rollout_of_one_row_adds_no_object_to_the_garbage_collector():
     assert many.held == 400
 
 
+def test_waiting_groups_and_rollouts_have_no_dict():
+    assembler = GroupAssembler()
+    assembler.put(batch_of_lines([Line(0, 0, 0, False)]))
+    (group,) = assembler._stream.waiting.values()
+    assert not any(hasattr(each, "__dict__") for each in (group, *group.rollouts.values()))
+
+
 def test_a_refused_put_keeps_no_memory_of_its_batch():
     assembler = GroupAssembler(group_size=2)
     batch = batch_of_lines([Line(4, 0, 0, True), Line(9, 0, 0, True)])

@@ -57,7 +57,7 @@ class Row(NamedTuple):
     """The piece that holds the row itself."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
 class Rollout:
     """The rows of a rollout that have arrived."""
 
@@ -136,7 +136,7 @@ class Rollout:
         self.complete = begun == self.ends and first_begins
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
 class Group:
     """An open group: it was announced or has rows, and was not taken or closed yet. A plan holds copies."""
 

@@ -97,7 +97,7 @@ class Intervals:
         return torch.tensor(self._edges, dtype=torch.int64).view(-1, 2) - torch.tensor([0, 1])
 
 
-@dataclass(slots=True, eq=False)
+@dataclass
 class StreamPlan:
     """The planned changes to groups, because of new rows, announcements or timeouts."""
 
