@@ -391,8 +391,8 @@ class GroupAssembler(
                 stuck = stuck and max(map(len, stream.ready.values())) < self.groups
                 least.append(max(room, int(stuck)))
             if concurrent is not None:
-                running = (g.dispatched - g.have - g.lost for g in stream.waiting.values())
-                least.append((concurrent - sum(max(0, number) for number in running)) // size)
+                running = sum(g.dispatched - g.have - g.lost for g in stream.waiting.values())
+                least.append((concurrent - running) // size)
             if self.max_pending_groups is not None:
                 least.append(self.max_pending_groups - self.pending)
             return max(0, min(least))

@@ -357,7 +357,7 @@ def _read(content: pyarrow.Buffer, at: int) -> tuple[str, dict[str, Any], int]:
 
 def _next_whole(content: pyarrow.Buffer, at: int) -> int | None:
     """The offset of the first readable event after a damaged one, or None."""
-    for found in MARK.finditer(content, at + 8):
+    for found in MARK.finditer(content, at):
         with suppress(*DAMAGED):
             _read(content, found.start())
             return found.start()
