@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -298,8 +299,10 @@ def test_a_component_by_rollout_needs_rollout_ids():
 
 
 def test_a_component_without_options_has_the_loss_weight():
-    for unit in UNITS:
-        batch, more = drawn(3), MORE.get(unit, {})
+    dense = drawn(3)
+    ragged = lazy_stack(list(dense.exclude(LOG_PROB).unbind(0)))  # all log-probabilities are finite
+    for unit, batch in itertools.product(UNITS, (dense, ragged)):
+        more = MORE.get(unit, {})
         out = LossWeight(unit=unit, **more, components={"objective": {}, "kl": {"factor": 0.5}})(batch)
         expected = out["loss_weight"][:, None] * out[LOSS]
         assert torch.equal(out["loss_weights", "objective"], expected)
