@@ -561,7 +561,7 @@ MESSAGES = {
         "group_key of Base is fixed at construction: construct a new Base with group_key='uid'",
     ),
     "an unknown column of a class": (
-        lambda: type("Odd", (Base,), {}, columns=("grp",)),
+        lambda: type("Odd", (Base,), {}, columns=("group", "grp", "rewrd")),
         f"Odd: unknown column 'grp'; known are {', '.join(COLUMNS)}",
     ),
     # stage.py

@@ -106,7 +106,7 @@ def as_ids(
         raise BatchError(f"{name} must be integers of at most 63 bits; found {int(ids.long().min()) + 2**64}")
     if ids.ndim == 0 or ids.numel() != ids.shape[0]:
         raise BatchError(f"{name} must be one integer per row, (N,) or (N, 1); got shape {tuple(ids.shape)}")
-    return (ids if ids.ndim == 1 else ids.reshape(-1)).to(torch.int64)
+    return ids.reshape(-1).to(torch.int64)
 
 
 def number_ids(batch: TensorDictBase, keys: Sequence[NestedKey]) -> TensorDictBase:

@@ -294,7 +294,7 @@ def read_column(batch: TensorDictBase, key: NestedKey, *, reader: str, option: s
         facts = facts_of(batch, key, option, reader)
         needed = f"one number per row in {{column}}, for {counted(len(batch), 'row')}"
         raise BatchError(f"{{reader}} needs {needed}; found {found}{labels}", **facts)
-    return value if value.ndim == 1 else value.reshape(-1)
+    return value.reshape(-1)
 
 
 def read_written(batch: TensorDictBase, key: NestedKey, *, reader: str, writer: str) -> Tensor:
