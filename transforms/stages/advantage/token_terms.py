@@ -148,9 +148,7 @@ def sum_at_place(trains: Tensor, group_id: Tensor) -> Callable[[Tensor], Tensor]
     groups = Ids(as_ids(group_id, "group_id").cpu())
     # 1. The row indices of each group, (P, G). Smaller groups are filled up with the index N, a row of zeros.
     position = groups.positions()
-    member = torch.full(
-        (groups.n, len(position.unique())), len(trains)
-    )  # the largest group has all positions
+    member = torch.full((groups.n, len(position.unique())), len(trains))  # the largest group has every one
     member[groups.of, position] = torch.arange(len(trains))
     member, of = member.to(trains.device), groups.of.to(trains.device)
     # 2. The index of each token among the tokens in the loss of its row.
