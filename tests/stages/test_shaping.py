@@ -252,6 +252,13 @@ def test_without_success_no_length_is_penalized():
     assert relative_length(torch.tensor([0.0, 0, -2]), lengths, group).tolist() == [1, 1, 1]
 
 
+def test_a_rollout_alone_is_as_long_as_the_mean_unless_it_is_empty():
+    for length, factor in ((0, 1.0), (1, 0.5), (2, 0.5)):
+        one = torch.ones(1), torch.tensor([length]), torch.zeros(1, dtype=torch.int64)
+        assert relative_length(*one, form="rescale").tolist() == [factor]
+        assert relative_length(*one).tolist() == [1.0]
+
+
 def test_excluded_rollouts_are_not_in_length_statistics():
     batch = batch_of([1.0, 1, 1], [0, 0, 0])
     batch[MASK] = torch.arange(4) < torch.tensor([2, 4, 1])[:, None]
