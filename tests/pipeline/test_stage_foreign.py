@@ -92,31 +92,40 @@ def test_rewards_of_rows_are_final_when_rollouts_have_theirs(rewards, is_change,
 
 
 def test_values_that_a_stage_leaves_alone_keep_the_precision_of_the_table(make_batch):
-    """The table has float64, and a batch float32. The stage doubles the advantage of row 1."""
+    """The table has float64, and a batch float32. The stage doubles the advantage of row 1.
+
+    It also changes the type of one column, and the shape of another. Both were read before the advantage.
+    """
 
     def doubles(batch):
-        batch = batch.clone()
+        batch = batch.clone().set("status", batch["status"].int()).set("policy_version", torch.ones(3, 2))
         batch["advantage"][1] *= 2
         return batch
 
     stages = {"advantage": GroupRelativeAdvantage(scale="none"), "doubles": doubles}
-    run = Pipeline(stages).run(make_batch([1.0, 0, 0], [0, 0, 0]))
+    rows = make_batch([1.0, 0, 0], [0, 0, 0], status=[0, 1, 0], policy_version=[4, 5, 6])
+    run = Pipeline(stages).run(rows)
+    assert OF_TOKENS not in run.rows.table.columns, "it is the same for all tokens of a row"
     rounded = float(torch.tensor(-1 / 3, dtype=torch.float32))
     assert run.rows.table.columns["advantage"].tolist() == [1 - 1 / 3, 2 * rounded, -1 / 3]
     without = Pipeline(stages | {"doubles": lambda batch: batch.exclude("advantage")}).run(
-        run.batch.exclude("headrace")
+        run.batch.exclude("headrace", "policy_version")
     )
     assert "advantage" not in without.batch.keys()
 
 
+@pytest.mark.parametrize(
+    ("masked", "found"),
+    [(True, [[-0.5, 3.0], [0.0, 0.0], [17 / 3, 17.0]]), (False, [[1.0, 7.0], [8.0, 24.0], [17 / 3, 17.0]])],
+)
 @pytest.mark.parametrize("ragged", [False, True])
-def test_the_advantage_of_a_rows_tokens_is_measured_within_the_loss_mask(ragged, make_batch):
+def test_the_advantage_of_a_rows_tokens_is_measured_within_the_loss_mask(ragged, masked, found, make_batch):
     """By hand: the mean over tokens in the loss, 0 without any, and the sum of absolute values."""
     batch = make_batch([1.0, 2, 3], [0, 0, 0])
     of_tokens = torch.tensor([[1.0, -2, 4], [8, 8, 8], [0.5, 0.5, 16]]).unsqueeze(-1)
     mask = torch.tensor([[True, True, False], [False] * 3, [True, True, True]])
     batch = batch.select("group_id", "rollout_id", ("next", "reward"))
-    rows = [row.set(MASK, own) for row, own in zip(batch.unbind(0), mask, strict=True)]
+    rows = [row.set(MASK, own) if masked else row for row, own in zip(batch.unbind(0), mask, strict=True)]
 
     def gives(rows):
         if not ragged:
@@ -126,7 +135,7 @@ def test_the_advantage_of_a_rows_tokens_is_measured_within_the_loss_mask(ragged,
         )
 
     run = Pipeline({"mine": gives}).run(lazy_stack(rows) if ragged else torch.stack(rows))
-    assert run.rows.table.columns[OF_TOKENS].tolist() == [[-0.5, 3.0], [0.0, 0.0], [17 / 3, 17.0]]
+    assert run.rows.table.columns[OF_TOKENS].tolist() == found
 
 
 def test_a_stage_that_raises_is_named(make_batch):
