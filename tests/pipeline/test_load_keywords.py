@@ -164,6 +164,7 @@ BY = "+pipeline.stages.split"
             {"stages": {"advantage": {"clp": None}}},
             r"pipeline.stages.advantage .*no option 'clp' \(did you mean 'clip'",
         ),
+        (["grpo"], {"stages": {"signs": None}}, r"stages\.signs: the recipe has no stage 'signs'; its"),
         (["as/verl"], {"stages": {"filter": {"action": "drop"}}}, "no stage 'filter'; its stages are gate, "),
         (["grpo"], {"scale": "nose"}, "scale must be one of 'group'"),
         (["grpo"], {"stages": {"filter": 3}}, r"^stages\['filter'\] must be a mapping .*, or None; got 3$"),
@@ -266,12 +267,6 @@ def test_options_of_a_stage_that_the_recipe_lacks_change_the_usual_stage():
     options = ("pipeline.stages.filter={action: exclude}", "+pipeline.stages.whitening={per: sample}")
     found = load_pipeline("grpo", *options, order=ORDER).stages
     assert (found["filter"].action, found["whitening"].per) == ("exclude", "sample")
-
-
-@pytest.mark.parametrize("value", [{"negative": 0.5}, None])
-def test_a_stage_that_the_recipe_lacks_is_not_changed_or_removed(value):
-    with pytest.raises(ConfigError, match=r"pipeline\.stages\.signs.*: the recipe has no stage 'signs'"):
-        load_pipeline("grpo", stages={"signs": value})
 
 
 MINE = "{_target_: headrace.transforms.SignFactors, negative: 0.5}"

@@ -133,14 +133,6 @@ def test_writing_to_a_minibatch_changes_no_epoch_run_or_input(make_batch, lazy):
     assert "advantage" not in batch.keys()
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-def test_a_loss_mask_that_is_not_bool_is_refused(make_batch, dtype):
-    batch = make_batch([1.0, 3], [0, 0])
-    batch[MASK] = batch[MASK].to(dtype)
-    with pytest.raises(BatchError, match="a loss mask is bool"):
-        Pipeline({})(batch)
-
-
 def test_a_failing_stage_is_named_with_its_options(make_batch):
     with pytest.raises(
         IncompleteGroupsError, match=r"stage 'gate', CompletenessGate\(group_size=7\): 3 incomplete"

@@ -98,44 +98,50 @@ def test_values_that_a_stage_leaves_alone_keep_the_precision_of_the_table(make_b
     """
 
     def doubles(batch):
-        batch = batch.clone().set("status", batch["status"].int()).set("policy_version", torch.ones(3, 2))
+        batch = batch.clone().set("status", batch["status"].int()).set("expected_rollouts", torch.ones(3, 2))
         batch["advantage"][1] *= 2
         return batch
 
     stages = {"advantage": GroupRelativeAdvantage(scale="none"), "doubles": doubles}
-    rows = make_batch([1.0, 0, 0], [0, 0, 0], status=[0, 1, 0], policy_version=[4, 5, 6])
+    rows = make_batch([1.0, 0, 0], [0, 0, 0], status=[0, 1, 0], expected_rollouts=[3] * 3)
     run = Pipeline(stages).run(rows)
     assert OF_TOKENS not in run.rows.table.columns, "it is the same for all tokens of a row"
     rounded = float(torch.tensor(-1 / 3, dtype=torch.float32))
     assert run.rows.table.columns["advantage"].tolist() == [1 - 1 / 3, 2 * rounded, -1 / 3]
     without = Pipeline(stages | {"doubles": lambda batch: batch.exclude("advantage")}).run(
-        run.batch.exclude("headrace", "policy_version")
+        run.batch.exclude("headrace", "expected_rollouts")
     )
     assert "advantage" not in without.batch.keys()
 
 
-@pytest.mark.parametrize(
-    ("masked", "found"),
-    [(True, [[-0.5, 3.0], [0.0, 0.0], [17 / 3, 17.0]]), (False, [[1.0, 7.0], [8.0, 24.0], [17 / 3, 17.0]])],
-)
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_the_advantage_of_a_rows_tokens_is_measured_within_the_loss_mask(ragged, masked, found, make_batch):
-    """By hand: the mean over tokens in the loss, 0 without any, and the sum of absolute values."""
+def test_the_advantage_of_a_rows_tokens_is_measured_within_the_loss_mask(ragged, masked, make_batch):
+    """By hand: the mean over tokens in the loss, 0 without any, and the sum of absolute values.
+
+    In ragged rows, the first row has only its first two tokens.
+    """
     batch = make_batch([1.0, 2, 3], [0, 0, 0])
     of_tokens = torch.tensor([[1.0, -2, 4], [8, 8, 8], [0.5, 0.5, 16]]).unsqueeze(-1)
     mask = torch.tensor([[True, True, False], [False] * 3, [True, True, True]])
     batch = batch.select("group_id", "rollout_id", ("next", "reward"))
-    rows = [row.set(MASK, own) if masked else row for row, own in zip(batch.unbind(0), mask, strict=True)]
+    widths = [2 if ragged else 3, 3, 3]
+    rows = list(batch.unbind(0))
+    for row, own, width in zip(rows, mask, widths, strict=True):
+        row.update({MASK: own[:width]} if masked else {})
 
     def gives(rows):
         if not ragged:
             return rows.copy().set("advantage", of_tokens)
+        given = [own[:width] for own, width in zip(of_tokens, widths, strict=True)]
         return lazy_stack(
-            [row.copy().set("advantage", own) for row, own in zip(rows.unbind(0), of_tokens, strict=True)]
+            [row.copy().set("advantage", own) for row, own in zip(rows.unbind(0), given, strict=True)]
         )
 
     run = Pipeline({"mine": gives}).run(lazy_stack(rows) if ragged else torch.stack(rows))
-    assert run.rows.table.columns[OF_TOKENS].tolist() == found
+    first = [-0.5, 3.0] if masked or ragged else [1.0, 7.0]
+    second = [0.0, 0.0] if masked else [8.0, 24.0]
+    assert run.rows.table.columns[OF_TOKENS].tolist() == [first, second, [17 / 3, 17.0]]
 
 
 def test_a_stage_that_raises_is_named(make_batch):
