@@ -119,29 +119,26 @@ def test_values_that_a_stage_leaves_alone_keep_the_precision_of_the_table(make_b
 def test_the_advantage_of_a_rows_tokens_is_measured_within_the_loss_mask(ragged, masked, make_batch):
     """By hand: the mean over tokens in the loss, 0 without any, and the sum of absolute values.
 
-    In ragged rows, the first row has only its first two tokens.
+    Three rows occur six times, because a sixteenth of the rows is read at once. In ragged rows, the first has
+    only its first two tokens.
     """
-    batch = make_batch([1.0, 2, 3], [0, 0, 0])
-    of_tokens = torch.tensor([[1.0, -2, 4], [8, 8, 8], [0.5, 0.5, 16]]).unsqueeze(-1)
-    mask = torch.tensor([[True, True, False], [False] * 3, [True, True, True]])
-    batch = batch.select("group_id", "rollout_id", ("next", "reward"))
-    widths = [2 if ragged else 3, 3, 3]
-    rows = list(batch.unbind(0))
-    for row, own, width in zip(rows, mask, widths, strict=True):
-        row.update({MASK: own[:width]} if masked else {})
+    tokens = torch.tensor([[1.0, -2, 4], [8, 8, 8], [0.5, 0.5, 16]] * 6).unsqueeze(-1)
+    mask = torch.tensor([[True, True, False], [False] * 3, [True, True, True]] * 6)
+    batch = make_batch([1.0, 2, 3] * 6, [0] * 18).select("group_id", "rollout_id", ("next", "reward"))
+    rows, whole = list(batch.unbind(0)), slice(None)
+    cuts = [slice(2) if ragged else whole, whole, whole] * 6
+    for row, own, cut in zip(rows, mask, cuts, strict=True):
+        row.update({MASK: own[cut]} if masked else {})
+    pack = lazy_stack if ragged else torch.stack
 
     def gives(rows):
-        if not ragged:
-            return rows.copy().set("advantage", of_tokens)
-        given = [own[:width] for own, width in zip(of_tokens, widths, strict=True)]
-        return lazy_stack(
-            [row.copy().set("advantage", own) for row, own in zip(rows.unbind(0), given, strict=True)]
-        )
+        each = zip(rows.unbind(0), tokens, cuts, strict=True)
+        return pack([row.copy().set("advantage", own[cut]) for row, own, cut in each])
 
-    run = Pipeline({"mine": gives}).run(lazy_stack(rows) if ragged else torch.stack(rows))
     first = [-0.5, 3.0] if masked or ragged else [1.0, 7.0]
     second = [0.0, 0.0] if masked else [8.0, 24.0]
-    assert run.rows.table.columns[OF_TOKENS].tolist() == [first, second, [17 / 3, 17.0]]
+    found = Pipeline({"mine": gives}).run(pack(rows)).rows.table.columns[OF_TOKENS]
+    assert found.tolist() == [first, second, [17 / 3, 17.0]] * 6
 
 
 def test_a_stage_that_raises_is_named(make_batch):
