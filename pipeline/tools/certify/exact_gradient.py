@@ -317,5 +317,5 @@ def _keep_within(stages: list[nn.Module]) -> bool:
                 if getattr(part, option, None) not in within:
                     return False
         if within.intersection(getattr(stage, "keys", ())):  # a combined id that includes the group id
-            within.add(getattr(stage, "into", None))
+            within.update(getattr(stage, "out_keys", ()))
     return True

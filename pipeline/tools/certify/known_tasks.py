@@ -16,7 +16,7 @@ from headrace.transforms.table.schema import Status
 
 from .small_task import Family, Prompt, SmallTask, Trajectory
 
-NEVER = -1e9  # a log-probability whose exponential and whose entropy term are 0
+NEVER = torch.finfo(torch.float64).min  # its exponential is 0, and so is its entropy term
 
 
 @dataclass(kw_only=True, eq=False)

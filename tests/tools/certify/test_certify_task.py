@@ -171,7 +171,7 @@ def test_tasks_that_a_recipe_refuses_for_one_reason_are_on_one_line():
         "c": "needs a key; the batch has d",
     }
     found = [Refused("rloo", task, 4, reason) for task, reason in reasons.items()]
-    show_certificates(found, Console(file=text))
+    show_certificates(found, Console(file=text, width=30))  # no sentence is wrapped
     assert text.getvalue().splitlines() == [
         "rloo refuses the rows of a, b: rewards must be ≥ 0",
         "rloo refuses the rows of c: needs a key",

@@ -134,7 +134,11 @@ def test_a_line_of_a_sweep_has_the_options_that_differ_and_the_results():
     """Options with equal last names are shown with their full names. Job 1 failed before its first step."""
     job = {"task": "train", "failure": "", "seconds": 1234.56, "steps": 1000, "trained": 0.375}
     first = {"job": 0, "overrides": ["rows=llm", "+a.size=2", "b.size=3"], "rewards": [0.125, 0.875]}
-    failed = {"job": 1, "overrides": ["rows=llm", "a.size=4", "b.size=3"], "failure": "it\x1b failed"}
+    failed = {
+        "job": 1,
+        "overrides": ["rows=llm", "a.size=4", "b.size=3"],
+        "failure": f"it\x1b failed{' and' * 40}",
+    }
     last = {"job": 12, "overrides": ["rows=llm", "b.size=5"], "rewards": [0.5], "trained": 0.0}
     jobs = [job | first, {"task": "train", "seconds": 2} | failed, job | last | {"seconds": 0.26}]
     title, *lines = [line.split() for line in shown(jobs, "out").splitlines() if line.strip(" ─")]
@@ -146,7 +150,7 @@ def test_a_line_of_a_sweep_has_the_options_that_differ_and_the_results():
         ["12", "–", "5", "0.500", "→", "0.500", "0%", "1000", "0.3"],
     ]
     assert [" ".join(line) for line in lines[-2:]] == [
-        "job 1 failed: it\\x1b failed",
+        f"job 1 failed: it\\x1b failed{' and' * 40}",
         "written to out, a folder for each job",
     ]
 

@@ -93,7 +93,7 @@ def task(refused, error=BatchError):
 
 def read(folder, of, **options):
     """The results of a task, the message of its error, what it prints, and the object that read the steps."""
-    console = Console(width=200, file=io.StringIO())
+    console = Console(width=40, file=io.StringIO())  # no sentence is wrapped
     steps, found, error = DumpSteps(open_dump(folder, "verl", **options), console), [], ""
     try:
         for result in steps.results(of):
