@@ -491,7 +491,7 @@ OVER_GROUPS += ["token-advantage", "token-advantage-multiply"]
 @every
 def test_a_stage_decides_about_each_group_alone_if_it_says_so(name):
     """Splits and weights say so, because they change no advantage."""
-    assert STAGES[name]().within_groups == (name not in OVER_GROUPS)
+    assert STAGES[name]().within_groups == (name not in OVER_GROUPS), "set within_groups, or edit OVER_GROUPS"
     if name in OVER_GROUPS or name.startswith(("split", "weight")):
         return
     batch = rows().exclude("prompt_text")
@@ -514,7 +514,9 @@ def test_no_later_stage_may_change_what_an_advantage_is_computed_from(name):
     if name.startswith(("correction", "split", "pipeline")):
         return  # the weights of a correction are final, and so are the rows that a split carries
     read = {*stage.in_keys} - {*stage.out_keys, *COMPUTED[name]} if name in COMPUTED else set()
-    assert {*stage.final_keys} == read
+    assert {*stage.final_keys} == read, (
+        "set final_keys, and add a stage that computes an advantage to COMPUTED"
+    )
 
 
 # These options accept rollouts without a reward, which the stages refuse by default.
