@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import re
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -174,6 +175,12 @@ def test_rows_that_make_no_tree_are_refused_with_the_reason():
     for function in (tree_mask, tree_mask_mod, lambda rows: tree_log_probs(torch.zeros(1, 4, 9), rows)):
         with pytest.raises(MissingKeyError, match=r"written by pack\(..., tree=True\)"):
             function(pack(batch))
+    for function, shape in product(
+        (tree_log_probs, logits_of_tokens), ((1, 4, 9), (2, 3, 9), (1, 3), (3, 9))
+    ):
+        said = f"logits must be (1, 3, V), for the 3 nodes of packed['input_ids']; got {shape}"
+        with pytest.raises(BatchError, match=f"^{re.escape(said)}$"):
+            function(torch.zeros(shape), packed)
     with pytest.raises(MissingKeyError, match="row_input_keys"):
         pack(batch, tree=True, row_input_keys=["image"])
     with pytest.raises(MissingKeyError, match="input_keys"):
