@@ -179,8 +179,7 @@ def test_a_batch_is_skipped_if_all_ranks_with_rows_hold_their_rows_again(own, ot
     if skipped is None:
         said = (
             "ranks [0] hold rows that were trained before the state was saved, and the other ranks hold "
-            "other "
-            "rows: give all ranks the rows of the same batch"
+            "other rows: give all ranks the rows of the same batch"
         )
         with pytest.raises(BatchError, match=f"^{re.escape(said)}$"):
             memory.cut(split, rows.seen_by(split, "split"))
@@ -191,8 +190,7 @@ def test_a_batch_is_skipped_if_all_ranks_with_rows_hold_their_rows_again(own, ot
     if skipped:
         said = (
             "this batch of 7 rows was trained before the state was saved, so it is skipped. Give it once "
-            "more to "
-            "train a second pass over it"
+            "more to train a second pass over it"
         )
         assert [each.getMessage() for each in caplog.records] == [said]
         assert rows.table.fates.reasons_of(torch.arange(7)) == ["split/trained_before"] * 7

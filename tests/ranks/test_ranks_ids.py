@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recipes import FEW
 
-from headrace.transforms import (
-    BatchError,
-)
+from headrace.transforms import BatchError
 from headrace.transforms.ranks import tell_apart
 
 

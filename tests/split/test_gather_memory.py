@@ -9,12 +9,7 @@ from live_bytes import LiveBytes, bytes_of
 from policies import with_old
 
 from headrace.pipeline import Pipeline, load_pipeline
-from headrace.transforms import (
-    FanOutCollapse,
-    RewardsVary,
-    SampleFilter,
-    ShuffleSplit,
-)
+from headrace.transforms import FanOutCollapse, RewardsVary, SampleFilter, ShuffleSplit
 from headrace.transforms.table.schema import MINIBATCH
 
 pytestmark = pytest.mark.slow

@@ -154,6 +154,12 @@ def test_log_probs_of_nodes_equal_those_of_the_rows(name):
     torch.testing.assert_close(nodes[:, packed["packed_node"][0]][behind], wide[behind], rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("token", [-1, -200, 9])
+def test_an_id_that_the_model_does_not_have_is_refused(token):
+    with pytest.raises(IndexError, match="out of"):
+        tree_log_probs(torch.zeros(1, 2, 9), pack(dense([[1, token]]), tree=True))
+
+
 @pytest.mark.parametrize("layout", ["right", "ragged"])
 def test_device_reads_do_not_grow_with_the_rows(layout):
     for count in (1, 4, 64):
