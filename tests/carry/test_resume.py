@@ -225,7 +225,8 @@ def test_the_differences_between_a_batch_and_the_interrupted_one_are_listed(chan
     said = (
         f"a batch of 4 rows was interrupted after 3 minibatches, and this batch differs from it: {found}. "
         "To train its remaining minibatches, give that batch again, with the same options. To drop them and "
-        "start another batch, call discard_batch() of this stage, such as pipeline.stages['split'].discard_batch()"
+        "start another batch, call discard_batch() of this stage, such as "
+        "pipeline.stages['split'].discard_batch()"
     )
     with pytest.raises(BatchError, match=f"^{re.escape(said)}$"):
         BatchProgress(state, batch, change.get("options", options))
