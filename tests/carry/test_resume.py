@@ -180,7 +180,12 @@ def test_a_batch_is_known_by_its_rewards_and_by_one_integer_per_row(ragged, read
     assert every["id"].tolist() == [7, 8, 9]
     batch["id"] += 1  # a collector writes its next batch into the same memory
     assert every["id"].tolist() == [7, 8, 9]
-    if ragged:  # a stack without rows has no columns
+    if ragged:  # a column of one row is left out; a stack without rows has no columns
+        first, *others = batch.unbind(0)
+        first = TensorDict({"calls": torch.tensor(2)}, batch_size=[]).update(first)
+        some = Rows.read(lazy_stack([first, *others]))
+        found = identifying_columns(some.table, torch.arange(3), "reward")
+        assert found.keys() == {"id", "('a', 'uid')", "flag", "reward"}
         nothing = Rows.read(lazy_stack([*batch.unbind(0)])[:0])
         assert identifying_columns(nothing.table, torch.arange(0), "reward") == {}
 
