@@ -123,7 +123,11 @@ class RemoteExperienceMaker:
     """The returns of rewards for each token."""
 
     def get_cumulative_returns(self, reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
-        return (reward * mask).flip(1).cumsum(1).flip(1) * mask
+        """Σ over later tokens of γ^distance · reward, at the tokens in the loss."""
+        found, after = torch.zeros_like(reward), torch.zeros(len(reward))
+        for token in reversed(range(reward.shape[1])):
+            found[:, token] = after = reward[:, token] * mask[:, token] + gamma * after
+        return found * mask
 
 
 class Actor(nn.Module):
