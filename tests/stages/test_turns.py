@@ -24,7 +24,7 @@ from headrace.transforms import (
     turns_to_go,
     weighted_loss,
 )
-from headrace.transforms.table.schema import PADDING, ROW, TOKEN_WEIGHT
+from headrace.transforms.table.schema import IN_LOSS, PADDING, ROW, TOKEN_WEIGHT
 
 TOKENS, MASK, LOG_PROB = ("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full")
 REAL = ("masks", "all_attention_mask")
@@ -295,6 +295,8 @@ def test_a_token_in_the_loss_without_a_turn_is_refused_with_its_row():
         match=r"needs a turn index ≥ 0; found others in row 1 \(rollout 6\), row 2 \(rollout 7\)\.",
     ):
         weight(three_rows())
+    masked = three_rows().set(IN_LOSS, torch.tensor([True, False, False]))
+    assert weight(masked)["loss_weight"].tolist() == [0.5, 0.0, 0.0]
     out = three_rows()
     out[LOG_PROB][1:, 2] = torch.nan  # out of the loss
     assert float(weight(out)["loss_weight"].sum()) == pytest.approx(3 / 4)  # three rows, four turns
