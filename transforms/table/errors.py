@@ -121,7 +121,8 @@ class BatchError(ValueError):
                 return names.say_column(*fact) if isinstance(fact, ColumnFact) else str(fact)
             return str(getattr(names, f"say_{name}")(**self.facts))
 
-        text = re.sub(r"\d+", lambda id: self.labels.get(id[0], id[0]), FIELD.sub(field, self.args[0]))
+        (text,) = self.args
+        text = re.sub(r"\d+", lambda id: self.labels.get(id[0], id[0]), FIELD.sub(field, text))
         step = "" if self.step is None else f"step {self.step}: "
         recipe = f"{self.recipe} refuses it: " if self.recipe else ""
         stage = f"stage {self.stage!r}, {self.made_by}: " if self.stage else ""
@@ -133,7 +134,8 @@ class BatchError(ValueError):
     @property
     def options(self) -> list[tuple[str, str, str]]:
         """The options that the text says to set: the stage, the option, and the value, which may be empty."""
-        found = [field.groups() for field in FIELD.finditer(self.args[0])]
+        (text,) = self.args
+        found = [field.groups() for field in FIELD.finditer(text)]
         return [(stage or self.stage, name, value) for stage, name, value in found if value is not None]
 
 
