@@ -112,9 +112,10 @@ def test_a_slot_runs_one_revised_rollout_or_two_rollouts_of_one_turn():
 @pytest.mark.torchrl
 def test_a_grader_fails_on_the_rows_whose_random_number_is_below_the_probability(monkeypatch):
     """The clock goes on by a quarter of a second each time that it is read: twice for each turn."""
-    from headrace.pipeline.reverse import ReverseEnv, env
+    from headrace.pipeline.reverse import ReverseEnv
 
-    monkeypatch.setattr(env, "time", SimpleNamespace(perf_counter=count(100, 0.25).__next__))
+    clock = SimpleNamespace(perf_counter=count(100, 0.25).__next__)
+    monkeypatch.setattr("headrace.pipeline.reverse.env.time", clock)
     sampler = RepeatSampler(len(digits.STRINGS), prompts_per_batch=2, group_size=8)
     for seed in (0, 3):
         drawn = torch.rand(20, 1, generator=torch.Generator().manual_seed(seed))
