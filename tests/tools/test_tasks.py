@@ -131,16 +131,6 @@ def test_a_replay_takes_the_options_of_load_pipeline_and_has_numbers_for_each_st
     assert plain["failed_steps"] == []
 
 
-def test_files_are_kept_only_in_a_given_folder(dump, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert headrace.replay(dump).folder is None
-    assert not list(tmp_path.iterdir())
-    found = headrace.replay(dump, output=tmp_path / "out")
-    assert isinstance(found, TaskResult)
-    assert found.folder == tmp_path / "out"
-    assert (tmp_path / "out" / "report.html").exists()
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
