@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,6 +41,8 @@ def test_the_golden_advantages_equal_the_equation():
     one, other = (1 - 2) / 2**0.5, (5 - 8) / 18**0.5
     assert pytest.approx([one, -one, -one, other, -other]) == doctor.GOLDEN
     assert doctor.run_golden("cpu") == pytest.approx(doctor.GOLDEN, abs=doctor.TOLERANCE)
+    with pytest.raises(FrozenInstanceError):
+        doctor.Finding("ok", "said").what = "else"
 
 
 def test_the_tested_versions_are_those_of_the_constraints():
