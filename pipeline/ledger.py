@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.faces import AnswersGuesses
-from headrace.transforms.table import counted
+from headrace.transforms.table import count_of
 from headrace.transforms.table.fates import TRAINED
 
 from .conversations import labels_of_ids
@@ -75,7 +75,7 @@ class Ledger(AnswersGuesses):
         numbers, units = self.numbers(), ["rows", *self.ids]
         trained = [f"{numbers[f'{u}/trained']:.0f} of {numbers[f'{u}/in']:.0f} {u}" for u in units]
         reasons = {name: count for name, count in self.counts().items() if count and name != TRAINED}
-        out = [f"{name} {counted(count, 'row')}" for name, count in reasons.items()]
+        out = [f"{name} {count_of(count, 'row')}" for name, count in reasons.items()]
         return f"{', '.join(trained)} trained" + (f"; out: {', '.join(out)}" if out else "")
 
     def counts(self) -> dict[str, int]:

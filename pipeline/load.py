@@ -39,6 +39,7 @@ __all__ = [
     "PipelineOptions",
     "build_pipeline",
     "configured",
+    "is_override",
     "load_pipeline",
     "objects_in",
     "settings_of",

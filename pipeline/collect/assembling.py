@@ -14,7 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from headrace.spelling import suggest
 from headrace.transforms import BatchError, GroupAssembler, StalledError
-from headrace.transforms.table import counted, listing
+from headrace.transforms.table import count_of, listing
 from headrace.transforms.table.options import above_zero, takes_options
 
 from .bounded_calls import BoundedCalls
@@ -125,14 +125,14 @@ def rest_of(assembler: Any, leftovers: Leftovers) -> Iterator[TensorDictBase]:
     ready = assembler.ready
     if ready and leftovers == "raise":
         raise BatchError(
-            f"the source has ended with {counted(ready, 'whole group')} left over, fewer than the "
+            f"the source has ended with {count_of(ready, 'whole group')} left over, fewer than the "
             f"{assembler.groups} of a batch: set leftovers='yield' or 'drop'"
         )
     while leftovers == "yield" and (batch := assembler.take_rest()) is not None:
         yield batch
     if leftovers == "yield" and (ahead := assembler.ready):
         raise assembler.stalled(
-            f"The source has ended with {counted(ahead, 'whole group')} of policy versions newer than "
+            f"The source has ended with {count_of(ahead, 'whole group')} of policy versions newer than "
             f"assembler.version={assembler.version}: set assembler.version where the policy is updated"
         )
     if assembler.emitted == 0:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl.data import ReplayBuffer, RoundRobinWriter
 
 from headrace.transforms import BatchError, StalledError
-from headrace.transforms.table import counted
+from headrace.transforms.table import count_of
 from headrace.transforms.table.options import above_zero, takes_options
 
 COUNTER = 2**32  # a buffer counts its writes in 32 bits, so the count wraps around
@@ -177,7 +177,7 @@ class Drained:
                 locked.callback(lock.release)
             if failed := getattr(writer, "failed", 0):
                 raise BatchError(
-                    f"{counted(failed, 'write')} to the buffer failed, and those rows are lost. The "
+                    f"{count_of(failed, 'write')} to the buffer failed, and those rows are lost. The "
                     "cause is in the worker's own error. Restart with new workers and a new buffer"
                 )
             unseen = (buffer.write_count - self.position) % COUNTER

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from headrace.transforms.table import as_ids, counted, labels_of
+from headrace.transforms.table import as_ids, count_of, labels_of
 from headrace.transforms.table.options import takes_options
 
 from .assembling import check_patience, wait_for
@@ -83,7 +83,7 @@ class Pacing:
         while (draws := wait_for(self.now, lambda: self.ended, patience)) is not None:
             yield draws
         if not self.ended:
-            why = f"No capacity to dispatch {counted(self.wanted, 'group')} for {patience:g} s"
+            why = f"No capacity to dispatch {count_of(self.wanted, 'group')} for {patience:g} s"
             raise self.assembler.stalled(why)
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from headrace.transforms.split import Permuted
-from headrace.transforms.table import BatchError, Rows, counted
+from headrace.transforms.table import BatchError, Rows, count_of
 
 from .carry import join, refuse_again, take, wait_a_step
 from .resume import BatchProgress, KnownBatch, SplitState, identifying_columns
@@ -134,8 +134,8 @@ class SplitMemory:
         taken = 0 if self.state.interrupted is None else self.state.interrupted.taken
         known = "a" if self.trained_before else "no"
         return (
-            f"{self.state.calls} permutations before, {counted(taken, 'minibatch')} taken, and {known} batch "
-            "that is not trained again"
+            f"{self.state.calls} permutations before, {count_of(taken, 'minibatch')} taken, and {known} "
+            "batch that is not trained again"
         )
 
     @property

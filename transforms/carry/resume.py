@@ -10,7 +10,7 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.split import Progress
-from headrace.transforms.table import BatchError, Table, counted, few
+from headrace.transforms.table import BatchError, Table, count_of, few
 from headrace.transforms.table.schema import REASON
 from headrace.transforms.table.tensordicts import column_of, flat_rows, leaves_of
 
@@ -176,11 +176,11 @@ class BatchProgress(Progress):
         last = before.interrupted
         if last is not None and (differences := list(_differences(last, batch, self.options))):
             raise BatchError(
-                f"a batch of {counted(last.rows, 'row')} was interrupted after {{taken}}, and this batch "
+                f"a batch of {count_of(last.rows, 'row')} was interrupted after {{taken}}, and this batch "
                 "differs from it: {found}. To train its remaining minibatches, give that batch again, with "
                 "the same options. To drop them and start another batch, call discard_batch() of this stage, "
                 "such as pipeline.stages['split'].discard_batch()",
-                taken=counted(last.taken, "minibatch"),
+                taken=count_of(last.taken, "minibatch"),
                 found="; ".join(differences),
             )
 
@@ -211,7 +211,7 @@ class BatchProgress(Progress):
 
 def _differences(last: InterruptedBatch, batch: KnownBatch, options: Mapping[str, Any]) -> Iterator[str]:
     if last.rows != batch.rows:
-        yield f"this one has {counted(batch.rows, 'row')}"
+        yield f"this one has {count_of(batch.rows, 'row')}"
         return
     pairs = {name: (value, options.get(name)) for name, value in last.options.items()}
     changed = [f"{name} was {old!r} and is {new!r}" for name, (old, new) in pairs.items() if old != new]

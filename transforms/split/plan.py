@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace.transforms.table import BatchError, Ids, counted, stable_order
+from headrace.transforms.table import BatchError, Ids, count_of, stable_order
 from headrace.transforms.table.options import at_least, takes_options
 from headrace.transforms.table.process_group import check_one_way
 
@@ -356,8 +356,8 @@ def make_plan(
             # Without rows for a step, a rank takes empty micro-batches. With rows, it must fill all of them.
             if held and not all(map(all, by_rank)):
                 raise BatchError(
-                    f"minibatch {number} has {counted(held, 'row')} for {counted(len(by_rank), 'rank')} × "
-                    f"{counted(len(by_rank[0]), 'micro-batch')}, and no micro-batch may be empty: set "
+                    f"minibatch {number} has {count_of(held, 'row')} for {count_of(len(by_rank), 'rank')} × "
+                    f"{count_of(len(by_rank[0]), 'micro-batch')}, and no micro-batch may be empty: set "
                     "{remainder=pad}, or make minibatches larger"
                 )
             pieces.append(rows)

@@ -17,7 +17,7 @@ from headrace.transforms.table import (
     Missing,
     Rows,
     as_rewards,
-    counted,
+    count_of,
     require_identity,
     require_rewards,
     weighted_reward,
@@ -210,7 +210,7 @@ class FanOutCollapse(
         if value.shape[1:] != ((width,) if width > 1 else ()):
             needed = f"{width} numbers" if width > 1 else "one number"
             raise BatchError(
-                f"{{reader}} needs {needed} per row in {{column}}, for {counted(len(rows), 'row')}; found "
+                f"{{reader}} needs {needed} per row in {{column}}, for {count_of(len(rows), 'row')}; found "
                 f"{tuple(value.shape)}. If these are several rewards, set columns to their number",
                 **rows.facts("reward"),
             )

@@ -20,7 +20,7 @@ from headrace.transforms.table import (
     IncompleteGroupsError,
     MissingKeyError,
     Rows,
-    counted,
+    count_of,
     few,
     listing,
     require_identity,
@@ -267,8 +267,8 @@ def shared_ids(rows: Rows, presence: Presence) -> str:
     group = int(groups.of[row])
     own = [rows.at(each) for each in (rollouts.of == rollouts.of[row]).nonzero().flatten().tolist()]
     return (
-        f"Are rollout ids repeated? Group {rows.name('group', row)} has {counted(int(size[group]), 'row')}, "
-        f"but {counted(int(ids[group]), 'rollout id')}: rows {few(own)} have the id "
+        f"Are rollout ids repeated? Group {rows.name('group', row)} has {count_of(int(size[group]), 'row')}, "
+        f"but {count_of(int(ids[group]), 'rollout id')}: rows {few(own)} have the id "
         f"{rows.name('rollout', row)}. "
     )
 
@@ -482,7 +482,7 @@ class CompletenessGate(
             return ""
         return (
             f"Is group_size={self.group_size} wrong? {short} of {len(have)} groups have "
-            f"{counted(sizes[0], 'rollout')}. "
+            f"{count_of(sizes[0], 'rollout')}. "
         )
 
     def _refuse(

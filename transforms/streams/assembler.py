@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 
 from headrace.installed import import_extra
 from headrace.transforms.carry import to_plain
-from headrace.transforms.table import ColumnNames, Rows, TakesColumns, counted, enter_rows, labels_in_errors
+from headrace.transforms.table import ColumnNames, Rows, TakesColumns, count_of, enter_rows, labels_in_errors
 from headrace.transforms.table.options import (
     at_least,
     describe_options,
@@ -478,7 +478,7 @@ class GroupAssembler(
         with self._lock:
             puts, last = self._refused
             if puts:
-                refused = f"The stream refused {counted(puts, 'put')}, the last by {last.rstrip('.')}"
+                refused = f"The stream refused {count_of(puts, 'put')}, the last by {last.rstrip('.')}"
                 why = f"{why.rstrip('.')}. {refused}"
             return stalled(why, self._plan(), self._awaited(self.groups or 1) or (), worker)
 
@@ -599,7 +599,7 @@ class GroupAssembler(
             known = self._stream.emitted
             more = 0 if emitted is None else emitted - known
             if not 0 <= more <= len(self._taken_back):
-                was, trained = self.committed, counted(known + more, "group")
+                was, trained = self.committed, count_of(known + more, "group")
                 then = "Begin" if was is None else f"Load the weights of step {was}, or begin"
                 raise ValueError(
                     f"the weights have trained {trained}, and the journal {self.journal} has {known} that "

@@ -16,7 +16,7 @@ from headrace.transforms.table import (
     BatchError,
     IncompleteGroupsError,
     StreamWarning,
-    counted,
+    count_of,
     listing,
 )
 from headrace.transforms.table.options import above_zero
@@ -158,12 +158,12 @@ def warn_of_endless(plan: StreamPlan) -> None:
     while stream.open and plan.puts - (born := next(iter(stream.open.values()))) > oldest:
         (partition, number), _ = stream.open.popitem(last=False)
         group = stream.waiting[partition, stream.homes[partition][number]]
-        rows, age = counted(len(group.rollouts[number].rows), "row"), counted(plan.puts - born, "put")
+        rows, age = count_of(len(group.rollouts[number].rows), "row"), count_of(plan.puts - born, "put")
         endless.append(f"rollout {number} of group {group.group} ({rows}, {age} old)")
     if endless:
         warnings.warn(
             f"rollouts do not end: {listing(endless)}; the {stream.ended} that ended took at most "
-            f"{counted(stream.longest, 'put')}. The groups of the others wait in memory. Check whether the "
+            f"{count_of(stream.longest, 'put')}. The groups of the others wait in memory. Check whether the "
             "environment hangs or never sets done. Set timeout or timeout_seconds, and on_timeout, to "
             "continue without them",
             StreamWarning,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 
-from headrace.transforms.table import StreamWarning, counted, listing
+from headrace.transforms.table import StreamWarning, count_of, listing
 from headrace.transforms.table.schema import Origin
 
 from .open_groups import Group, Row
@@ -98,7 +98,7 @@ def warn_of_lost(plan: StreamPlan) -> None:
     now = plan.stream.lost
     if now.bit_length() > (now - len(plan.lost)).bit_length():
         warnings.warn(
-            f"{counted(now, 'rollout')} got lost between their worker and the assembler, the last: "
+            f"{count_of(now, 'rollout')} got lost between their worker and the assembler, the last: "
             f"{listing(plan.lost)}. They are counted as 'lost' and not trained. A MultiAsyncCollector drops "
             "rows that are not read within a second: read it with assembled(collector, …), or let its "
             "workers write into a buffer and read that with drained(). If you put rows in another order than "

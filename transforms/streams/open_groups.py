@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, cast
 
 from tensordict import TensorDict
 
-from headrace.transforms.table import counted
+from headrace.transforms.table import count_of
 from headrace.transforms.table.schema import Status
 
 from .draws import Draw
@@ -345,7 +345,7 @@ class Group:
         how = ", ".join(f"{number} {name}" for name, number in counts) or "no rows"
         where = f" of partition {self.partition}" if self.partition else ""
         has = f"{self.have} of {self.dispatched}"
-        return f"group {self.group}{where} has {has} ({how}), {counted(puts - self.born_put, 'put')} old"
+        return f"group {self.group}{where} has {has} ({how}), {count_of(puts - self.born_put, 'put')} old"
 
 
 NAMES = [each.name for each in fields(Group)]

@@ -14,7 +14,7 @@ from .errors import (
     OtherRankError,
     ProcessedTwiceError,
     StreamWarning,
-    counted,
+    count_of,
     listing,
     who_stamps,
 )
@@ -56,7 +56,7 @@ __all__ = [
     "as_rewards",
     "check_kind",
     "column_keys",
-    "counted",
+    "count_of",
     "credit_dtype",
     "enter_rows",
     "few",

@@ -8,7 +8,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from .errors import BatchError, ProcessedTwiceError, counted, listing
+from .errors import BatchError, ProcessedTwiceError, count_of, listing
 from .labels import number_ids
 from .schema import COLLECTED, PROCESSED
 from .tensordicts import (
@@ -49,7 +49,7 @@ def enter_rows(batch: TensorDictBase, id_keys: Sequence[NestedKey], *, reader: s
     flat = batch.reshape(-1) if batch.batch_dims > 1 and rows else batch
     if rows and any_row_has(flat, PROCESSED):
         raise ProcessedTwiceError(
-            f"{reader} got {counted(rows, 'row')}, and a pipeline has already processed at least one of "
+            f"{reader} got {count_of(rows, 'row')}, and a pipeline has already processed at least one of "
             "them; filters and statistics must see each rollout once: attach the pipeline at one place, and "
             "add other transforms as its stages"
         )

@@ -197,10 +197,10 @@ def who_stamps(name: str) -> str:
     )
 
 
-def counted(count: int, noun: str) -> str:
+def count_of(count: int, noun: str) -> str:
     """A number of things, for a message.
 
-    >>> counted(1, "row"), counted(2000, "row"), counted(0, "batch")
+    >>> count_of(1, "row"), count_of(2000, "row"), count_of(0, "batch")
     ('1 row', '2,000 rows', '0 batches')
     """
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"

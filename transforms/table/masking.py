@@ -8,7 +8,7 @@ from typing import NamedTuple
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from .errors import BatchError, ColumnFact, counted
+from .errors import BatchError, ColumnFact, count_of
 from .schema import key_names
 from .tensordicts import column_of, device_of, mask_tokens_of, number_of, parts_of, write_column
 
@@ -65,7 +65,7 @@ class Masking:
             if self.kept_finite is not None:
                 lacks = "no {mask}, the only mask under masked_log_prob='keep'"
             raise BatchError(
-                f"{counted(int(out.sum()), 'row')} must be masked out of the loss, but the batch has "
+                f"{count_of(int(out.sum()), 'row')} must be masked out of the loss, but the batch has "
                 f"{lacks}, so they would still train; {{present}}. Set the keys, or drop the rows",
                 mask=ColumnFact(loss_mask, "loss_mask_key"),
                 log_prob=ColumnFact(log_prob, "log_prob_key"),

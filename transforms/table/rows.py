@@ -68,7 +68,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from .columns import COLUMNS, DEFAULTS, WRITERS
-from .errors import BatchError, MissingKeyError, counted, listing
+from .errors import BatchError, MissingKeyError, count_of, listing
 from .fates import Effect
 from .ids import Ids
 from .labels import as_ids
@@ -211,7 +211,7 @@ class Rows:
         column = self[role]
         if column.ndim > 1:
             raise BatchError(
-                f"{{reader}} needs one number per row in {{column}}, for {counted(len(self), 'row')}; found "
+                f"{{reader}} needs one number per row in {{column}}, for {count_of(len(self), 'row')}; found "
                 f"{tuple(column.shape)}",
                 **self.facts(role),
             )

@@ -71,7 +71,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
-from .errors import BatchError, MissingKeyError, counted
+from .errors import BatchError, MissingKeyError, count_of
 from .options import takes_options
 from .tensordicts import any_row_has, entries_of
 
@@ -292,7 +292,7 @@ def read_column(batch: TensorDictBase, key: NestedKey, *, reader: str, option: s
         if labels and option == "status_key":
             labels = ". Write the numbers of headrace.transforms.Status, such as Status.FAILED"
         facts = facts_of(batch, key, option, reader)
-        needed = f"one number per row in {{column}}, for {counted(len(batch), 'row')}"
+        needed = f"one number per row in {{column}}, for {count_of(len(batch), 'row')}"
         raise BatchError(f"{{reader}} needs {needed}; found {found}{labels}", **facts)
     return value.reshape(-1)
 

@@ -26,7 +26,7 @@ from headrace.pipeline.tools.report import (
 from headrace.pipeline.tools.report.html import read
 from headrace.pipeline.wording import printable
 from headrace.spelling import suggest
-from headrace.transforms.table import counted
+from headrace.transforms.table import count_of
 
 from .audit_checks import CHECKS, NO_ADVANTAGES, AuditedStep, AuditFinding, CheckOutcome, DeclaredRecipe
 from .logged import MOST, LoggedRows, explain_logged
@@ -181,7 +181,7 @@ def audit_dump(
             others = "" if demanded else f". To demand some: audit.strict=[{','.join(missing)}]"
             console.print(Text(f"checks that were not made: {', '.join(missing)}{others}"), soft_wrap=True)
         if found or refused or lacking:
-            why = f"the audit has {counted(found, 'finding')}"
+            why = f"the audit has {count_of(found, 'finding')}"
             why += f", and the recipe refused {refused:,} of {steps:,} steps" * bool(refused)
             why += f", and these checks were not made: {', '.join(lacking)}" * bool(lacking)
             raise AuditFailed(why)
@@ -236,7 +236,7 @@ def said_of_checks(results: Mapping[str, CheckResult], *, why: bool = True) -> s
     """
     states = Counter(each.state for each in results.values())
     counts = [f"{states[state]} {state}" for state in ("found", "passed", "not checked") if states[state]]
-    said = f"{counted(len(results), 'check')}: {', '.join(counts)}"
+    said = f"{count_of(len(results), 'check')}: {', '.join(counts)}"
     by_reason = dict[str, list[str]]()
     for each in results.values():
         if why and each.state == "not checked":
@@ -308,7 +308,7 @@ def _lines_below(results: dict[str, CheckResult]) -> list[str]:
     lines += [f"not checked: {', '.join(titles)}: {why}" for why, titles in unchecked.items()]
     for each in results.values():
         if (more := len(each.lacking) - REASONS) > 0:
-            lines.append(f"not checked: {each.title}: {counted(more, 'more reason')}, see audit.json")
+            lines.append(f"not checked: {each.title}: {count_of(more, 'more reason')}, see audit.json")
     return [*lines, SHARE]
 
 

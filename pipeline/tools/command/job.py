@@ -28,7 +28,7 @@ from headrace.pipeline.tools.report import (
 )
 from headrace.pipeline.train import OptimiserRecord, optimise, total_loss
 from headrace.transforms import BatchError, weighted_loss
-from headrace.transforms.table import counted
+from headrace.transforms.table import count_of
 from headrace.transforms.table.schema import FINISHED
 
 
@@ -76,7 +76,7 @@ def train(config: DictConfig, output: Path) -> float:
     policy = components["policy"]
     collector = collectors.Collector(env, policy, auto_register_policy_transforms=False, **frames)
     display = TrainingDisplay(steps, output / "metrics.csv")
-    folder = ReportFolder.configured(config, output, title=counted(steps, "step"))
+    folder = ReportFolder.configured(config, output, title=count_of(steps, "step"))
     display.console.print(show_pipeline(pipeline))
     ending = f"where the rows of {steps:,} steps went" if steps > 1 else "where the rows went"
     try:

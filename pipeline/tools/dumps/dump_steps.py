@@ -18,7 +18,7 @@ from headrace.pipeline.error_overrides import text_with_overrides
 from headrace.pipeline.tools.report import FailedStep, ReportFolder, said_of_failed
 from headrace.pipeline.wording import printable
 from headrace.transforms import BatchError, MissingKeyError
-from headrace.transforms.table import counted
+from headrace.transforms.table import count_of
 
 from .readers import Draws, Source, SourceError
 from .refused_steps import refused_report
@@ -124,7 +124,7 @@ class DumpSteps:
             "malformed records": self.source.skipped,
             "rows of repeated prompts": sum(each.rows_left_out for each in self.source.draws.values()),
         }
-        said = f"{counted(self.rows, 'row')} in {counted(self.passed, 'step')}"
+        said = f"{count_of(self.rows, 'row')} in {count_of(self.passed, 'step')}"
         listed = ", ".join(f"{count:,} {what}" for what, count in left_out.items() if count)
         return said + (f", without {listed}" if listed else "")
 
@@ -159,7 +159,7 @@ def said_of_draws(draws: Mapping[int, Draws]) -> list[str]:
     rows = sum(each.rows_left_out for each in draws.values())
     if draws:
         prompts = [
-            f"step {step}, {prompt}, {counted(rollouts, 'rollout')}"
+            f"step {step}, {prompt}, {count_of(rollouts, 'rollout')}"
             for step, each in draws.items()
             for prompt, rollouts in each.drawn
         ]

@@ -15,7 +15,7 @@ import numpy as np
 
 from headrace.pipeline.tools.report import BIASED, FittedTable, StepReport, percent, tenths_table
 from headrace.transforms.streams import Survivors, bin_of
-from headrace.transforms.table import counted
+from headrace.transforms.table import count_of
 
 MISSING = "missing"
 OTHER = "length in another epoch"
@@ -115,7 +115,7 @@ class GroupHoles:
         holes, first, last = self.holes
         if not holes:
             return []
-        text = f"This dump lacks {counted(holes, 'group')} of the ids {first} to {last}, "
+        text = f"This dump lacks {count_of(holes, 'group')} of the ids {first} to {last}, "
         text += "lost or left out before the dump was written."
         found = {} if self.survivors is None else self.survivors.numbers()
         if self._unknown:

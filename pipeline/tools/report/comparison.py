@@ -11,7 +11,7 @@ import numpy as np
 
 from headrace.pipeline.wording import printable
 from headrace.transforms import BatchError
-from headrace.transforms.table import counted
+from headrace.transforms.table import count_of
 
 from .numbers import gradient_cosine, gradient_share, row_weight
 from .step import StepReport
@@ -121,7 +121,7 @@ class Comparison:
             'grpo and rloo give the same gradient: advantage × loss weight × tokens is equal in all 8 rows.'
         """
         names = " and ".join(map(printable, self.names))
-        rows = counted(self.rows, "row") + (f" of {self.steps:,} steps" if self.steps > 1 else "")
+        rows = count_of(self.rows, "row") + (f" of {self.steps:,} steps" if self.steps > 1 else "")
         what, product = "gradient", "advantage × loss weight × tokens "
         if np.isnan(self.moved):
             what, product = "advantage", ""
@@ -162,7 +162,7 @@ class Comparison:
             )
         for name, kept in zip(names, self.kept, strict=True):
             if kept:
-                reasons.append(f"in {counted(kept, 'row')} that only {name} trains")
+                reasons.append(f"in {count_of(kept, 'row')} that only {name} trains")
         if reasons == ["in the scale of each group"]:
             return "They differ in the scale of each group alone: its advantages differ by a factor."
         return f"They differ {', and '.join(reasons)}." if reasons else ""

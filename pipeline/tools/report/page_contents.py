@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 
 from headrace.pipeline.wording import printable
-from headrace.transforms.table import counted
+from headrace.transforms.table import count_of
 from headrace.transforms.table.options import takes_options
 
 from .advice import Advice, History, Setup, advice_at, symptoms
@@ -277,7 +277,7 @@ def shortened(text: str, most: int = CHARACTERS) -> str:
     cut = cut_text(text, most)
     if not cut["missing"]:
         return cut["start"]
-    return f"{cut['start']} [… {counted(cut['missing'], 'character')} left out …] {cut['end']}"
+    return f"{cut['start']} [… {count_of(cut['missing'], 'character')} left out …] {cut['end']}"
 
 
 def cut_tokens(tokens: TokenValues, most: int = TOKENS) -> PageTokens:

@@ -11,7 +11,7 @@ from rich.text import Text
 from tensordict import TensorDictBase
 
 from headrace.pipeline.wording import printable, shown_reason
-from headrace.transforms.table import counted
+from headrace.transforms.table import count_of
 
 from .advice import Advisory, Setup, symptoms
 from .funnel import funnel_table
@@ -57,7 +57,7 @@ def show_report(report: StepReport, *, groups: int = GROUPS, setup: Setup | None
     if report.groups:
         blocks += [Text(), _groups(report, groups)]
         if (more := len(report.groups["id"]) - groups) > 0:
-            blocks.append(Text(f"and {counted(more, 'group')} more", style="dim"))
+            blocks.append(Text(f"and {count_of(more, 'group')} more", style="dim"))
     for table in survivors_tables(report.survivors).values():
         blocks += [Text(), table]
     blocks += [Text(), Text(words)] if (words := said_of_trees(report.numbers)) else []

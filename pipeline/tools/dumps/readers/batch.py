@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.pipeline.tools.report import AGREE, asked_line
 from headrace.transforms import Status, number_labels
-from headrace.transforms.table import counted, listing
+from headrace.transforms.table import count_of, listing
 from headrace.transforms.table.schema import FLOAT, IN_LOSS, NO_LENGTHS
 from headrace.transforms.table.tensordicts import as_texts
 
@@ -309,7 +309,7 @@ def check_groups(rows: Sequence[Sample]) -> None:
             places = listing([other.where for other in rollouts.values()])
             raise SourceError(
                 f"{row.where}: the group {quote(label_text(row.group))} was dispatched with "
-                f"{counted(row.expected_rollouts, 'rollout')}; found {len(rollouts)}: {places}. "
+                f"{count_of(row.expected_rollouts, 'rollout')}; found {len(rollouts)}: {places}. "
                 "Was its prompt drawn twice, or is source.group_size wrong?"
             )
 

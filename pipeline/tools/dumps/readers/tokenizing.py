@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.pipeline.conversations import sampled_once
-from headrace.transforms.table import counted
+from headrace.transforms.table import count_of
 
 from .batch import Sample
 from .record import SourceError, first_line
@@ -61,7 +61,7 @@ class Counted(NamedTuple):
             "tokens of a chat template": self.by_text,
         }
         return [
-            f"The tokens in the loss of {counted(number, 'row')} {how}."
+            f"The tokens in the loss of {count_of(number, 'row')} {how}."
             for how, number in said.items()
             if number
         ]
