@@ -56,7 +56,6 @@ PUBLIC_IN_HEADRACE = {
 }
 # Inner modules with unit tests, which tests import too.
 INNER = {
-    "adapters.attaching",
     "adapters.measured",
     "adapters.over_generation",
     "adapters.slime",
@@ -120,6 +119,7 @@ INNER = {
     "pipeline.tools.view.stored_run",
     "pipeline.tools.xray.means",
     "pipeline.tools.xray.measure",
+    "pipeline.tools.xray.of_ms_swift",
     "pipeline.tools.xray.of_openrlhf",
     "pipeline.tools.xray.of_trl",
     "pipeline.tools.xray.of_verl",

@@ -17,7 +17,6 @@ INSIDE = {  # JSON that only headrace reads again, or of which only a digest is 
     ("transforms/streams/journal.py", "_to_json"),
     ("pipeline/conversations.py", "_is_in"),
     ("tools/mutants.py", "pytest_sessionfinish"),
-    ("tools/mutants.py", "status_of"),
     ("pipeline/tools/dumps/readers/file_kinds.py", "group_of_prompt"),
     ("pipeline/tools/dumps/readers/verifiers.py", "parse_row"),
 }

@@ -53,6 +53,17 @@ class Seen(RewardShaping, columns=("group", "loss_mask")):
 
 
 @settings(max_examples=20)
+@given(rollouts(), st.sampled_from(["none", "group"]), st.sampled_from(["mean", "leave_one_out", "median"]))
+def test_a_bonus_for_every_rollout_changes_no_advantage(drawn, scale, baseline):
+    found, order = drawn
+    found = [(group, label, round(8 * reward), lengths) for group, label, reward, lengths in found]
+    advantage = GroupRelativeAdvantage(scale=scale, baseline=baseline)
+    batch = batch_of_rollouts(found, order)
+    given, plain = advantage(Bonus()(batch))["advantage"], advantage(batch)["advantage"]
+    torch.testing.assert_close(given, plain, rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=20)
 @given(rollouts())
 def test_shape_gets_each_rollout_once_with_its_reward_length_and_group(drawn):
     """Metrics count a rollout once, too."""
