@@ -50,7 +50,7 @@ FOLDERS = ("transforms", "pipeline", "adapters")
 EQUIVALENT = ROOT / "benchmarks" / "equivalent_mutants.json"
 OTHERS = "not (long or browser or gpu)"  # tests that a fault may get
 # Limits in seconds without a fault: of one quick test, and of all quick or all slow tests of a fault.
-QUICK, TOGETHER = 1.0, 300.0
+QUICK, TOGETHER = 1.0, 100.0
 NEAREST = 100  # so many tests kill most faults, and are in few files
 BY_NAME = "tests/house/test_house.py::test_an_argument_may_be_given_by_its_name"  # reads all signatures
 NO_SOURCE = (".*", "build", "dist", "site", "outputs", "multirun", "__pycache__", "*.egg-info")

@@ -125,7 +125,7 @@ def test_a_fault_gets_the_nearest_quick_tests_first_within_the_time_limit(monkey
     ordered = sorted(seconds, key=lambda name: (runner.lines[name], name))
     quick, slow = ([name for name in ordered if name.startswith(kind)] for kind in ("quick", "slow"))
     assert first == quick[:100]
-    assert rest == quick[100:600] + slow[:3]
+    assert rest == quick[100:200] + slow[:1]
 
 
 def test_a_file_that_a_fault_can_break():
