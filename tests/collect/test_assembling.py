@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from queue import Queue
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 from assembly import Line, batch_of_lines
@@ -169,3 +170,30 @@ def test_late_rows_survive_the_stall_error():
     got += list(stream)
     assert sorted(number for batch in got for number in batch["number"].tolist()) == list(range(4, 8))
     assert sum(stream.assembler.counts.values()) == 0
+
+
+class Resettable:
+    """A source with a state, and an environment with transforms. It counts its resets."""
+
+    def __init__(self, *transforms):
+        self.env, self.resets = SimpleNamespace(transform=SimpleNamespace(transforms=transforms)), 0
+
+    def __iter__(self):
+        return iter(())
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+    def reset(self):
+        self.resets += 1
+
+
+@pytest.mark.parametrize("needs", [[], [{}], [{}, {"needs_reset": False}], [{"needs_reset": True}, {}]])
+def test_a_source_is_reset_with_a_state_if_a_transform_of_its_environment_needs_it(needs):
+    source = Resettable(*(SimpleNamespace(**each) for each in needs))
+    stream = assembled(source, GroupAssembler())
+    stream.load_state_dict(stream.state_dict())
+    assert source.resets == ({"needs_reset": True} in needs)

@@ -343,10 +343,11 @@ def test_row_values_that_a_term_reads_must_be_finite(batch):
 
 
 def test_a_column_of_another_shape_is_refused(batch):
-    batch[TEACHER] = torch.zeros(6, 5)
-    found = r"one number per token in .*\(numerator_key\), \(6, 7\), or one per row; found \(6, 5\)$"
-    with pytest.raises(BatchError, match=found):
-        TokenAdvantage(term=LogRatio())(batch)
+    for width in (5, 8):
+        batch[TEACHER] = torch.zeros(6, width)
+        found = rf"one number per token in .*\(numerator_key\), \(6, 7\), .*; found \(6, {width}\)$"
+        with pytest.raises(BatchError, match=found):
+            TokenAdvantage(term=LogRatio())(batch)
     batch["advantage"] = torch.zeros(6, 3, 1)
     with pytest.raises(BatchError, match=r"'advantage' \(advantage_key\) torch.float32 \(6, 3, 1\)"):
         TokenAdvantage(term=TopShare(share=0.2))(batch)

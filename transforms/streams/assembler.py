@@ -746,7 +746,7 @@ class GroupAssembler(
         keys = [self.group_key, self.rollout_key]
         with self._lock, labels_in_errors(draws, keys):
             self._begin()
-            flat = draws if draws.batch_dims == 1 or not len(draws) else draws.reshape(-1)
+            flat = draws.reshape(-1) if len(draws) else draws
             draws = enter_rows(draws, keys, reader=type(self).__name__)
             if draws.shape.numel():
                 if self.max_staleness is not None and not self._paced:

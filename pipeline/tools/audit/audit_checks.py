@@ -132,7 +132,7 @@ class AuditedStep:
     ):
         self.step, self.declared, self.unsaid, self.group_by = step, declared, unsaid, group_by
         self.size = len(batch)
-        columns = {key: each for key, each in batch.items(True, True) if isinstance(each, Tensor)}
+        columns = {key: each for key, each in batch.items(include_nested=True) if isinstance(each, Tensor)}
         self._batch = TensorDict(columns, batch_size=[self.size])
         self.groups, self.rollouts = Ids(batch["group_id"]), Ids(batch["rollout_id"])
         self.group_names, self.rollout_names = (self._names(batch, unit) for unit in ("group", "rollout"))

@@ -426,6 +426,18 @@ def test_two_ways_to_count_with_equal_advantages_are_no_finding(tmp_path):
     assert checks["counted_twice"]["state"] == checks["masked"]["state"] == "passed"
 
 
+def test_a_step_that_is_one_group_of_all_its_rows_is_named(tmp_path):
+    """The first rollout has two rows, and each row of the step counts."""
+    rows, rewards = Rows(), [[1.0, 0.0, 0.0, 1.0], [0.25, 0.75, 0.5, 1.0]]
+    voters = [1.0, *rewards[0], *rewards[1]]
+    for group, own in enumerate(rewards):
+        rows.add(group, own, grpo(own, voters), rows={0: 2 - group})
+    text, _ = audited(
+        dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages), tmp_path, *AS_SLIME
+    )
+    assert "compared with other groups, as if the whole step is one group" in text
+
+
 def test_groups_cut_by_position_are_named(tmp_path):
     """The groups have 3 and 5 rollouts, and their advantages are those of groups of four."""
     rewards = [1.0, 0.0, 0.25, 0.75, 0.5, 0.0, 0.125, 1.0]
