@@ -392,7 +392,7 @@ def test_a_sound_dump_has_no_findings(name, tmp_path):
 
 
 def test_each_group_that_counts_rows_or_masked_rollouts_is_found(tmp_path):
-    """Each of 60 random groups is counted in one of three ways. The findings equal those of a loop."""
+    """Each of 60 random groups is counted in one of four ways. The findings equal those of a loop."""
     draw = random.Random(0)
     rows, truth = Rows(), {"counted_twice": [], "masked": []}
     for group in range(60):
@@ -400,14 +400,12 @@ def test_each_group_that_counts_rows_or_masked_rollouts_is_found(tmp_path):
         several = {0: draw.randint(1, 3)}
         removed = draw.random() < 0.5
         fair = [reward for at, reward in enumerate(rewards) if not (removed and at == 1)]
-        how = draw.choice(["declared", "counted_twice", "masked"])
-        voters = fair
-        if how == "counted_twice":
-            voters = [rewards[0]] * (several[0] - 1) + fair
-        if how == "masked":
-            voters = rewards
-        if len(voters) > len(fair):
-            truth[how].append(str(group))
+        counts_rows, counts_masked = draw.choice([(False, False), (True, False), (False, True), (True, True)])
+        voters = [rewards[0]] * (several[0] - 1) * counts_rows + (rewards if counts_masked else fair)
+        if counts_rows and several[0] > 1:
+            truth["counted_twice"].append(str(group))
+        if counts_masked and removed:
+            truth["masked"].append(str(group))
         rows.add(group, rewards, grpo(rewards, voters), rows=several, **(REMOVED if removed else {}))
     path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
     _, checks = audited(path, tmp_path, *AS_SLIME)

@@ -38,7 +38,9 @@ MISTAKES = {
     "replay file.txt": "did you mean headrace task=replay source.path=file.txt?",
     "audit new.jsonl pipeline=rloo": "did you mean headrace task=audit source.path=new.jsonl pipeline=rloo?",
     "compare dump": "did you mean headrace task=compare source.path=dump 'pipelines=[as/verl,grpo]'?",
-    "compare dump dump": "did you mean headrace view dump dump, for two runs, or headrace task=compare",
+    "compare dump new.jsonl": (
+        "did you mean headrace view dump new.jsonl, for two runs, or headrace task=compare source.path=dump "
+    ),
     "replay dump file.txt": "got 'replay' (did you mean task=replay?)\n",
     "compare dump pipelines=[rloo,grpo]": (
         "(did you mean headrace task=compare source.path=dump 'pipelines=[rloo,grpo]'?)\n"

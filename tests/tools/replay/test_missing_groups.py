@@ -234,6 +234,7 @@ def test_a_replay_shows_missing_groups_in_the_terminal_and_on_the_page(tmp_path)
     flat = " ".join(text.split())
     assert "This dump lacks" in flat
     assert "more often groups with long rollouts" in flat
+    assert "outstanding" not in flat
     (table,) = page["steps"][-1]["survivors"]
     assert table["head"] == ["length in another epoch", "dispatched", "trained", "missing"]
     assert table["lines"][-1][0] in text
