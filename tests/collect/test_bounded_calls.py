@@ -190,7 +190,7 @@ def test_a_dead_and_a_stopped_actor_of_a_ray_collector_are_named():
 def test_an_error_of_a_closed_pipe_waits_a_second_for_the_exit_of_its_worker(
     error, ends_after, named, monkeypatch
 ):
-    """Worker 0 was ended by the collector, worker 1 runs, and workers 2 and 3 fail."""
+    """Worker 0 was ended by the collector, 1 runs, 2 and 3 fail, and 4 ends well."""
     clock = Clock(monkeypatch, 100.0)
 
     class Process:
@@ -204,16 +204,16 @@ def test_an_error_of_a_closed_pipe_waits_a_second_for_the_exit_of_its_worker(
     def update() -> None:
         raise error
 
-    processes = [Process(code) for code in (-15, None, 3, -9)]
+    processes = [Process(code) for code in (-15, None, 1, -9, 0)]
     scheme = SimpleNamespace(_ack_queues={0: Queue()})
     schemes = {"policy": scheme}
-    source = Source(update, procs=processes, num_workers=4, _weight_sync_schemes=schemes)
+    source = Source(update, procs=processes, num_workers=5, _weight_sync_schemes=schemes)
     stream = assembled(source, GroupAssembler())
     with pytest.raises(RuntimeError if named else type(error)) as caught:
         stream.update_policy_weights_()
     if named:
         assert str(caught.value) == (
-            "At least one process failed: worker 2 (exit code 3), worker 3 (exit code -9)"
+            "At least one process failed: worker 2 (exit code 1), worker 3 (exit code -9)"
         )
         assert caught.value.__cause__ is error
     assert clock.now - 100.0 <= 1.05

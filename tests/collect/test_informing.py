@@ -80,6 +80,8 @@ def test_groups_are_requested_up_to_a_limit():
     assert [batch["group_id"].tolist() for batch in short] == [[1, 1], [5, 5]]
     with pytest.raises(StalledError, match="and 0 wait"):  # no group for a short batch
         next(iter(informative(many("ffff"), groups=2, max_batches=3, on_short="yield")))
+    with pytest.raises(StalledError, match=r"^16 batches had 16 groups"):  # the default
+        next(iter(informative(many("f" * 20), groups=1)))
 
 
 @pytest.mark.parametrize("lazy", [False, True])

@@ -156,6 +156,16 @@ def test_a_group_that_loses_a_rollout_before_its_first_step_is_not_announced():
     assert columns(stamp.draws(), *IDS) == [(3, 6, 2), (3, 7, 2), (4, 8, 2), (4, 9, 2)]
 
 
+def test_a_reset_of_one_row_loses_no_rollout_of_another_row():
+    """Rollout 3 takes the place of rollout 0, so group 0 lost one. Group 1 has the rollouts 2 and 3."""
+    env = make_quiz(slots=3, repeats=2)
+    started = env.reset()
+    started["_reset"] = torch.tensor([[True], [False], [False]])
+    started = env.reset(started)
+    env.step(env.rand_action(started))
+    assert columns(env.transform[-1].draws(), *IDS) == [(1, 2, 2), (1, 3, 2)]
+
+
 # -- its state --------------------------------------------------------------------------------------------
 
 

@@ -218,6 +218,7 @@ def step_of(ranks: Iterable[int], first: int = 0) -> TensorDict:
 
 def test_each_rank_takes_its_rows_of_each_step_and_nothing_stays(clock, here):
     queue = StepQueue("s", ranks=3)
+    assert queue.under_way().shape == (0, 3)  # nobody has put rows
     assert queue.put([step_of([0, 2, 0]), step_of([2], 3)]) == 2
     assert queue.put(iter([step_of([1, 0], 4)])) == 1
     queue.end()

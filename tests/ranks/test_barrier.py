@@ -262,19 +262,20 @@ class Stopped:
 
 
 def test_rank_0_looks_every_hundredth_second_until_all_ranks_that_came_have_read_the_error(monkeypatch):
-    """Its process may hold the store, which the others still read. They leave at its third look."""
-    third, left, clock = threading.Event(), threading.Barrier(3), Stopped()
+    """Its process may hold the store, which the others still read. Rank 1 leaves at its second look, rank 2 at its third."""
+    turns, left, clock = {1: threading.Event(), 2: threading.Event()}, threading.Barrier(2), Stopped()
     monkeypatch.setattr(barrier, "time", clock)
 
     def look():
-        if len(clock.slept[threading.get_ident()]) == 3:
-            third.set()
+        rank = len(clock.slept[threading.get_ident()]) - 1
+        if rank in turns:
+            turns[rank].set()
             left.wait(20.0)
 
     def meet(group):
         store, own = group.get_group_store(), threading.get_ident()
         if group.rank:
-            Leaving(group, lambda: third.wait(20.0), lambda: left.wait(20.0))
+            Leaving(group, lambda: turns[group.rank].wait(20.0), lambda: left.wait(20.0))
         else:
             clock.called[own] = look
             while not store.check(["headrace/1", "headrace/2"]):  # the others have come

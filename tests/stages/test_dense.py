@@ -228,9 +228,10 @@ def cut(*keys) -> TensorDict:
     return rows
 
 
-def with_less_of_a_prompt() -> TensorDict:
+def without_first(*keys) -> TensorDict:
+    """Padded rows without the first entry of each row in these columns."""
     batch = as_written_padded(ROWS)
-    return batch.set(PROMPT, batch[PROMPT][:, 1:])
+    return batch.update({key: batch[key][:, 1:] for key in keys})
 
 
 def marked(*columns) -> TensorDict:
@@ -256,7 +257,8 @@ def marked(*columns) -> TensorDict:
         (with_column(ATTENTION, [torch.tensor([True, False, True])] * 2), "after or between tokens in row 0"),
         (with_column(LOSS_MASK, [torch.zeros(3)] * 2), "a loss mask is bool"),
         (cut(FULL, ATTENTION), r"they are not in row 1 \(rollout 101\)\. Were tokens cut off, or is"),
-        (with_less_of_a_prompt(), r"they are not in row 0 \(rollout 100\)\. Were"),
+        (without_first(PROMPT), r"they are not in row 0 \(rollout 100\)\. Were"),
+        (without_first(FULL, ATTENTION), r"they are not in row 0 \(rollout 100\)\. Were"),
         (marked([0, 5, 0, 6], [0, 1, 0, 1], [0, 0, 0, 1]), r"after or between tokens in row 0\. Pad on"),
         (marked([5, 6, 0], [1, 1, 0], [0, 1, 0]), r"after or between tokens in row 0\. Pad on the left"),
         (marked([0, 5, 6], [0, 1, 1], [1, 0, 1]), "the loss mask is True on padding in row 0"),
