@@ -146,7 +146,6 @@ def test_writers_go_on_if_the_trainer_needs_more_groups_than_may_be_ready():
     [
         (lambda: RayAssembler(max_ready=1.5), "max_ready must be an integer or None; got 1.5"),
         (lambda: RayAssembler(max_ready=0), "max_ready must be an integer ≥ 1; got 0"),
-        (lambda: RayAssembler(actor=3), "actor must be a mapping, as {'name': value} or None; got 3"),
         (lambda: RayAssembler(groups=0), "groups must be an integer ≥ 1; got 0"),
         (
             lambda: RayAssembler().batches(on_lost="stop"),

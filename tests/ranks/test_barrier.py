@@ -262,7 +262,7 @@ class Stopped:
 
 
 def test_rank_0_looks_every_hundredth_second_until_all_ranks_that_came_have_read_the_error(monkeypatch):
-    """Its process may hold the store, which the others still read. Rank 1 leaves at its second look, rank 2 at its third."""
+    """Its process may hold the store, which they read. Rank 1 leaves at its second look, 2 at the next."""
     turns, left, clock = {1: threading.Event(), 2: threading.Event()}, threading.Barrier(2), Stopped()
     monkeypatch.setattr(barrier, "time", clock)
 

@@ -148,6 +148,24 @@ def test_a_rollout_that_fails_and_lacks_rows_is_missing_once():
 
 
 @pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
+def test_a_failed_and_a_lost_rollout_of_a_group_are_not_owed_with_its_undone_rollouts(tmp_path):
+    """Rollout 0 failed, 1 lacks its first row, 2 is of weights that are gone, and 3 has no row."""
+    options = {"max_staleness": 2, "groups": 1, "version_key": "version", "journal": tmp_path / "journal"}
+    first = GroupAssembler(**options)
+    ids = {"group_id": [0] * 4, "rollout_id": [*range(4)], "expected_rollouts": [4] * 4}
+    first.announce(TensorDict(ids, [4]))
+    rows = [Sent(0, 0, 0, True, 0, 0), Sent(0, 1, 1, True, 0, 1), Sent(0, 2, 0, True, 0, 2)]
+    batch = Fleet(1, 4, 4, 9).batch(rows)
+    batch["status"] = torch.tensor([Status.FAILED, 0, 0])
+    batch["version"] = torch.tensor([0, 0, 1])
+    first.version = 1
+    first.put(batch)
+    again = GroupAssembler(**options)
+    assert [len(draws) for draws in again.unfinished()] == [2]
+    assert (again.counts["undone"], again.counts["lost"]) == (1, 1)
+
+
+@pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
 @pytest.mark.parametrize(
     ("numbers", "remembered"),
     [([0, 2], 2), ([0, 1], 0), ([0, 1, 3], 0)],
