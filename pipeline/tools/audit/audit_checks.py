@@ -6,9 +6,9 @@ its findings and, if it could not check something, the reason. A check has passe
 The advantages of a dump show how its trainer counted rollouts. The declared recipe counts each rollout once,
 within its group. Its options say whether rollouts without a token in the loss count. The same stages also
 compute advantages by other conventions from the same rewards: each row counts as a rollout; rollouts out of
-the loss count; groups are cut by position; the whole step is one group. A group follows such a convention if
-its advantages differ from the declared ones, and equal those of the convention. If two conventions give equal
-numbers, a check reports neither.
+the loss count; groups are cut by position, all with one of the dispatched sizes; the whole step is one group.
+A group follows such a convention if its advantages differ from the declared ones, and equal those of the
+convention. If two conventions give equal numbers, a check reports neither.
 """
 
 from __future__ import annotations
@@ -249,9 +249,9 @@ class AuditedStep:
             tried[BOTH] = {"rows": True, "masked": True}
         every = {"rows": True, "masked": True}
         if self.expected_rollouts is not None:
-            size = int(self.expected_rollouts[0])
-            place = torch.arange(self.size) // max(size, 1)
-            tried[f"groups are cut by position, {size} rows each"] = {"group": place, **every}
+            for size in self.expected_rollouts.clamp_min(1).unique().tolist():
+                place = torch.arange(self.size) // size
+                tried[f"groups are cut by position, {size} rows each"] = {"group": place, **every}
         if self.groups.n > 1:
             tried["the whole step is one group"] = {"group": torch.zeros_like(self.rollouts.of), **every}
         for name, how in tried.items():
@@ -566,15 +566,15 @@ def other_advantages(step: AuditedStep) -> CheckOutcome:
     text = (
         f"{int(off.sum())} of {compared} advantages are not those of the recipe: {step.first_advantages(off)}"
     )
-    for at, group, rows in step.by_group(off):
+    for at, group, _ in step.by_group(off):
         if names := step.conventions[at]:
             text += f"; those of group {group} are as if {' as well as if '.join(names)}"
-        if step.expected_rollouts is None and (said := drawn_again(step, rows)):
+        if step.expected_rollouts is None and (said := drawn_again(step, at)):
             text += f"; group {group}: {said}"
     return CheckOutcome([step.finding(off, text, step.by_recipe, step.logged, group=False)])
 
 
-def drawn_again(step: AuditedStep, off: Tensor) -> str:
+def drawn_again(step: AuditedStep, group: int) -> str:
     """Say that a group of unknown size has the advantages of several draws of its prompt.
 
     The rollouts of a group, in the order of the dump, are cut into equal parts. The parts are draws if in
@@ -583,9 +583,9 @@ def drawn_again(step: AuditedStep, off: Tensor) -> str:
 
     Args:
         step: the rows of the step.
-        off: (N,) bool, rows of one group.
+        group: index of the group.
     """
-    of_group = step.groups.of == step.groups.of[off][0]
+    of_group = step.groups.of == group
     first = torch.zeros_like(of_group).index_fill(0, step.rollouts.first, True)
     rows = (of_group & first & step.trains).nonzero().flatten()
     logged, expected = step.logged[rows], step.by_recipe[rows]

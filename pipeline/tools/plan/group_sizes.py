@@ -233,11 +233,9 @@ def show_group_sizes(
     if (rollouts < sizes[-1]).any():
         console.print(Text(_said_of_pools(span, width, pooled)))
     least, most = rollouts.min(), rollouts.max()
-    console.print(
-        f"{share:.0%} of the groups in the dump are uninformative under this recipe. Groups have "
-        f"{least if least == most else f'{least} to {most}'} rollouts each.",
-        highlight=False,
-    )
+    each = least if least == most else f"{least} to {most}"
+    text = f"{share:.0%} of the groups in the dump are uninformative under this recipe. "
+    console.print(Text(f"{text}Groups have {each} rollouts each."))
     console.print(Text(advised(sizes, mean, bound)))
     return {
         "groups": len(seen.equal),

@@ -227,6 +227,30 @@ def test_a_group_is_named_with_the_way_in_which_it_was_counted(declared):
     assert findings(step, "advantages") == findings(step, "signs") == []
 
 
+@pytest.mark.parametrize(("size", "off"), [(2, [1]), (4, [0, 1, 2])])
+def test_groups_may_be_cut_by_position_with_any_dispatched_size(size, off, declared):
+    rewards, group = [0.5, 1.0, 0.0, 0.25, 1.0, 0.0, 0.75, 0.5], [0, 0, 1, 1, 1, 1, 2, 2]
+    rows = [
+        {"group": unit, "rollout": at, "reward": reward, "expected": 4 if unit == 1 else 2, "tokens": 1}
+        | {"logged": reward - statistics.mean(rewards[at // size * size :][:size])}
+        for at, (unit, reward) in enumerate(zip(group, rewards, strict=True))
+    ]
+    step = step_of(declared, rows)
+    how = f"as if groups are cut by position, {size} rows each: "
+    assert [(each[0], how in each[-1]) for each in findings(step, "mixed")] == [(str(at), True) for at in off]
+    assert findings(step, "advantages") == []
+
+
+def test_a_convention_that_the_recipe_refuses_is_not_tried(declared):
+    """A failed rollout has an infinite reward, so it can be in no baseline."""
+    rows = counted([(1.0, 1, 0.25)] * 3 + [(0.0, 1, -0.75)])
+    rows = [row | {"status": int(Status.COMPLETED)} for row in rows]
+    rows.append({**rows[0], "rollout": 99, "reward": math.inf, "status": int(Status.FAILED)})
+    step = step_of(declared, rows)
+    assert {*step.by_convention} == {"each row counts as a rollout"}
+    assert [each[2] for each in findings(step, "counted_twice")] == [[0, 1, 2, 3, 4]]
+
+
 def test_other_advantages_are_counted_over_the_step(declared):
     """The baseline of the first group is ⅓. It is ½ if a second row or the masked rollout counts."""
     two_ways = [
@@ -273,8 +297,7 @@ def drawn(declared, draws, factors, *, change=None):
         rows.append({"group": 7, "rollout": 99, "reward": 0.0, "logged": 5.0, "tokens": 0})
     if change == "another group":
         rows.append({"group": 8, "rollout": 99, "reward": 0.0, "logged": 5.0, "tokens": 1})
-    off = torch.tensor([row["group"] == 7 for row in rows])
-    return drawn_again(step_of(declared, rows), off)
+    return drawn_again(step_of(declared, rows), 0)
 
 
 PAIRS = [[1.0, 0.0], [0.5, 0.25], [0.75, 0.0], [0.0, 0.25], [1.0, 0.5]]

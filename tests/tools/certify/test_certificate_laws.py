@@ -260,6 +260,12 @@ def test_the_trajectories_of_a_task_equal_those_by_hand(task, prompts):
     assert task.prompts() == prompts
 
 
+@pytest.mark.parametrize("task", dict.fromkeys(map(type, TASKS.values())), ids=lambda task: task.__name__)
+def test_the_options_of_a_task_are_given_by_name(task):
+    with pytest.raises(TypeError, match="takes 1 positional argument"):
+        task([0.0], theta=[0.0])
+
+
 SPLIT = {"minibatches": 4, "unit": "rollout", "remainder": "spread", "microbatches": 2, "max_tokens": 64}
 SPLIT |= {"ranks": 2, "rank": 1, "shuffle": True}
 ITS_OWN = {"gate.group_size": 4, "gate.on_incomplete": "keep", "weight.fold": "sum", "collapse.columns": 3}

@@ -17,6 +17,7 @@ from headrace.pipeline import Pipeline, make_report
 from headrace.pipeline.tools.dumps.readers import Sample, to_batch
 from headrace.pipeline.tools.replay import replay_dump
 from headrace.pipeline.tools.replay.missing_groups import GroupHoles
+from headrace.transforms.table.tensordicts import as_texts
 
 PROMPTS, STEP = 200, 40
 
@@ -146,7 +147,6 @@ STEPS = planted(0, lambda _: 0.2, prompts=60)[0]
     ("steps", "how"),
     [
         (STEPS, {"label": str}),  # ids are texts
-        (STEPS, {"label": lambda number: f"g{number}"}),
         ([[(number % STEP, *rest) for number, *rest in step] for step in STEPS], {}),  # ids repeat
         ([[(5 * number, *rest) for number, *rest in step] for step in STEPS], {}),  # most ids are missing
         (planted(0, lambda _: 0.0, prompts=60)[0], {}),
@@ -200,6 +200,16 @@ def test_the_sentence_about_missing_groups_equals_one_by_hand(z, more):
     named = {f"survivors/length/{name}": value for name, value in numbers.items()}
     found.__dict__["survivors"] = SimpleNamespace(numbers=lambda: named)
     assert found.said == [LOST + more]
+
+
+def test_numbers_of_groups_with_labels_have_no_holes():
+    """The labels are the ids of the dump."""
+    found = GroupHoles()
+    for step, ids in enumerate([[0, 1, 3], [4, 5]]):
+        batch = batch_of([(number, number, 9) for number in ids])
+        batch["group_label"] = as_texts([f"g{number}" for number in ids for _ in range(2)])
+        found.add(make_report(Pipeline({}).run(batch), step=step))
+    assert found.holes == (0, 0, 0)
 
 
 @pytest.mark.parametrize(("prompts", "said"), [("A?BABCD", 0), ("A?BABCDE", 1)])
