@@ -346,7 +346,7 @@ class AuditedStep:
         expected: Sequence[float] | Tensor,
         found: Sequence[float] | Tensor,
         *,
-        group: bool = True,
+        group: str | None = None,
         meant: Tensor | None = None,
     ) -> AuditFinding:
         """Make a finding about (N,) bool `rows`.
@@ -356,7 +356,7 @@ class AuditedStep:
             text: the finding as a sentence.
             expected: the expected values: a list, or an (N,) tensor, of which the values of `rows` are taken.
             found: the dump's values, in the same form.
-            group: whether the rows are of one group.
+            group: the label of the group that the finding is about. None: the whole step.
             meant: (N,) bool, the rows whose rollouts the finding names. None: `rows`.
         """
         at = rows.nonzero().flatten()
@@ -366,8 +366,7 @@ class AuditedStep:
             for each in (expected, found)
         ]
         share = None if self.gradient is None else float(self.gradient[at].sum())
-        label = self.group_names[int(at[0])] if group else None
-        return AuditFinding(self.step, label, rollouts, at.tolist(), numbers[0], numbers[1], text, share)
+        return AuditFinding(self.step, group, rollouts, at.tolist(), numbers[0], numbers[1], text, share)
 
     def names_of(self, rows: Tensor) -> list[str]:
         """Labels of the rollouts of (N,) bool `rows`."""
@@ -387,7 +386,7 @@ class AuditedStep:
         found = []
         for group in dict.fromkeys(self.groups.of[rows].tolist()):
             own = rows & (self.groups.of == group)
-            found.append((group, self.group_names[int(own.nonzero()[0])], own))
+            found.append((group, self.group_names[int(self.groups.first[group])], own))
         return found
 
 
@@ -409,6 +408,7 @@ def wrong_signs(step: AuditedStep) -> CheckOutcome:
                 f"group {group}: wrong signs: {step.first_advantages(rows)}",
                 step.by_recipe,
                 step.logged,
+                group=group,
             )
             for _, group, rows in step.by_group(step.flipped & ~step.explained)
         ]
@@ -443,13 +443,13 @@ def mixed_groups(step: AuditedStep) -> CheckOutcome:
             text = (
                 f"group {group} has {len(own)} prompts: {listing([repr(each[-40:]) for each in own], most=3)}"
             )
-            findings.append(step.finding(rows, text, [1], [len(own)]))
+            findings.append(step.finding(rows, text, [1], [len(own)], group=group))
     if step.refusal:
         return CheckOutcome(findings, lacking)
     for at, group, rows in step.by_group(step.groups_that_fit(*step.other_groups)):
         how = " or ".join(step.conventions[at])
         text = f"group {group} is compared with other groups, as if {how}: {step.first_advantages(rows)}"
-        findings.append(step.finding(rows, text, step.by_recipe, step.logged))
+        findings.append(step.finding(rows, text, step.by_recipe, step.logged, group=group))
     return CheckOutcome(findings, lacking)
 
 
@@ -478,7 +478,7 @@ def short_groups(step: AuditedStep) -> CheckOutcome:
         gone = step.names_of(rows & step.lost)
         text = f"group {group} has {int(have[at])} of {int(expected[at])} rollouts"
         text += f"; failed or aborted: {listing(gone)}" if gone else ""
-        findings.append(step.finding(rows, text, [int(expected[at])], [int(have[at])]))
+        findings.append(step.finding(rows, text, [int(expected[at])], [int(have[at])], group=group))
     return CheckOutcome(findings, lacking)
 
 
@@ -498,7 +498,7 @@ def oversized_groups(step: AuditedStep) -> CheckOutcome:
     findings = []
     for at, group, rows in step.by_group(step.groups.spread(large)):
         text = f"group {group} has {int(every[at])} rollouts, but was dispatched with {int(expected[at])}"
-        findings.append(step.finding(rows, text, [int(expected[at])], [int(every[at])]))
+        findings.append(step.finding(rows, text, [int(expected[at])], [int(every[at])], group=group))
     return CheckOutcome(findings)
 
 
@@ -515,7 +515,7 @@ def _counted_otherwise(step: AuditedStep, convention: str, about: Tensor, text: 
         flipped = int((off & step.flipped).sum())
         line = f"group {group}: {text}: {listing(step.names_of(rows & about))}; {step.first_advantages(off)}"
         line += f"; wrong signs among these: {flipped}" if flipped else ""
-        findings.append(step.finding(rows, line, step.by_recipe, step.logged, meant=about))
+        findings.append(step.finding(rows, line, step.by_recipe, step.logged, group=group, meant=about))
     off, lacking = step.groups.any(step.differs(step.by_recipe)), ""
     if bool(off.any()) and convention in step.by_convention:
         tell = step.groups.any((step.by_convention[convention] - step.by_recipe).abs() > step.near)
@@ -571,7 +571,7 @@ def other_advantages(step: AuditedStep) -> CheckOutcome:
             text += f"; those of group {group} are as if {' as well as if '.join(names)}"
         if step.expected_rollouts is None and (said := drawn_again(step, at)):
             text += f"; group {group}: {said}"
-    return CheckOutcome([step.finding(off, text, step.by_recipe, step.logged, group=False)])
+    return CheckOutcome([step.finding(off, text, step.by_recipe, step.logged)])
 
 
 def drawn_again(step: AuditedStep, group: int) -> str:
@@ -639,7 +639,7 @@ def wrong_weights(step: AuditedStep) -> CheckOutcome:
             f"{ratio[rows].min():.4g} to {ratio[rows].max():.4g} times the weight of the declared mean; "
             f"Σ weight × tokens is {total:.4g}"
         )
-        findings.append(step.finding(rows, text, declared, step.weight, group=False))
+        findings.append(step.finding(rows, text, declared, step.weight))
     return CheckOutcome(findings)
 
 
