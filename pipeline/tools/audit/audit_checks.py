@@ -249,7 +249,8 @@ class AuditedStep:
             tried[BOTH] = {"rows": True, "masked": True}
         every = {"rows": True, "masked": True}
         if self.expected_rollouts is not None:
-            for size in self.expected_rollouts.clamp_min(1).unique().tolist():
+            sizes = self.expected_rollouts
+            for size in sizes[sizes > 0].unique().tolist():
                 place = torch.arange(self.size) // size
                 tried[f"groups are cut by position, {size} rows each"] = {"group": place, **every}
         if self.groups.n > 1:

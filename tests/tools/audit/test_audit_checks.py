@@ -227,11 +227,14 @@ def test_a_group_is_named_with_the_way_in_which_it_was_counted(declared):
     assert findings(step, "advantages") == findings(step, "signs") == []
 
 
-@pytest.mark.parametrize(("size", "off"), [(2, [1]), (4, [0, 1, 2])])
-def test_groups_may_be_cut_by_position_with_any_dispatched_size(size, off, declared):
+@pytest.mark.parametrize(
+    ("size", "second", "off"), [(2, 4, [1]), (4, 4, [0, 1, 2]), (1, 1, [0, 1, 2]), (2, 0, [1])]
+)
+def test_groups_may_be_cut_by_position_with_any_dispatched_size(size, second, off, declared):
+    """The second group was dispatched with the size `second`, and the others with 2. No group is cut by 0."""
     rewards, group = [0.5, 1.0, 0.0, 0.25, 1.0, 0.0, 0.75, 0.5], [0, 0, 1, 1, 1, 1, 2, 2]
     rows = [
-        {"group": unit, "rollout": at, "reward": reward, "expected": 4 if unit == 1 else 2, "tokens": 1}
+        {"group": unit, "rollout": at, "reward": reward, "expected": second if unit == 1 else 2, "tokens": 1}
         | {"logged": reward - statistics.mean(rewards[at // size * size :][:size])}
         for at, (unit, reward) in enumerate(zip(group, rewards, strict=True))
     ]
