@@ -299,8 +299,9 @@ def drawn(declared, draws, factors, *, change=None):
     if change == "out of the loss":
         rows.append({"group": 7, "rollout": 99, "reward": 0.0, "logged": 5.0, "tokens": 0})
     if change == "another group":
-        rows.append({"group": 8, "rollout": 99, "reward": 0.0, "logged": 5.0, "tokens": 1})
-    return drawn_again(step_of(declared, rows), 0)
+        rows.insert(0, {"group": 3, "rollout": 99, "reward": 0.0, "logged": 5.0, "tokens": 1})
+    step = step_of(declared, rows)
+    return drawn_again(step, int(step.groups.of[-1]))
 
 
 PAIRS = [[1.0, 0.0], [0.5, 0.25], [0.75, 0.0], [0.0, 0.25], [1.0, 0.5]]
