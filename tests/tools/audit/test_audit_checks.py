@@ -356,6 +356,13 @@ def test_other_advantages_are_not_said_to_be_several_draws(draws, factors, chang
     assert drawn(declared, draws, factors, change=change) == ""
 
 
+def test_several_draws_are_said_of_their_group(declared):
+    fair, twice = [(1.0, 1, 0.5), (0.0, 1, -0.5)], [(0.5, 1, 0.125), (0.25, 1, -0.125)]
+    ((*_, text),) = findings(step_of(declared, counted(fair, fair + twice)), "advantages")
+    said = SAID.format("each half", 4, "", "-0.0625, +0.0625", 2)
+    assert text.endswith(f"; group 1: {said}source.group_size=2")
+
+
 # -- the weights of minibatches ----------------------------------------------------------------------------
 
 
