@@ -280,7 +280,7 @@ def _option_of(name: str, arguments: Sequence[str]) -> list[str]:
     """
     task = [each for each in arguments if re.fullmatch(r"task=\w+", each)]
     try:
-        config = compose_config("config", *task[-1:])
+        config = compose_config("config", *task)
     except ConfigError:
         return []
     if name in ("task", "pipeline") or OmegaConf.select(config, name, default=ABSENT) is not ABSENT:
@@ -468,7 +468,7 @@ def describe_node(path: Path) -> str:
 
 def list_files(paths: Mapping[str, Path]) -> str:
     """A list of files: the name of each, and the first paragraph of the comment at its head."""
-    width = max(map(len, paths), default=0)
+    width = max(map(len, paths))
     room = max(min(shutil.get_terminal_size((100, 24)).columns, 120) - width - 4, 20)
     lines = []
     for name, path in paths.items():

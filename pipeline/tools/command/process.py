@@ -105,11 +105,12 @@ def run_command() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors instead of printing them
     os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")
     try:
-        if (status := answer(sys.argv[1:])) is not None:
-            sys.stdout.flush()  # otherwise an error would come at exit, without a message
+        if (status := answer(sys.argv[1:])) is None:
+            sys.argv[1:] = hydra_arguments(sys.argv[1:])
+            run_task()
+        sys.stdout.flush()  # otherwise an error would come at exit, without a message
+        if status:
             sys.exit(status)
-        sys.argv[1:] = hydra_arguments(sys.argv[1:])
-        run_task()
     except EARLY as err:
         fail(err, expected=True)
     except KeyboardInterrupt:

@@ -256,15 +256,9 @@ def test_the_examples_in_the_help_of_each_stage_criterion_and_term_compose(folde
     ("module", "words"), [("headrace", ["recipes", "grpo"]), ("headrace.pipeline", ["--cfg", "job"])]
 )
 def test_python_runs_the_command_as_a_module(module, words, tmp_path):
-    """If the reader of its output closes the pipe, the command ends quietly, as on SIGPIPE."""
     command = [sys.executable, "-m", module, *words]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == headrace_here(tmp_path, *words).stdout
-    with subprocess.Popen(command, cwd=tmp_path, text=True, **pipes) as started:
-        started.stdout.close()  # as `head` does in `headrace recipes | head`
-        said = started.stderr.read()
-    assert (said, started.returncode) == ("", 141)
 
 
 LAZY = """

@@ -6,10 +6,11 @@ import csv
 import os
 import signal
 import time
+from contextlib import redirect_stdout
 
 import pytest
 import torch
-from command import QUICK, Started, headrace, headrace_here
+from command import QUICK, Started, headrace, headrace_here, run_here
 from composed import configure
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
@@ -256,6 +257,22 @@ def test_the_status_of_the_command_says_how_it_ended(ends, status, monkeypatch, 
 
     monkeypatch.setattr("headrace.pipeline.tools.command.process.answer", answers)
     assert headrace_here(tmp_path, check=False).returncode == status
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--cfg", "job"]])
+def test_the_command_ends_quietly_if_the_reader_of_its_output_closes_the_pipe(words, tmp_path):
+    """The status is that of SIGPIPE. What the command prints later is dropped, without an error."""
+    reader, writer = os.pipe()
+    os.close(reader)  # as `head` does in `headrace recipes | head`
+    with open(writer, "w") as pipe, redirect_stdout(pipe):
+        done = run_here(lambda: print_into(pipe), tmp_path, "headrace", *words)
+        print("later")
+    assert (done.returncode, done.stderr) == (128 + 13, "")
+
+
+def print_into(file):
+    with redirect_stdout(file):  # run_here() has redirected it, too
+        main()
 
 
 @pytest.mark.parametrize(
