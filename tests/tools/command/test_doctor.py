@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import FrozenInstanceError
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -109,12 +110,17 @@ def test_each_gpu_has_a_line_with_its_memory_and_runs_the_batch(monkeypatch):
         [],
     ]
     near, far = ([value + share * doctor.TOLERANCE for value in doctor.GOLDEN] for share in (-0.9, 2))
-    for found, states in (
-        ({"cpu": near, "cuda": far}, [("ok", "grpo on cpu:"), ("bad", "grpo on cuda")]),
-        ({"cuda": near}, [("bad", "grpo on cpu "), ("ok", "grpo on cuda")]),
+    monkeypatch.setattr(doctor, "time", SimpleNamespace(perf_counter=count(100, 0.5).__next__))
+    right = "the right advantages, in 0.5 s"
+    for found, lines in (
+        (
+            {"cpu": near, "cuda": far},
+            [("ok", f"cpu: {right}"), ("bad", f"cuda: wrong advantages, by 0.0002: {far}")],
+        ),
+        ({"cuda": near}, [("bad", "cpu failed: 'cpu'"), ("ok", f"cuda: {right}")]),
     ):
         monkeypatch.setattr(doctor, "run_golden", found.__getitem__)
-        assert [(each.state, each.what[:12]) for each in doctor.golden_runs()] == states
+        assert [(each.state, each.what.removeprefix("grpo on ")) for each in doctor.golden_runs()] == lines
 
 
 def test_a_torch_for_cuda_that_finds_no_device_is_a_note(monkeypatch):

@@ -24,7 +24,7 @@ def test_the_numbers_of_a_training_are_those_of_its_file(tmp_path):
     lines = [f"{step},{step},20,{step}" for step in range(12)]
     (tmp_path / "metrics.csv").write_text("\n".join(["step,reward/all/mean,rows/in,rows/trained", *lines]))
     said = {"job": 0, "task": "train", "overrides": [], "number": 11.0, "failure": ""}
-    record_job(tmp_path, began=0.0, **said)
+    record_job(tmp_path, began=(tmp_path / "metrics.csv").stat().st_mtime, **said)
     written = (tmp_path / FILE).read_text()
     found = json.loads(written)
     assert written.strip() == json.dumps(found, indent=1)
@@ -34,10 +34,11 @@ def test_the_numbers_of_a_training_are_those_of_its_file(tmp_path):
     found = json.loads((tmp_path / FILE).read_text())
     assert not {"steps", "rewards", "trained"} & found.keys()  # the file is of an earlier job
     assert found["seconds"] == found["ended"] - later
-    (tmp_path / "metrics.csv").write_text("step,rows/in\n0,0\n")
-    record_job(tmp_path, began=0.0, **said)
-    found = json.loads((tmp_path / FILE).read_text())
-    assert (found["steps"], found["rewards"], found["trained"]) == (1, [], None)
+    for rows, share in ((0, None), (4, 0.0)):
+        (tmp_path / "metrics.csv").write_text(f"step,rows/in\n0,{rows}\n")
+        record_job(tmp_path, began=0.0, **said)
+        found = json.loads((tmp_path / FILE).read_text())
+        assert (found["steps"], found["rewards"], found["trained"]) == (1, [], share)
 
 
 def test_the_jobs_of_a_sweep_are_shown_by_number_without_those_of_an_earlier_one(
@@ -49,8 +50,9 @@ def test_the_jobs_of_a_sweep_are_shown_by_number_without_those_of_an_earlier_one
     sweep.on_multirun_start(config)
     for number in (1, 0, 2):
         record_job(tmp_path / str(number), began=time.time(), job=number, overrides=[], failure="", **said)
-    earlier = tmp_path / "2" / FILE
-    earlier.write_text(json.dumps(json.loads(earlier.read_text()) | {"ended": sweep.began - 1}))
+    for number, ended in ((0, sweep.began), (2, sweep.began - 1)):
+        file = tmp_path / str(number) / FILE
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"ended": ended}))
     sweep.on_multirun_end(config)
     shown = capsys.readouterr().out
     assert "a sweep of 2 jobs" in shown
@@ -175,13 +177,14 @@ def test_a_line_of_a_sweep_has_the_number_that_its_task_returned(tasks, cells):
     ]
     name = "rows trained" if len({*tasks}) == 1 else "number"
     width = max(len(name), *map(len, cells))
-    assert shown(jobs, "out").splitlines() == [
+    folder = "/".join(["out"] * 30)  # wider than the console
+    assert shown(jobs, folder).splitlines() == [
         "a sweep of 3 jobs",
         f"job  {name:>{width}}  seconds",
         "─" * (width + 14),
         *(f"  {at}  {cell:>{width}}      1.0" for at, cell in enumerate(cells)),
         "job 2 failed: bad",
-        "written to out, a folder for each job",
+        f"written to {folder}, a folder for each job",
     ]
 
 
