@@ -84,13 +84,9 @@ def test_version_lists_the_main_dependencies(tmp_path):
 
 def test_recipes_and_stages_are_listed_with_a_description(tmp_path):
     shown = headrace_here(tmp_path, "recipes").stdout
-    listed = {line.split()[0]: line for line in shown.splitlines() if re.match(r"  \S", line)}
-    assert list(listed) == recipes()
-    assert "DAPO (arXiv:2503.14476)" in listed["dapo"]
+    assert re.findall(r"^  (\S+)", shown, re.M) == recipes()
     assert max(map(len, shown.splitlines())) <= 120
     shown = headrace_here(tmp_path, "stages").stdout
-    for word in ("gate ", "rewards_vary ", "log_ratio "):
-        assert f"  {word}" in shown
     assert "key of the column" not in shown, "the list has the text of an option"
     assert "\n  group_size=null " in headrace_here(tmp_path, "stages", "gate").stdout
     assert "scale: none" in headrace_here(tmp_path, "recipes", "dr_grpo").stdout
