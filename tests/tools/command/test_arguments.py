@@ -57,6 +57,7 @@ def test_the_options_in_the_help_of_a_task_compose(task, tmp_path):
     shown = headrace_here(tmp_path, f"task={task}", "--help").stdout
     assert shown.startswith(f"headrace task={task}\n")
     assert headrace_here(tmp_path, "--help", task).stdout == shown
+    assert headrace_here(tmp_path, "--help", "task=train", "task=compare", f"task={task}").stdout == shown
     assert max(map(len, shown.splitlines())) <= 110
     assert not re.search(r"\$\{|^  task=", shown, re.M), "what another option decides is no option"
     reads = task in ("replay", "compare", "plan", "audit")
