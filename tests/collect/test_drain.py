@@ -127,10 +127,10 @@ def shared(size: int) -> ReplayBuffer:
 
 
 def test_strings_in_a_shared_buffer_are_refused():
-    rows = numbered(0, 2).set("text", ["a", "b"])
+    rows = numbered(0, 2).set("text", ["a", "b"]).set(("next", "text"), ["c", "d"])
     buffer = shared(4)
     buffer.extend(rows)
-    with pytest.raises(BatchError, match="no tensors: text"):
+    with pytest.raises(BatchError, match=r"no tensors: \('next', 'text'\), text\. Their values"):
         read(drained(buffer))
     own = ReplayBuffer(storage=LazyTensorStorage(4))
     own.extend(rows)
