@@ -150,8 +150,9 @@ def _few_bins(length: Tensor, budget: int, alone: int, multiple_of: int) -> tupl
         if _heaviest(bin_of, length) <= budget:
             return least, bin_of
     items = length.tolist()
-    orders = stable_order(-length).tolist(), range(len(items))
-    packed = min((first_fit(order, items, budget) for order in orders), key=len)
+    packed = first_fit(stable_order(-length).tolist(), items, budget)
+    if rounded(len(packed)) > least:
+        packed = min(packed, first_fit(range(len(items)), items, budget), key=len)
     bins = rounded(len(packed))
     if len(items) <= bins:
         return bins, torch.arange(len(items))
