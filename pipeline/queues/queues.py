@@ -221,7 +221,7 @@ class RolloutQueue:
             write_column(thin, ELSEWHERE, stored)
             parts.append(thin)
         self._stored.update(keys)
-        return join_rows(parts, "rows of a producer")
+        return parts[0] if len(parts) == 1 else join_rows(parts, "rows of a producer")
 
     def _look(self) -> tuple[list[str], list[tuple[str, Mapping[str, Any]]]]:
         """The end keys, and the keys and tags of new puts."""
@@ -640,7 +640,8 @@ def fetch_stored(partition: str, stored: Tensor) -> TensorDictBase:
         rows = fetch_rows(tq(), _keys(distinct), partition, {"columns": kind >> 1, "lazy": kind & 1})
         parts.append(take_rows(rows, index))
         positions.append(at)
-    return take_rows(join_rows(parts, "rows of a batch"), torch.cat(positions).argsort())
+    rows = parts[0] if len(parts) == 1 else join_rows(parts, "rows of a batch")
+    return take_rows(rows, torch.cat(positions).argsort())
 
 
 def _paths(keys: Iterable[Any]) -> list[list[str]]:
