@@ -250,10 +250,8 @@ def _logged_rows(step: AuditedStep, batch: TensorDictBase) -> list[LoggedRows]:
     reward = batch["next", "reward"].reshape(len(batch), -1)
     if reward.shape[1] > 1:
         return []
-    rewards, both = (
-        reward.flatten().double(),
-        step.trains & step.logged.isfinite() & step.by_recipe.isfinite(),
-    )
+    rewards = reward.flatten().double()
+    both = step.trains & step.logged.isfinite() & step.by_recipe.isfinite()
     columns = (
         step.logged,
         step.by_recipe,
