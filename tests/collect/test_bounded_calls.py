@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from clocks import Clock
+from command import Started
 from processes import quick_starts
 from ray_here import Stored, ray_here
 
@@ -113,6 +114,28 @@ def test_an_update_of_the_collector_names_a_dead_worker(kind):
             assert "on stderr, above. Waiting: group" in note
         with pytest.raises(RuntimeError, match=r"worker 1 \(exit code -9\)"):
             stream.getattr_env("batch_size")
+
+
+class WithWorkers:
+    """A source with worker processes that says how it is shut down."""
+
+    procs = ()
+
+    def shutdown(self, **options: Any) -> None:
+        print(options, flush=True)
+
+
+def leave_a_source() -> None:
+    global source  # it lives until the program ends
+    source = WithWorkers()
+    assembled(source, GroupAssembler())
+    assembled(WithWorkers(), GroupAssembler())
+
+
+@slow
+def test_the_end_of_a_program_shuts_down_the_sources_that_are_left_without_their_errors(tmp_path):
+    done = Started(leave_a_source, tmp_path).ends()
+    assert (done.stdout, done.stderr) == ("{'raise_on_error': False}\n", "")
 
 
 @torchrl

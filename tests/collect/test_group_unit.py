@@ -243,7 +243,7 @@ def test_a_full_buffer_returns_complete_rollouts_in_order(size, groups, columns,
     try:
         sampled = buffer.sample()
     except BatchError as err:  # no drawn group is complete, or the columns do not tell
-        if "passes the gate" in str(err) or "append InitTracker" in str(err):
+        if "passes the gate" in str(err) or ("append InitTracker" in str(err) and len(columns) < 2):
             return
         raise
     assert sampled["segment"].tolist() == [0, 1, 0, 1] * (len(sampled) // 4)

@@ -59,7 +59,7 @@ class GroupHoles:
             texts = [
                 report.texts["prompt"][row].encode("utf-8", "surrogatepass") for row in rows[at].tolist()
             ]
-            prompts[:] = [int.from_bytes(blake2b(text, digest_size=8).digest(), "big") >> 1 for text in texts]
+            prompts[:] = [int.from_bytes(blake2b(text, digest_size=7).digest(), "big") for text in texts]
         self._steps.append(np.stack([ids, prompts, lengths]))
 
     @cached_property

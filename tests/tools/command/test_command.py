@@ -71,6 +71,15 @@ def without_times(path):
         return [{k: v for k, v in step.items() if not k.startswith(timed)} for step in csv.DictReader(file)]
 
 
+@pytest.mark.torchrl
+def test_the_gate_learns_its_groups_only_from_an_environment_of_whole_draws(tmp_path, monkeypatch):
+    """Without ``whole_draws`` a batch may lack rows of a group whose other rows come later."""
+    monkeypatch.delattr("headrace.pipeline.reverse.ReverseEnv.whole_draws")
+    shown = headrace_here(tmp_path, *QUICK, "train.steps=1").stdout
+    assert "gate:      CompletenessGate(" in shown
+    assert "expected_groups" not in shown
+
+
 def test_cfg_job_prints_the_configuration(tmp_path):
     shown = OmegaConf.create(headrace_here(tmp_path, "--cfg", "job", "pipeline=dr_grpo").stdout)
     assert shown.pipeline.stages.advantage.scale == "none"

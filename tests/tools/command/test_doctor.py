@@ -62,17 +62,6 @@ def test_the_tested_versions_are_those_of_the_constraints():
             "bad  grpo on cpu failed: division by zero",
         ),
         ({"tested": lambda: {"torch": "0.1"}}, f"note torch {torch.__version__}; all tests ran with 0.1"),
-        (
-            {
-                "version_of": lambda name: None,
-                "refuses": lambda name, version: "trainer 2.0 requires another",
-            },
-            "note extra torchrl is not installed, and cannot be here: trainer 2.0 requires another\n",
-        ),
-        (
-            {"version_of": lambda name: None, "refuses": lambda name, version: ""},
-            "note extra torchrl is not installed: pip install 'headrace[torchrl]' if you need it\n",
-        ),
         ({"tested": lambda: Path("/no/such/file").read_text()}, f"ok   torch {torch.__version__}\n"),
         (
             {"tested": lambda: {"ray": "7"}, "version_of": lambda name: "7+cu"},
@@ -93,6 +82,27 @@ def test_each_fault_has_a_line_that_says_what_to_do(examine, monkeypatch, broken
     assert shown.splitlines()[-1] == (
         "everything is in order" if not status else f"{shown.count('bad  ')} to fix, see above"
     )
+
+
+@pytest.mark.parametrize(
+    ("why", "wants", "of_torchrl"),
+    [
+        ("", "", " is not installed: pip install 'headrace[torchrl]' if you need it"),
+        ("", "trainer wants {}", " is not installed, and cannot be here: trainer wants tensordict 0.14.3"),
+        ("{} cannot be imported", "", ": torchrl cannot be imported. What needs TorchRL does not work"),
+    ],
+)
+def test_each_missing_extra_is_a_note_and_only_that_of_torchrl_may_be_refused(
+    why, wants, of_torchrl, monkeypatch
+):
+    monkeypatch.setattr(doctor, "version_of", lambda name: None)
+    monkeypatch.setattr(doctor, "broken", why.format)
+    monkeypatch.setattr(doctor, "refuses", lambda *of: wants.format(" ".join(map(str, of))))
+    absent = {
+        extra: f" is not installed: pip install 'headrace[{extra}]' if you need it" for extra in doctor.EXTRAS
+    }
+    notes = {f"extra {extra}{said}" for extra, said in (absent | {"torchrl": of_torchrl}).items()}
+    assert {(found.state, found.what) for found in doctor.extras()} == {("note", said) for said in notes}
 
 
 def test_each_gpu_has_a_line_with_its_memory_and_runs_the_batch(monkeypatch):
