@@ -199,17 +199,23 @@ class Runner:
         self.lines = Counter(test for tests in self.tests.values() for test in tests)
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        """The tests that run a mutant's line, nearest first. If none is known, the tests of the file."""
+        """The tests that run a mutant's line, nearest first; if none is known, the tests of the file.
+
+        Then the other tests of the module, because coverage does not see other processes, such as actors.
+        """
         near, (lines, at_import) = tuple(nearest_tests(mutant.file)), lines_of(mutant)
         found = {test for line in lines for test in self.tests.get((mutant.file, line), ())}
         if at_import:
             found.add(BY_NAME)
-        if at_import or not found:  # coverage does not see other processes, such as actors of Ray
+        if at_import or not found:
             found |= {
                 test for (file, _), tests in self.tests.items() if file == mutant.file for test in tests
             }
-            found |= {test for test in self.lines if test.startswith(near)}
-        return sorted(found, key=lambda test: (not test.startswith(near), self.lines[test], test))
+        every = found | {test for test in self.lines if test.startswith(near)}
+        return sorted(
+            every,
+            key=lambda test: (test not in found, not test.startswith(near), self.lines[test], test),
+        )
 
     def batches_of(self, mutant: Mutant) -> tuple[list[str], list[str]]:
         """Two batches of a mutant's tests: the nearest quick ones, then all others."""

@@ -32,7 +32,7 @@ from headrace.pipeline.collect import (
 from headrace.transforms import BatchError, StalledError
 from headrace.transforms.carry import join_rows, to_plain
 from headrace.transforms.streams import RowPiece, gather
-from headrace.transforms.table import MissingKeyError, enter_rows, listing
+from headrace.transforms.table import MissingKeyError, count_of, enter_rows, listing
 from headrace.transforms.table.options import at_least, takes_options
 from headrace.transforms.table.schema import (
     IN_LOSS,
@@ -603,8 +603,8 @@ def mask_rows(rows: TensorDictBase, thin: TensorDictBase, keys: Iterable[Any]) -
     found = [key for key in keys if has_key(rows, key)]
     if not found:
         raise BatchError(
-            f"{int(masked.sum())} rows are out of the loss, and must be masked in one of {keys}; the batch "
-            f"has only {key_names(rows)}"
+            f"the batch has {count_of(int(masked.sum()), 'row')} out of the loss, to be masked in one of "
+            f"{keys}; it has only {key_names(rows)}"
         )
     for key in found:
         mask_tokens_of(rows, key, masked)

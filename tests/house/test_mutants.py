@@ -128,6 +128,17 @@ def test_a_fault_gets_the_nearest_quick_tests_first_within_the_time_limit(monkey
     assert rest == quick[100:200] + slow[:1]
 
 
+def test_the_tests_of_a_module_that_run_the_line_in_another_process_come_last(monkeypatch):
+    near = mutants.nearest_tests(FILE)[0]
+    runner = mutants.Runner.__new__(mutants.Runner)
+    runner.seconds, runner.lines = Counter(), Counter({f"{near}::a": 1, f"{near}::b": 2, "c": 3, "d": 4})
+    runner.tests = {(FILE, 1): {f"{near}::b", "c"}, (FILE, 3): {"d"}}
+    monkeypatch.setattr(mutants, "lines_of", lambda mutant: (range(mutant.line, mutant.line + 1), False))
+    found, unknown = (runner.tests_of(mutants.Mutant(FILE, line, "", "", "")) for line in (1, 2))
+    assert found == [f"{near}::b", "c", f"{near}::a"]
+    assert unknown == [f"{near}::b", "c", "d", f"{near}::a"]
+
+
 def test_a_file_that_a_fault_can_break():
     exec(
         compile((ROOT / FILE).read_text(), FILE, "exec"),

@@ -392,7 +392,7 @@ ERRORS: dict[str, tuple[Callable[[QueueHere], Any], type[Exception]]] = {
         a_rank_too_large,
         BatchError,
     ),
-    "2 rows are out of the loss, and must be masked in one of ['mask', ('log_probs', 'full')]; the batch "
+    "the batch has 2 rows out of the loss, to be masked in one of ['mask', ('log_probs', 'full')]; it "
     "has only [('masks', 'all_assistant_mask'), ('next', 'done'), ('next', 'policy_version'), ('next', "
     "'reward'), ('next', 'status'), ('tokens', 'full'), 'expected_rollouts', 'group_id', 'number', "
     "'partition', 'rollout_id', 'segment']": (nothing_to_mask, BatchError),

@@ -212,6 +212,11 @@ def _is_closed(text: str) -> bool:
     return len(re.findall(r"[\[{]", text)) == len(re.findall(r"[\]}]", text))
 
 
+def _word_at(arguments: Sequence[str], at: int) -> str:
+    """The argument at an index; empty behind the last one."""
+    return [*arguments[at:], ""][0]
+
+
 def _of_bare_word(argument: str, arguments: Sequence[str], at: int) -> str:
     """Return a message for an argument without a value, with what may be meant.
 
@@ -221,7 +226,7 @@ def _of_bare_word(argument: str, arguments: Sequence[str], at: int) -> str:
         at: index of `argument` in `arguments`.
     """
     said = f"an option is NAME=VALUE; got {argument!r}"
-    before, after = arguments[at - 1] if at else "", arguments[at + 1] if at + 1 < len(arguments) else ""
+    before, after = arguments[at - 1] if at else "", _word_at(arguments, at + 1)
     if argument in ALONE:
         takes = {"recipes": " [NAME]", "stages": " [NAME]", "view": " FOLDER [FOLDER2]"}.get(argument, "")
         return f"{said}; headrace {argument}{takes} is a command of its own, without options"
@@ -259,7 +264,7 @@ def _of_bare_word(argument: str, arguments: Sequence[str], at: int) -> str:
     name, colon, value = argument.partition(":")
     if meant := _option_of(name, arguments):
         if not colon:
-            value = arguments[at + 2] if after == "=" and at + 2 < len(arguments) else after.removeprefix("=")
+            value = _word_at(arguments, at + 2) if after == "=" else after.removeprefix("=")
         typed = " or ".join(f"{other}={value or 'VALUE'}" for other in meant)
         return f"{said} (did you mean {typed}?)"
     every = {name: f"headrace {name}" for name in ALONE} | {name: f"task={name}" for name in TASKS}
@@ -307,7 +312,7 @@ def _check_flag(argument: str, arguments: Sequence[str], at: int) -> None:
     if flag in known:
         return
     name = flag.lstrip("-").replace("-", "_")
-    after = arguments[at + 1] if at + 1 < len(arguments) else ""
+    after = _word_at(arguments, at + 1)
     if not equals and "=" not in after:
         value = after
     meant = [INSTEAD[name]] if name in INSTEAD else []

@@ -19,10 +19,11 @@ from headrace.pipeline.wording import printable
 
 NEEDED = ("torch", "tensordict", "hydra-core", "omegaconf", "rich", "pyarrow")
 EXTRAS = {"torchrl": "torchrl", "llm": "transformers", "ray": "ray", "tq": "TransferQueue"}
-# Rollout 11 has two rows. A = (R − mean) / std is (R − 2) / √2 in group 0, and (R − 8) / √18 in group 7: each
-# is −√½ or √½. Group 9 has equal rewards, and does not train.
-GROUPS, ROLLOUTS, REWARDS = [0, 0, 0, 7, 7, 9, 9], [10, 11, 11, 12, 13, 14, 15], [1.0, 3, 3, 5, 11, 2, 2]
-GOLDEN, TOLERANCE = [-(0.5**0.5), 0.5**0.5, 0.5**0.5, -(0.5**0.5), 0.5**0.5], 1e-4
+# Rollout 11 has two rows. A = (R − mean) / std is (R − 10) / 7 in group 0, and (R − 9) / 13 in group 7. Group
+# 9 has equal rewards, and does not train.
+GROUPS, ROLLOUTS = [0, 0, 0, 0, 7, 7, 7, 9, 9, 9], [10, 11, 11, 12, 13, 14, 15, 16, 17, 18]
+REWARDS = [13.0, 15, 15, 2, 16, 17, -6, 4, 4, 4]
+GOLDEN, TOLERANCE = [3 / 7, 5 / 7, 5 / 7, -8 / 7, 7 / 13, 8 / 13, -15 / 13], 1e-4
 TESTED = "all tests ran with {}; docs/beside.md says what ran with other versions"
 STYLES = {"ok": "green", "note": "yellow", "bad": "bold red"}
 
@@ -167,7 +168,7 @@ def run_golden(device: str) -> list[float]:
         ("next", "reward"): torch.tensor(REWARDS, dtype=torch.float32),
         ("masks", "all_assistant_mask"): torch.ones(len(GROUPS), 4, dtype=torch.bool),
     }
-    pipeline = load_pipeline("pipeline.stages.gate.group_size=2", "pipeline.stages.split.shuffle=false")
+    pipeline = load_pipeline("pipeline.stages.gate.group_size=3", "pipeline.stages.split.shuffle=false")
     run = pipeline.run(TensorDict(columns, batch_size=[len(GROUPS)]).to(device))
     trained = []
     for minibatch in run.minibatches():

@@ -139,7 +139,7 @@ def fail(err: Exception, *, expected: bool, go_on: bool = False) -> str:
             print(flush=True)  # raises, and drops the text that was not written
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # drops later output
-            sys.exit(128 + 13)  # the status of a program that SIGPIPE ended
+            sys.exit(141)  # 128 + 13, the status of a program that SIGPIPE ended
     if os.environ.get("HEADRACE_TRACE") == "1":
         raise err
     said = str(err) if isinstance(err, RuntimeError) else repr(err)

@@ -41,8 +41,7 @@ NUMBERS = {  # the name of the number that a task returns; `train` shows several
 class SweepTable(Callback):
     """Print the table of a sweep when all its jobs have run. Exit with status 2 if a job has failed."""
 
-    def __init__(self) -> None:
-        self.began = 0.0
+    began: float  # when the sweep began, in seconds
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Keep the time of the start, because the folder may have jobs of an earlier sweep."""

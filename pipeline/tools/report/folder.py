@@ -18,7 +18,7 @@ from headrace.installed import versions
 from headrace.pipeline.composing.compose import ConfigError
 from headrace.pipeline.wording import for_python, printable
 from headrace.transforms.carry import write_whole
-from headrace.transforms.table import listing
+from headrace.transforms.table import count_of, listing
 from headrace.transforms.table.options import at_least, takes_options, within
 
 from .advice import Advice, Advisory, History, Setup, advice_at, numbers_read
@@ -399,8 +399,8 @@ def refuse_rows(folder: Path, *ways: str) -> None:
     failed = row_files_of_failed(folder)
     if old := [file for file in row_files(folder) if file not in failed]:
         raise FileExistsError(
-            f"{folder / 'rollouts'} has the rows of another run, {len(old)} files from {old[0].name} on: "
-            f"take {', or '.join([*ways, 'remove these files'])}"
+            f"{folder / 'rollouts'} has the rows of another run, {count_of(len(old), 'file')} from "
+            f"{old[0].name} on: take {', or '.join([*ways, 'remove these files'])}"
         )
 
 

@@ -71,6 +71,8 @@ MISTAKES = {
     # -- names of options
     "seed 1": "did you mean seed=1?",
     "lr = 3": "did you mean optimizer.lr=3?",
+    "lr =": "did you mean optimizer.lr=VALUE?",
+    "train.steps=${device}": "train.steps must be an integer; got 'auto'",
     "output=x": "did you mean hydra.run.dir=x?",
     f"{REPLAY} group_by=prompt": "did you mean source.group_by=prompt?",
     f"{REPLAY} sorce.group_by=prompt": "'sorce.group_by' (did you mean source.group_by=prompt?)",

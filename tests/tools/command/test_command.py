@@ -73,9 +73,12 @@ def without_times(path):
 
 @pytest.mark.torchrl
 def test_the_gate_learns_its_groups_only_from_an_environment_of_whole_draws(tmp_path, monkeypatch):
-    """Without ``whole_draws`` a batch may lack rows of a group whose other rows come later."""
+    """Without ``whole_draws``, rows of a group may come in later batches. Groups that the user gives stay."""
+    words = [*QUICK, "train.steps=1", "report.html=false", "report.dump=null"]
+    given = headrace_here(tmp_path, *words, "pipeline.stages.gate.expected_groups=[0,1,2,3]").stdout
+    assert "expected_groups=[0, 1, 2, 3]" in given
     monkeypatch.delattr("headrace.pipeline.reverse.ReverseEnv.whole_draws")
-    shown = headrace_here(tmp_path, *QUICK, "train.steps=1").stdout
+    shown = headrace_here(tmp_path, *words).stdout
     assert "gate:      CompletenessGate(" in shown
     assert "expected_groups" not in shown
 
@@ -192,7 +195,7 @@ ELSEWHERE = "hydra.run.dir=FOLDER (with -m hydra.sweep.dir=FOLDER) sets the outp
     ids=lambda each: each if isinstance(each, str) else "",
 )
 def test_an_error_is_said_with_the_option_that_mends_it(error, said, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["headrace", "--cfg", "pipeline=3", "rows=1.5", "device=cpu"])
+    monkeypatch.setattr("sys.argv", ["a=1", "--cfg", "pipeline=3", "rows=1.5", "device=cpu"])
     assert paragraph_of(error).startswith(said)
     assert said.startswith("unknown recipe") or paragraph_of(error) == said
 

@@ -6,6 +6,7 @@ import io
 from dataclasses import FrozenInstanceError
 from itertools import count
 from pathlib import Path
+from statistics import mean, stdev
 from types import SimpleNamespace
 
 import pytest
@@ -22,8 +23,10 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def examine():
     def run():
-        text = io.StringIO()
-        return doctor.examine(Console(file=text, width=80)), text.getvalue()
+        """The status, the text, and whether the last line is red."""
+        console = Console(file=io.StringIO(), width=80, record=True)
+        status, styled = doctor.examine(console), console.export_text(clear=False, styles=True)
+        return status, console.export_text(), "\x1b[31m" in styled.splitlines()[-1]
 
     return run
 
@@ -39,8 +42,9 @@ def test_a_sound_installation_has_no_findings(tmp_path):
 
 def test_the_golden_advantages_equal_the_equation():
     """A = (R − mean) / std over the rollouts of a group, where the std divides by n − 1."""
-    one, other = (1 - 2) / 2**0.5, (5 - 8) / 18**0.5
-    assert pytest.approx([one, -one, -one, other, -other]) == doctor.GOLDEN
+    trained = zip(doctor.GROUPS[:7], doctor.REWARDS, strict=False)
+    rewards = {0: [13, 15, 2], 7: [16, 17, -6]}
+    assert pytest.approx([(r - mean(rewards[g])) / stdev(rewards[g]) for g, r in trained]) == doctor.GOLDEN
     assert doctor.run_golden("cpu") == pytest.approx(doctor.GOLDEN, abs=doctor.TOLERANCE)
     with pytest.raises(FrozenInstanceError):
         doctor.Finding("ok", "said").what = "else"
@@ -56,7 +60,7 @@ def test_the_tested_versions_are_those_of_the_constraints():
     ("broken", "line"),
     [
         ({"version_of": lambda name: None}, "torch is not installed: pip install torch=="),
-        ({"run_golden": lambda device: [0.0] * 5}, "bad  grpo on cpu: wrong advantages, by 0.707"),
+        ({"run_golden": lambda device: [0.0] * 7}, "bad  grpo on cpu: wrong advantages, by 1.15"),
         (
             {"tested": lambda: {}, "run_golden": lambda device: 1 / 0},
             "bad  grpo on cpu failed: division by zero",
@@ -76,9 +80,9 @@ def test_the_tested_versions_are_those_of_the_constraints():
 def test_each_fault_has_a_line_that_says_what_to_do(examine, monkeypatch, broken, line):
     for name, stub in broken.items():
         monkeypatch.setattr(doctor, name, stub)
-    status, shown = examine()
+    status, shown, red = examine()
     assert line in shown
-    assert status == ("bad " in shown)
+    assert status == red == ("bad " in shown)
     assert shown.splitlines()[-1] == (
         "everything is in order" if not status else f"{shown.count('bad  ')} to fix, see above"
     )
@@ -150,7 +154,7 @@ def test_without_torch_the_other_checks_still_run(examine, monkeypatch):
 
     for module, name in ((doctor, "import_module"), (installed, "import_module")):
         monkeypatch.setattr(module, name, missing)
-    status, shown = examine()
+    status, shown, _ = examine()
     assert status == 1
     assert "is installed and cannot be imported: ModuleNotFoundError: No module named 'torch'" in shown
     assert "bad  devices: No module named 'torch'" in shown

@@ -58,7 +58,7 @@ def test_the_jobs_of_a_sweep_are_shown_by_number_without_those_of_an_earlier_one
     shown = capsys.readouterr().out
     assert "a sweep of 2 jobs" in shown
     assert re.findall(r"^ +(\d) ", shown, re.M) == ["0", "1"]
-    record_job(tmp_path / "3", began=time.time(), job=3, overrides=[], failure="bad", **said)
+    record_job(tmp_path / "more" / "3", began=time.time(), job=3, overrides=[], failure="bad", **said)
     with pytest.raises(SystemExit) as ended:
         sweep.on_multirun_end(config)
     assert ended.value.code == 2
