@@ -143,7 +143,7 @@ def test_a_replay_replaces_the_rows_of_a_replay_in_which_every_step_failed(tmp_p
     assert trained == 3
     assert [each.name for each in (tmp_path / "out" / "rollouts").glob("step_*")] == ["step_00000005.parquet"]
     assert json.loads((tmp_path / "out" / "rollouts" / "failed_steps.json").read_text()) == []
-    with pytest.raises(FileExistsError, match="has the rows of another run, 1 files"):
+    with pytest.raises(FileExistsError, match="has the rows of another run, 1 file "):
         told(replayed, configure("config", *words, "source.group_size=3"), tmp_path / "out")
 
 
