@@ -15,6 +15,8 @@ from headrace.pipeline.tools.report import write_page
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
 FLAGS = ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run")
+# What the pages do not need takes a quarter of the browser's time.
+WITHOUT = ("software-rasterizer", "extensions", "background-networking", "component-update", "sync")
 
 
 def started() -> Iterator[Any]:
@@ -27,7 +29,7 @@ def started() -> Iterator[Any]:
     options = webdriver.ChromeOptions()
     options.binary_location = BROWSER
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for flag in FLAGS:
+    for flag in (*FLAGS, "--in-process-gpu", *(f"--disable-{part}" for part in WITHOUT)):
         options.add_argument(flag)
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         options.add_argument("--no-sandbox")  # otherwise chromium refuses root
