@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import pickle
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from functools import cache
 from importlib.resources import files
 from operator import itemgetter
@@ -137,7 +137,13 @@ def _composed(config_name: str, overrides: Sequence[str]) -> DictConfig:
             GlobalHydra.instance().initialize(outer)
 
 
-_known = cache(_composed)  # by the overrides that choose files: reading these takes a tenth of a second
+@cache
+def _known(config_name: str, files: tuple[str, ...]) -> bytes:
+    """A configuration composed of files, pickled, because ``deepcopy`` takes seven times as long.
+
+    Reading and merging the files takes a tenth of a second.
+    """
+    return pickle.dumps(_composed(config_name, files))
 
 
 def _from_known(config_name: str, overrides: Sequence[str]) -> DictConfig | None:
@@ -151,7 +157,7 @@ def _from_known(config_name: str, overrides: Sequence[str]) -> DictConfig | None
     if any(each.lstrip("+~").startswith("hydra.") for each in overrides):  # such as a search path
         return None
     try:
-        known = deepcopy(_known(config_name, files))
+        known: DictConfig = pickle.loads(_known(config_name, files))
         parsed = OverridesParser.create().parse_overrides(values)
         if any(each.is_sweep_override() for each in parsed):
             return None
