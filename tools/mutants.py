@@ -211,7 +211,7 @@ class Runner:
             found |= {
                 test for (file, _), tests in self.tests.items() if file == mutant.file for test in tests
             }
-        every = found | {test for test in self.lines if test.startswith(near)}
+        every = found | {test for test in self.seconds if test.startswith(near)}
         return sorted(
             every,
             key=lambda test: (test not in found, not test.startswith(near), self.lines[test], test),
@@ -271,7 +271,7 @@ def tests_by_line(copy: Path) -> tuple[dict[tuple[str, int], set[str]], Counter[
         print(f"these fail without a fault, and are left out: {', '.join(sorted(failed))}", flush=True)
     if len(failed) > MOST_FAILED:
         raise SystemExit(f"without a fault, {len(failed)} tests fail")
-    return found, Counter(taken["seconds"])
+    return found, Counter({test: each for test, each in taken["seconds"].items() if test not in failed})
 
 
 class Taken:
