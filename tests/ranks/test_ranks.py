@@ -101,12 +101,13 @@ def test_every_rank_reads_the_table_of_all_rows(how, ragged):
             assert table.batch[key].shape[1:] == batch[key].shape[1:]
 
 
-def test_ranks_without_any_row_read_an_empty_table():
+@pytest.mark.parametrize(("rows", "keys", "together"), [(0, KEYS, (0, 1)), (2, (), (4, 2))])
+def test_ranks_without_any_row_or_column_read_a_table_of_the_rows(rows, keys, together):
     def read(group):
-        return Rows.read(TensorDict({}, batch_size=[0]), keys=KEYS, ranks=Ranks(group)).table
+        return Rows.read(TensorDict({}, batch_size=[rows]), keys=keys, ranks=Ranks(group)).table
 
     for table in on_ranks(read, 2):
-        assert (table.size, table.columns, table.ranks.size) == (0, {}, 1)
+        assert ((table.size, table.ranks.size), table.columns) == (together, {})
 
 
 def messages(function, world: int, *more) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from alone import said_by
 from gradients import distance
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 from tries import ATTENTION, FULL, LOG_PROBS, LOSS, dense, ragged
@@ -27,7 +27,7 @@ from headrace.transforms.table.schema import IN_LOSS, IS_FIRST_SEGMENT, ROW
 # tokens are tokenised again.
 TURN = st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(0, 4).map(lambda each: each == 0))
 ROLLOUTS = st.lists(st.lists(TURN, min_size=1, max_size=5), min_size=1, max_size=4)
-LAYOUTS = st.sampled_from(["left", "right", "ragged"])
+LAYOUTS = st.sampled_from(["left", "right", "holes", "ragged"])
 
 
 def rows_of(rollouts) -> list[dict]:
@@ -78,6 +78,7 @@ def merged_by_loop(rows) -> list[list[int]]:
 
 
 @settings(max_examples=20)
+@example([[(1, 2, False), (1, 2, False)]], "holes", False)
 @given(ROLLOUTS, LAYOUTS, st.booleans())
 def test_a_merged_row_has_the_numbers_of_the_turn_that_trains_a_token(rollouts, layout, by_turn):
     rows = rows_of(rollouts)

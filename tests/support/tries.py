@@ -11,15 +11,22 @@ LOSS, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
 
 
 def dense(rows: list[list[int]], width: int | None = None, side: str = "right") -> TensorDict:
-    """Rows of tokens, padded with 0. Token 0 is also sampled. About the second half of each row trains."""
+    """Rows of tokens, padded with 0. Token 0 is also sampled. About the second half of each row trains.
+
+    Args:
+        rows: the tokens of each row.
+        width: number of columns.
+        side: where the padding is; ``holes`` is ``right`` with padding in the middle of most rows, too.
+    """
     width = width or max(map(len, rows))
     batch = TensorDict({}, batch_size=[len(rows)])
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)
     there = torch.zeros(len(rows), width, dtype=torch.bool)
     for number, row in enumerate(rows):
         begin = width - len(row) if side == "left" else 0
-        tokens[number, begin : begin + len(row)] = torch.tensor(row)
-        there[number, begin : begin + len(row)] = True
+        hole = 1 + number % max(len(row) - 1, 1) if side == "holes" else len(row)
+        at = [begin + place + (place >= hole) for place in range(len(row))]
+        tokens[number, at], there[number, at] = torch.tensor(row), True
     batch[FULL], batch[ATTENTION] = tokens, there
     place = there.long().cumsum(1) - 1
     batch[LOSS] = there & (place > 0) & (place >= there.sum(1, keepdim=True) // 2)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tensordict import (
     LazyStackedTensorDict,
     NonTensorData,
+    NonTensorStack,
     TensorDict,
     is_leaf_nontensor,
     lazy_stack,
@@ -108,6 +109,8 @@ def test_rows_of_further_dimensions_and_of_another_stack_keep_their_sizes():
     batch = TensorDict({"x": torch.arange(6).view(3, 2)}, batch_size=[3, 2])
     taken = take_rows(batch, torch.tensor([2, 0]))
     assert (taken.batch_size, taken["x"].tolist()) == (torch.Size([2, 2]), [[4, 5], [0, 1]])
+    texts = lazy_stack([NonTensorStack("a", "b", "c"), NonTensorStack("d", "e", "f")], 1)
+    assert take_rows(texts, torch.tensor([2, 0])).tolist() == [["c", "f"], ["a", "d"]]
     part = rows_between(batch, slice(1, None))
     assert (part.batch_size, part["x"].tolist()) == (torch.Size([2, 2]), [[2, 3], [4, 5]])
     other = lazy_stack([TensorDict({"x": torch.arange(3) + 10 * at}, [3]) for at in range(2)], 1)

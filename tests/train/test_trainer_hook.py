@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from contextlib import nullcontext
 
 import pytest
@@ -80,11 +81,16 @@ def test_a_trainer_takes_the_steps_of_the_pipeline_bit_for_bit(kind):
     assert all(norm > 0 for norm in trainer._log_dict["optimiser/grad_norm"])
 
 
-def test_rows_wait_in_the_assembler_and_unfinished_ones_are_counted():
-    assembler = GroupAssembler(groups=2)
-    hook = PipelineHook(composed("pipeline=grpo", *OVERRIDES, *CUT), assembler=assembler)
-    trainer = make_trainer(GRPOTrainer, hook)
+def test_rows_wait_in_the_assembler_and_unfinished_ones_are_counted(monkeypatch):
+    """Whole groups are trained in the order in which they became whole."""
+    assembler, recipe = GroupAssembler(groups=2), composed("pipeline=grpo", *OVERRIDES, *CUT)
+    taken, trained, take, run = [], [], assembler.take, recipe.run
+    monkeypatch.setattr(assembler, "take", lambda: taken.append(take()) or taken[-1])
+    monkeypatch.setattr(recipe, "run", lambda batch, **how: trained.append(batch) or run(batch, **how))
+    trainer = make_trainer(GRPOTrainer, PipelineHook(recipe, assembler=assembler))
     trainer.train()
+    assert all(map(operator.is_, trained, (batch for batch in taken if batch is not None)))
+    assert len(trained) == 4
     assert assembler.emitted == 8
     assert sum(trainer._log_dict["rows/in"]) == BATCHES * 18 - 6  # all but the unfinished rows
     assert (assembler.held, assembler.ready) == (0, 0)

@@ -101,7 +101,7 @@ class DeclaredRecipe:
             BatchError: the recipe refuses the rows, or has a state from earlier steps, which is unknown.
         """
         if self.remembers:
-            raise BatchError(f"its stage {self.remembers[0]!r} has a state from steps before the dump")
+            raise BatchError(f"it has a state from steps before the dump, in {listing(self.remembers)}")
         columns = report_columns(self._parts[masked].run(batch))
         if "advantage" not in columns:
             raise BatchError("none of its stages writes an advantage")

@@ -612,7 +612,7 @@ def test_a_verdict_counts_checks_by_state_and_a_summary_names_those_not_made(res
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("pipeline=spo",), "its stage 'running' has a state from steps before the dump"),
+        (("pipeline=spo",), "it has a state from steps before the dump, in running"),
         (("pipeline=grpo", "pipeline.stages.advantage=null"), "none of its stages writes an advantage"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from command import headrace_here, told
 from composed import configure
+from omegaconf import OmegaConf
 from rich.console import Console
 
 from headrace.pipeline import ConfigError
@@ -185,6 +186,22 @@ def test_certificates_cannot_be_changed_and_options_of_tasks_have_names():
     for kind in (FailingRollouts, FanOut, Forks, OneTurn, SeveralRewards, StopOrContinue):
         with pytest.raises(TypeError, match="positional argument"):
             kind([0.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [
+        (FanOut, "fan_out"),
+        (Forks, "forks"),
+        (SeveralRewards, "several_rewards"),
+        (StopOrContinue, "stop_or_continue"),
+    ],
+)
+def test_a_task_of_python_has_the_defaults_of_the_task_of_the_command(kind, task):
+    given = configure("config", "task=certify").certify.tasks[task]
+    for name, value in vars(kind()).items():
+        if value is not None and given.get(name) is not None:
+            assert OmegaConf.create([value]) == [given[name]], name
 
 
 class Unknown(BatchTransform):

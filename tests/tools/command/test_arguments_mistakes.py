@@ -74,6 +74,7 @@ MISTAKES = {
     "lr =": "did you mean optimizer.lr=VALUE?",
     "train.steps=${device}": "train.steps must be an integer; got 'auto'",
     "output=x": "did you mean hydra.run.dir=x?",
+    "rows=llm": "choose from pipeline, report, group_size, sampler, ",
     f"{REPLAY} group_by=prompt": "did you mean source.group_by=prompt?",
     f"{REPLAY} sorce.group_by=prompt": "'sorce.group_by' (did you mean source.group_by=prompt?)",
     "seed=1 doctor": "headrace doctor is a command of its own, without options\n",

@@ -182,7 +182,9 @@ def test_two_recipes_are_compared_on_the_same_rollouts(dump, tmp_path):
     assert 0 < correlation <= 1
     assert "the same direction" in text  # only one group trains
     assert "groups whose" not in text
-    found = json.loads((tmp_path / "out" / "compare.json").read_text())
+    written = (tmp_path / "out" / "compare.json").read_text()
+    found = json.loads(written)
+    assert written == json.dumps(found, indent=1)
     assert found["numbers"]["rows"] == 27
     assert found["numbers"]["trained_by_both"] == 9
     assert found["numbers"]["gradient_cosine"] == pytest.approx(1)  # only one group trains

@@ -142,7 +142,7 @@ class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")
                 lambda row: f"group {rows.name('group', row)}",
             )
         mean = groups.sum(reward.nan_to_num()) / groups.count.clamp_min(1)
-        factor = groups.spread(difficulty_weight(mean.clamp(0, 1)))
+        factor = groups.spread(difficulty_weight(mean))
         if rows.counted is not None:
             factor = factor * rows.counted
         change_advantage(rows, lambda advantage, factor: advantage * factor, factor=factor)
