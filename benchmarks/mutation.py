@@ -18,11 +18,11 @@ sys.path.append(str(Path(__file__).parent.parent / "tools"))
 from mutants import FATES, FOLDERS, ROOT, Mutant, chosen_mutants, fates_of
 
 NOTE = """Faults by the operators of cosmic-ray, as of `make mutants`. A fault gets the tests that run its
-line: as many quick ones (at most a second each) as take 100 seconds without the fault, and as many slow
-ones. It is timed out if they take four times as long, and a minute. An equivalent one changes nothing, and
-benchmarks/equivalent_mutants.json has the reason. The last column is the percentage of the others that
-survives. "all" is a sample of all code. A folder has its faults of this sample, and further ones up to {} of
-its own."""
+line, and the others of its module: as many quick ones (at most a second each) as take 100 seconds without
+the fault, and as many slow ones. It is timed out if they take four times as long, and a minute. An
+equivalent one changes nothing, and benchmarks/equivalent_mutants.json has the reason. The last column is
+the percentage of the others that survives. "all" is a sample of all code. A folder has its faults of this
+sample, and further ones up to {} of its own."""
 
 
 def folder_of(file: str) -> str:

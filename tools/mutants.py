@@ -11,7 +11,8 @@ and tests do not see its copies, because they import through `src/`.
 
 First all tests run once, with coverage, which notes the tests that run each line. The time of each test is
 kept. A fault gets the tests that run its line: the tests of its module first, then the tests with the fewest
-lines. They run in a fork of a process that has the slow imports, which halves the time of a fault.
+lines; and then the other tests of its module. They run in a fork of a process that has the slow imports,
+which halves the time of a fault.
 
 Faults that change nothing are listed with the reason in benchmarks/equivalent_mutants.json. The status is 1
 if any other fault survives. `--sample` without paths writes benchmarks/results/mutation.json and the page.
@@ -201,7 +202,8 @@ class Runner:
     def tests_of(self, mutant: Mutant) -> list[str]:
         """The tests that run a mutant's line, nearest first; if none is known, the tests of the file.
 
-        Then the other tests of the module, because coverage does not see other processes, such as actors.
+        Then the other tests of the module: coverage does not see other processes, such as actors, and no line
+        that runs at import.
         """
         near, (lines, at_import) = tuple(nearest_tests(mutant.file)), lines_of(mutant)
         found = {test for line in lines for test in self.tests.get((mutant.file, line), ())}
