@@ -192,12 +192,11 @@ def _to_add(name: str, options: Collection[str]) -> str:
     """Say how to add a stage with this name and these options; empty if a usual stage has this name."""
     if usual_stage(name) is not None:
         return ""
-    kinds = [each for each in known_parts("stage") if {*options} <= {*(usual_stage(each) or ())}][:1] or [
-        "NAME"
-    ]
+    having = (each for each in known_parts("stage") if {*options} <= {*(usual_stage(each) or ())})
+    kind = next(having, "NAME")
     return (
         f". To add one, name one of `headrace stages`, or the path of a class: pipeline.stages.{name}="
-        f"{kinds[0]} (in Python stages={{{name!r}: {{'_target_': {kinds[0]!r}, ...}}}})"
+        f"{kind} (in Python stages={{{name!r}: {{'_target_': {kind!r}, ...}}}})"
     )
 
 

@@ -10,6 +10,7 @@ from composed import composed, configure
 from recipes import ADVANTAGES, CHAINS
 from torch.nn.functional import logsigmoid
 
+from headrace.pipeline.composing.compose import for_hydra
 from headrace.pipeline.tools.certify import (
     Certificate,
     OneTurn,
@@ -192,6 +193,20 @@ def test_a_user_stage_sees_no_other_outcome():
     words = ["pipeline.stages.filter=null", "pipeline.order=[gate,collapse,advantage,odd,split,weight]"]
     words += ["+pipeline.stages.odd={_target_: test_certificate.Remembers}"]
     assert ratio("dr_grpo", *words, group_size=2) == pytest.approx([0.5] * 3, abs=1e-12)
+
+
+class TrainsAll(torch.nn.Module):
+    """A user's stage that puts each place of a row into the loss, also those without an action."""
+
+    in_keys = out_keys = (("masks", "all_assistant_mask"),)
+
+    def forward(self, batch):
+        return batch.copy().set(self.in_keys[0], torch.ones_like(batch[self.in_keys[0]]))
+
+
+def test_only_places_with_an_action_have_a_gradient():
+    words = ["pipeline.stages.odd={_target_: test_certificate.TrainsAll}", "pipeline.after.odd=advantage"]
+    assert ratio("dr_grpo", *for_hydra(words), group_size=2) == pytest.approx([0.5] * 3, abs=1e-12)
 
 
 def test_larger_groups_lower_variance_and_bias():

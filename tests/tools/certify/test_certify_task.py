@@ -260,7 +260,7 @@ def test_a_terminal_shows_a_bar_that_is_erased_at_the_end(tmp_path):
 
 def test_certify_most_is_the_greatest_number_of_outcomes(tmp_path):
     task = StopOrContinue()  # four trajectories, so 4ⁿ outcomes of n rollouts
-    assert count_outcomes(task, "mine", 4, 256) == 256
+    assert (count_outcomes(task, "mine", 4, 256), task.outcomes(1)) == (256, 4)
     assert OneTurn(theta=[0.0] * 2, shares=[1.0, 0.0]).outcomes(2) == 8  # a prompt may have the probability 0
     for size, most, said in (
         (4, 255, "a group of 4 of task 'mine' has 256 outcomes, and certify.most is 255"),
