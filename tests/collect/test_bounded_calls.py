@@ -22,7 +22,7 @@ from processes import quick_starts
 from ray_here import Stored, ray_here
 
 from headrace.pipeline import RepeatSampler, RolloutStream, assembled, informative
-from headrace.pipeline.collect.reading import HeardQueue, HeldPipe
+from headrace.pipeline.collect.reading import HeardQueue, HeldPipe, Reader
 from headrace.transforms import GroupAssembler, StalledError
 
 torchrl, slow = pytest.mark.torchrl, pytest.mark.slow
@@ -35,6 +35,15 @@ def test_a_copy_of_a_queue_or_pipe_of_workers_reads_the_same_one():
     queue, pipe = Queue[int](), Queue[int]()
     assert copy.copy(HeardQueue(queue, 1, True)).full == queue.full
     assert copy.copy(HeldPipe(pipe, None)).empty == pipe.empty
+
+
+def test_a_closed_reader_reads_no_further_batch_and_its_thread_ends():
+    batches = iter(range(3))
+    reader = Reader(batches)
+    assert reader.get(10) == 0
+    reader.close()
+    reader.thread.join(10)
+    assert (reader.thread.is_alive(), [*batches]) == (False, [1, 2])
 
 
 @pytest.mark.parametrize(("in_step", "waits"), [(True, [1, 2]), (False, [0, 1, 2])])
