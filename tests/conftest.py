@@ -191,6 +191,8 @@ def files_are_merged_once(texts_are_parsed_once: None) -> Iterator[None]:
         return once(repo, defaults, lambda: merge(loader, defaults, repo))
 
     with (
+        # Hydra copies the store for each composition, and TorchRL has put hundreds of nodes into it.
+        patch.object(ConfigStore, "__deepcopy__", lambda store, memo: store, create=True),
         patch.object(config_loader_impl, "create_defaults_list", listed),
         patch.object(config_loader_impl.ConfigLoaderImpl, "_compose_config_from_defaults_list", merged),
         patch.object(Hydra, "get_mode", lambda *_, **__: None),
