@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(STAMP)
 	$(BIN)/headrace $(ARGS)
 
-# All tests, in seven minutes on two idle cores. Types are checked meanwhile.
+# All tests, in under six minutes on two idle cores. Types are checked meanwhile.
 test: lint
 	$(MAKE) --no-print-directory -j2 types all-tests
 
