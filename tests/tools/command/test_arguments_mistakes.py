@@ -99,6 +99,7 @@ MISTAKES = {
     "pipeline.order=[gate]": "order must name each stage once",
     "loss_unit=token": "did you mean pipeline.stages.weight.unit=token",
     "pipeline.stages.gate._target_=headrace.transforms.Gate": "'headrace.transforms.Gate' cannot be",
+    "~pipeline.stages.advantage": "no stage writes the column 'advantage', which the loss reads; the stages",
     "~pipeline.stages.weight": "Set aggregation='token_mean' on GRPOLoss",
     "+stage@pipeline.stages.signs=signs": "it lacks 'signs'. Place it, as in pipeline.after.signs=advantage",
     # -- values

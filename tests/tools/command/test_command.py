@@ -99,15 +99,6 @@ def test_a_process_prints_the_error_as_one_paragraph(tmp_path, word):
     assert done.stderr.startswith("headrace: ")
 
 
-@pytest.mark.torchrl
-def test_a_training_whose_loss_has_no_advantage_is_refused_before_a_batch(tmp_path):
-    done = headrace_here(tmp_path, *QUICK, "~pipeline.stages.advantage", check=False)
-    assert done.returncode == 2
-    said = " ".join((done.stdout + done.stderr).split())
-    assert "no stage writes the column 'advantage', which the loss reads; the stages are gate, " in said
-    assert "not expected" not in said
-
-
 def test_a_command_that_fails_removes_its_own_folder_and_no_other(tmp_path):
     for words in (
         ["pipeline.stages.advantage.eps=-1"],
