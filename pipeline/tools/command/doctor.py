@@ -19,8 +19,8 @@ from headrace.pipeline.wording import printable
 
 NEEDED = ("torch", "tensordict", "hydra-core", "omegaconf", "rich", "pyarrow")
 EXTRAS = {"torchrl": "torchrl", "llm": "transformers", "ray": "ray", "tq": "TransferQueue"}
-# Rollout 11 has two rows. A = (R − mean) / std is (R − 10) / 7 in group 0, and (R − 9) / 13 in group 7. Group
-# 9 has equal rewards, and does not train.
+# Rollout 11 has two rows. A = (R − mean) / std is (R − 10) / 7 in group 0, and (R − 9) / 13 in group 7.
+# Group 9 has equal rewards, and does not train.
 GROUPS, ROLLOUTS = [0, 0, 0, 0, 7, 7, 7, 9, 9, 9], [10, 11, 11, 12, 13, 14, 15, 16, 17, 18]
 REWARDS = [13.0, 15, 15, 2, 16, 17, -6, 4, 4, 4]
 GOLDEN, TOLERANCE = [3 / 7, 5 / 7, 5 / 7, -8 / 7, 7 / 13, 8 / 13, -15 / 13], 1e-4

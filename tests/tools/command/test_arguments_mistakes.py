@@ -99,7 +99,10 @@ MISTAKES = {
     "pipeline.order=[gate]": "order must name each stage once",
     "loss_unit=token": "did you mean pipeline.stages.weight.unit=token",
     "pipeline.stages.gate._target_=headrace.transforms.Gate": "'headrace.transforms.Gate' cannot be",
-    "~pipeline.stages.advantage": "no stage writes the column 'advantage', which the loss reads; the stages",
+    "~pipeline.stages.advantage": (
+        "no stage writes the column 'advantage', which the loss reads; the stages are gate, "
+    ),
+    "policy=3": "policy must be a node with a _target_; got 3\n",
     "~pipeline.stages.weight": "Set aggregation='token_mean' on GRPOLoss",
     "+stage@pipeline.stages.signs=signs": "it lacks 'signs'. Place it, as in pipeline.after.signs=advantage",
     # -- values
